@@ -2,10 +2,11 @@
 
 python -m studies.results_page           # rewrite the blocks between the page's marks, and the pictures
 python -m studies.results_page NAME      # print the tables of the folder studies/results/NAME, write nothing
+python -m studies.results_page print     # likewise the short tables
 
-A column of a paper's table has a sweep file, sweeps/NAME.toml, and a folder with its collected runs, results/NAME. Three parts have
-their own tables: the early stage of training, the logs of FedOBP's authors, and the trials of FedCAC. The page names missing runs
-of a sweep with the command that makes them.
+The page begins with a short table per column: print and ours. A column of a paper's table has a sweep file, sweeps/NAME.toml, and a
+folder with its collected runs, results/NAME. Three parts have their own tables: the early stage of training, the logs of FedOBP's
+authors, and the trials of FedCAC. The page names missing runs of a sweep with the command that makes them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from PIL import Image
 
 from corolla import presets
-from corolla.experiments import compare, grouping, paper_metrics, sweep
+from corolla.experiments import compare, grouping, paper_metrics, paper_table, sweep
 from corolla.experiments.compare import Line
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point
@@ -48,6 +49,8 @@ COLUMNS = {
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
+# the block with a short table per column
+PRINT = "print"
 CUT = "fedcac-cifar10-cut"
 # runs of the cut column's own method, each with one changed setting
 TRIED = f"{CUT}-tried"
@@ -141,6 +144,32 @@ def row(cells: Iterable[str]) -> str:
 def rule(columns: int) -> str:
     """Return the line below a table's header in Markdown."""
     return "|" + "---|" * columns
+
+
+def print_block(text: str, results: Path) -> str:
+    """Return the text between the marks of PRINT: print and ours of every column, under a link to the column's section.
+
+    text: the page. results: the parent of the columns' folders.
+    """
+    block = [""]
+    for name in COLUMNS:
+        for column in paper_table.columns(lines_of(name, results / name), paper_table.reasons):
+            section = section_of(text, name)
+            header, *rows = column.table
+            block += [f"**[{section}](#{anchor(section)})**: {column.title}", "", row(header), rule(len(header))]
+            block += [*map(row, rows), "", *(f"- {note}" for note in column.notes), ""]
+    return "\n".join(block)
+
+
+def section_of(text: str, name: str) -> str:
+    """Return the heading of the section that has a name's mark."""
+    above, _, _ = text.partition(f"<!-- results/{name} -->")
+    return re.findall(r"^##+ (.+)$", above, re.MULTILINE)[-1]
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def column_table(lines: Sequence[Line]) -> Iterator[str]:
@@ -355,7 +384,7 @@ def page(text: str, results: Path) -> str:
 
     def made(found: re.Match[str]) -> str:
         start, name, end = found.groups()
-        return start + block(name, results / name) + end
+        return start + (print_block(text, results) if name == PRINT else block(name, results / name)) + end
 
     return BLOCK.sub(made, text)
 
@@ -363,11 +392,11 @@ def page(text: str, results: Path) -> str:
 def main() -> None:
     """Rewrite docs/results.md and its pictures, or print one column's tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", choices=(*COLUMNS, *OWN_TABLES))
-    if name := parser.parse_args().name:
-        print(block(name, RESULTS / name))
-        return
+    parser.add_argument("name", nargs="?", choices=(PRINT, *COLUMNS, *OWN_TABLES))
     text = PAGE.read_text(encoding="utf-8")
+    if name := parser.parse_args().name:
+        print(print_block(text, RESULTS) if name == PRINT else block(name, RESULTS / name))
+        return
     if (new := page(text, RESULTS)) != text:
         PAGE.write_text(new, encoding="utf-8")
     for name, path in PICTURES.items():

@@ -74,14 +74,20 @@ def of_summary(run: RecordedRun) -> dict[str, Any]:
     return {"run": str(run.path), **run.summary}
 
 
-def of_presets(found: Iterable[Preset]) -> list[dict[str, Any]]:
-    """Return a row per preset: name, the published figure in per cent as text or null, paper, and its place in the paper."""
+def of_presets(found: Iterable[Preset], seconds: Mapping[str, float | None] | None = None) -> list[dict[str, Any]]:
+    """Return a row per preset: name, the published figure in per cent as text or null, paper, and its place in the paper.
+
+    seconds: of a run of each preset on this machine, by name, None if unknown; then rows have them too.
+    """
     return [
         {
             "preset": preset.name,
             "published": str(preset.published) if preset.published else None,
             "paper": preset.paper,
             "source": preset.source,
+            "table": preset.table,
+            "column": preset.column,
+            **({} if seconds is None else {"seconds": seconds[preset.name]}),
         }
         for preset in found
     ]

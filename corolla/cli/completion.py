@@ -82,6 +82,14 @@ def clients_of(context: click.Context, parameter: click.Parameter, incomplete: s
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
+def columns_of(incomplete: str) -> list[str]:
+    """Return the patterns of the papers' columns, and the names of presets, that begin with the typed text."""
+    from corolla.presets import all_presets
+
+    names = [name for preset in all_presets().values() for name in (f"{preset.column}/*", preset.name)]
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete) and name != "/*"]
+
+
 def metrics_of(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Return the metrics measured by the typed runs."""
     names = dict.fromkeys(metric.name for run in _runs(context) for metric in run.metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ from corolla.api.waiting import waiting
 from corolla.cli.as_json import of_data, of_methods, of_presets, show_json
 from corolla.cli.options import JsonOption, PresetArgument, QuietOption, ScaleOption, SetOption, be_quiet, parse_set
 from corolla.cli.tables import size
-from corolla.experiments.runs import by_experiment
+from corolla.experiments.runs import RUNS, RecordedRun, by_experiment, run_folders
 from fl_app import plugins
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, counted, listed
@@ -32,6 +32,7 @@ from fl_app.toml import value_to_toml
 from strategies import METHOD_PARAMS, METHODS, overview
 
 if TYPE_CHECKING:
+    from corolla.presets import Preset
     from fl_app.data import ClientData, DatasetInfo
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
@@ -61,15 +62,28 @@ def about(
 
 def presets(
     pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern with * and ?.")] = "",
-    all_: Annotated[bool, typer.Option("--all", help="No effect: all presets are listed anyway.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="List all presets, not only the tables' columns.")] = False,
+    cost: Annotated[
+        bool,
+        typer.Option(
+            "--cost", help="What each column would cost here, from rounds recorded on this machine under runs."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List presets with the published figures; when piped, one name per line."""
+    """List the papers' tables by column; with a pattern or --all, presets with the published figures.
+
+    When piped, one preset's name per line.
+    """
     from corolla.presets import find
 
     found = find(pattern)
+    seconds = recorded_seconds(found) if cost else None
     if as_json:
-        show_json(of_presets(found))
+        show_json(of_presets(found, seconds))
+        return
+    if seconds is not None or (console.is_terminal and not pattern and not all_):
+        show_columns(found, seconds)
         return
     width = max(len(preset.name) for preset in found)
     for preset in found:
@@ -79,6 +93,57 @@ def presets(
         console.print(
             f"[bold]{preset.name:{width}}[/]  {preset.published or '':12}  {escape(preset.source)}", soft_wrap=True
         )
+
+
+def recorded_seconds(found: Iterable[Preset]) -> dict[str, float | None]:
+    """Return the seconds of a run of each preset, by name, from rounds recorded here; None without any."""
+    from corolla.experiments.forecast import RecordedPaces, seconds_of
+
+    paces = RecordedPaces(RecordedRun(path, METHOD_PARAMS) for path in run_folders(RUNS, 1, 2))
+    out: dict[str, float | None] = {}
+    for preset in found:
+        config = resolve(preset.settings)
+        pace = paces.of(config)
+        out[preset.name] = None if pace is None else seconds_of(config, pace)
+    return out
+
+
+def show_columns(found: Iterable[Preset], seconds: Mapping[str, float | None] | None) -> None:
+    """Print a line per column of the papers' tables: name, number of methods, data; with `seconds`, the cost of a seed."""
+    from corolla.presets import by_column
+
+    columns = by_column(found)
+    width = max(len(column or cells[0].name) for (_, _, column), cells in columns.items())
+    heading = None
+    for (paper, table, column), cells in columns.items():
+        if (paper, table) != heading:
+            heading = (paper, table)
+            console.print(f"[bold]{escape(f'{paper}, {table}' if paper else 'of our own')}[/]", soft_wrap=True)
+        count = f"{counted(len(cells), 'method'):10}" if column else ""
+        told = "" if seconds is None else f"{cost_of([seconds[cell.name] for cell in cells])}  "
+        console.print(
+            escape(f"  {column or cells[0].name:{width}}  {count}  {told}{cells[0].label}".rstrip()), soft_wrap=True
+        )
+    console.print(
+        "\n`corolla presets 'COLUMN/*'` lists a column's presets, `corolla sweep --preset 'COLUMN/*' --seeds 0,1,2` runs them",
+        soft_wrap=True,
+    )
+    if seconds is not None and None in seconds.values():
+        console.print(
+            "a sweep with --forecast runs the first rounds of what is not measured, and ends; they count when it goes on",
+            soft_wrap=True,
+        )
+
+
+def cost_of(seconds: Sequence[float | None]) -> str:
+    """Return what a seed of a column costs, as text: runs of unknown duration take the mean of the others."""
+    from corolla.experiments.forecast import duration
+
+    known = [one for one in seconds if one is not None]
+    if not known:
+        return "not measured"
+    total = duration(sum(known) * len(seconds) / len(known))
+    return f"about {total} a seed" + (f" ({len(known)} measured)" if len(known) < len(seconds) else "")
 
 
 def methods(

@@ -20,7 +20,7 @@ from fl_app.errors import UserError
 from fl_app.sources import SOURCES
 from strategies import METHOD_PARAMS, METHODS
 
-PAPER_CAPTION = "accuracies in per cent; ours: mean ± standard deviation over n seeds"
+PAPER_CAPTION = "accuracies in per cent; ours: mean ± standard deviation over the seeds"
 LatexOption = Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX, for booktabs.")]
 
 Table = tuple[Sequence[Sequence[str]], str]
@@ -64,7 +64,7 @@ def compare(
     Runs that differ only in the seed share a row. All other rows are compared with the first.
     """
     from corolla.experiments import compare as comparing
-    from corolla.experiments import grouping
+    from corolla.experiments import grouping, paper_table
 
     if dataset and not grouping.named(dataset):
         known = ", ".join(name for name, source in SOURCES.items() if source.known)
@@ -93,11 +93,11 @@ def compare(
             show_comparison(groups, to, costs)
         return
     lines = [line for group in groups for line in comparing.beside(group, METHOD_PARAMS, dataset)]
-    tables = [(comparing.paper_table(lines), PAPER_CAPTION)] if lines else []
     if as_json:
-        show_json({"rows": [comparing.as_told(line) for line in lines]})
+        show_json({"rows": [paper_table.as_told(line) for line in lines]})
     elif latex:
-        show_latex(tables)
+        columns = paper_table.columns(lines)
+        show_latex([(one.table, "\n".join([one.title, PAPER_CAPTION, *one.notes])) for one in columns])
     else:
         show_beside_papers(lines, found, dataset)
     if not lines:
@@ -105,30 +105,32 @@ def compare(
 
 
 def show_beside_papers(lines: Sequence[Line], found: Sequence[RecordedRun], dataset: str) -> None:
-    """Print runs beside the published figures, and list those without a counterpart.
+    """List runs without a published counterpart, and print the others beside the published figures, column by column.
 
     dataset: name as which the user's own data set counts.
     """
     from corolla.experiments import compare as comparing
-    from corolla.experiments import grouping, paper_metrics
+    from corolla.experiments import grouping, paper_metrics, paper_table
 
-    if lines:
-        show_table(comparing.paper_table(lines))
-        echo(PAPER_CAPTION)
-        if every := paper_metrics.figures_table(lines):
-            echo()
-            show_table(every)
-            echo(paper_metrics.CAPTION)
-        else:
-            echo("no table of all figures: no run records any")
-        for title, texts in comparing.described(lines):
-            echo("\n".join([f"\n{title}", *(f"  {text}" for text in texts)]))
     matched = {id(run) for line in lines for run in line.runs}
     left = [run for run in found if id(run) not in matched]
     for run in left:
         echo(f"no published counterpart: {run.path} ({comparing.kind(run.config)})")
     if not dataset and not all(grouping.named(run.config.dataset) for run in left):
         echo("--dataset NAME, e.g. cifar10, compares your own data with a paper's")
+    if not lines:
+        return
+    if left:
+        echo()
+    if every := paper_metrics.figures_table(lines):
+        show_table(every)
+        echo(paper_metrics.CAPTION)
+    else:
+        echo("no table of all figures: no run records any")
+    for column in paper_table.columns(lines):
+        echo(f"\n{column.title}")
+        show_table(column.table)
+        echo("\n".join([PAPER_CAPTION, *column.notes]))
 
 
 def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool) -> None:

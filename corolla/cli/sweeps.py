@@ -19,6 +19,7 @@ from corolla.api.backends import Backend
 from corolla.api.checks import check_locally, check_resources, warn_of_settings
 from corolla.api.console import console, errors
 from corolla.api.settings import Scale, look_for_plugins, name_plugins, ready, resolve
+from corolla.cli.completion import columns_of
 from corolla.cli.options import (
     BackendOption,
     CpusOption,
@@ -41,6 +42,7 @@ from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point
 from fl_app import debugging, exit_codes
 from fl_app.errors import RunFailed, UserError, counted
+from fl_app.keys import Scalar
 from fl_app.server.run_folder import check_unchanged
 from strategies import METHOD_PARAMS
 
@@ -67,19 +69,31 @@ class BestBy(Enum):
 
 def sweep(
     file: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             help="A sweep file (format: docs/experiments.md), or the name of one that comes with Corolla, e.g. digits.",
             autocompletion=lambda incomplete: [name for name in sweeping.bundled() if name.startswith(incomplete)],
         ),
-    ],
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Instead of a file: all presets that match, as `corolla presets PATTERN` lists them; COLUMN/* is a column.",
+            autocompletion=columns_of,
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(metavar="0,1,2", help="With --preset: the seeds of every run (default: the preset's own)."),
+    ] = None,
     set_: SetOption = None,
     jobs: Annotated[int, typer.Option(help="Runs at the same time, each in its own processes.", min=1)] = 1,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="One process, without Ray and SuperLink: fast for small models.")
     ] = False,
     output_dir: Annotated[
-        Path | None, typer.Option(help="The sweep's directory (default: runs/<file's name>).")
+        Path | None, typer.Option(help="The sweep's directory (default: runs/<name of the file or of the pattern>).")
     ] = None,
     scale: ScaleOption = Scale.full,
     cpus_per_client: CpusOption = 1,
@@ -93,6 +107,12 @@ def sweep(
         typer.Option(metavar="RUN", help="Do only this run, from its last checkpoint if it was interrupted."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the runs.")] = False,
+    forecast: Annotated[
+        bool,
+        typer.Option(
+            "--forecast", help="Only estimate the duration: the first rounds of new settings run, and count later."
+        ),
+    ] = False,
     best_by: Annotated[
         BestBy | None,
         typer.Option(
@@ -104,14 +124,15 @@ def sweep(
     quiet: QuietOption = False,
     log_file: LogFileOption = None,
 ) -> None:
-    """Run all combinations of a sweep file. Started again, it does only the unfinished runs."""
-    file = sweeping.sweep_file(file)
-    look_for_plugins(file.parent)
+    """Run all combinations of a sweep file, or all presets that match. Started again, it does only the unfinished runs."""
+    if forecast and (slurm or only is not None):
+        raise UserError(f"--forecast and {'--slurm' if slurm else '--only'} exclude each other")
     given = parse_set(set_ or [])
-    plan = sweeping.read_sweep(file)
+    asked = planned(file, preset, seeds, given)
+    plan, title = asked.plan, asked.title
     if scale is Scale.small:
         plan = dataclasses.replace(plan, scale=scale.value)
-    directory = (output_dir or Path("runs") / file.stem).expanduser().resolve()
+    directory = (output_dir or Path("runs") / title).expanduser().resolve()
     points = sweeping.expand(plan, METHOD_PARAMS, directory, given, ready)
     by = best_by.value if best_by else ""
     choosing.check(points, by)
@@ -127,12 +148,12 @@ def sweep(
         backends.refuse_beside("--in-process", backend)
     if slurm:
         sets = [word for pair in set_ or [] for word in ("--set", pair)]
-        words = [str(file.resolve()), f"--output-dir={directory}", f"--scale={scale.value}", *sets]
+        words = [*asked.words, f"--output-dir={directory}", f"--scale={scale.value}", *sets]
         words += [f"--best-by={by}"] if by else []
         words += ["--in-process"] if in_process else options
         cpus = 1 if in_process else max(2, math.ceil(cpus_per_client))
         write_array(
-            points, directory, file, words, at_once=jobs if jobs > 1 else 0, cpus=cpus, gpus=math.ceil(gpus_per_client)
+            points, directory, title, words, at_once=jobs if jobs > 1 else 0, cpus=cpus, gpus=math.ceil(gpus_per_client)
         )
         return
     how = None
@@ -142,10 +163,10 @@ def sweep(
         how = Simulation(found, cpus_per_client, gpus_per_client)
     if only is not None:
         with sweeping.locked(directory, shared=True):
-            run_alone(directory, chosen(points, only, file), how, verbose)
+            run_alone(directory, chosen(points, only, asked.given), how, verbose)
             finished, _ = sweeping.scan(directory, METHOD_PARAMS)
             if all(sweeping.identity(point.parsed) in finished for point in points):
-                show_sweep(directory, points, file.stem, plan.scale, {}, by)
+                show_sweep(directory, points, title, plan.scale, {}, by)
         return
     sweeping.check_points(points, check_locally)
     with sweeping.locked(directory):
@@ -157,7 +178,10 @@ def sweep(
                 todo,
                 jobs,
                 lambda first: run_points(first, how, verbose, forecasting.FIRST),
+                needed=forecast,
             )
+            if forecast:
+                return
             if jobs > 1:
                 words = ["--in-process"] if in_process else options
                 failed = sweeping.run_parallel(todo, directory, jobs, words, announce, interrupted)
@@ -166,33 +190,77 @@ def sweep(
         except KeyboardInterrupt:
             errors.print("the same command continues the sweep, unfinished runs from their checkpoints")
             raise
-        show_sweep(directory, points, file.stem, plan.scale, failed, by)
+        show_sweep(directory, points, title, plan.scale, failed, by)
     if failed:
         for name, message in failed.items():
             errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)
         raise typer.Exit(exit_codes.FAILED)
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A sweep as the command names it.
+
+    given: the file or the pattern. title: name of its folder and its table. words: those that name it in a Slurm task.
+    """
+
+    plan: sweeping.Sweep
+    given: str
+    title: str
+    words: Sequence[str]
+
+
+def planned(file: Path | None, preset: str | None, seeds: str | None, given: Mapping[str, Scalar]) -> Planned:
+    """Return the sweep of a file, or of a pattern of presets with seeds. given: the keys of --set.
+
+    Raises UserError if both or neither are given, and for seeds without a pattern.
+    """
+    if file is not None and preset is not None:
+        raise UserError(f"FILE and --preset exclude each other: got {file} and {preset}")
+    if preset is None:
+        if seeds is not None:
+            raise UserError("--seeds: needs --preset; a sweep file names its seeds in [grid]")
+        if file is None:
+            raise UserError("name a sweep file, or presets with --preset PATTERN; `corolla presets` lists them")
+        file = sweeping.sweep_file(file)
+        look_for_plugins(file.parent)
+        return Planned(sweeping.read_sweep(file), str(file), file.stem, [str(file.resolve())])
+    if seeds is not None and "seed" in given:
+        raise UserError("--seeds and --set seed exclude each other")
+    words = [f"--preset={preset}", *([f"--seeds={seeds}"] if seeds is not None else [])]
+    return Planned(sweeping.of_presets(preset, parse_seeds(seeds)), preset, sweeping.title_of(preset), words)
+
+
+def parse_seeds(text: str | None) -> list[int]:
+    """Return the seeds of --seeds, as in 0,1,2. Raises UserError unless they are distinct integers >= 0."""
+    if text is None:
+        return []
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words) or len(set(map(int, words))) < len(words):
+        raise UserError(f"--seeds: must be distinct integers >= 0 with commas between them, as in 0,1,2, got {text!r}")
+    return [int(word) for word in words]
+
+
 def write_array(
-    points: Sequence[Point], directory: Path, file: Path, words: Sequence[str], *, at_once: int, cpus: int, gpus: int
+    points: Sequence[Point], directory: Path, title: str, words: Sequence[str], *, at_once: int, cpus: int, gpus: int
 ) -> None:
     """Write a sweep's Slurm script, after checking its runs on this machine as far as possible: GPUs are not checked here."""
     from corolla.experiments import slurm
 
     anywhere = [dataclasses.replace(p, parsed=dataclasses.replace(p.parsed, device="cpu")) for p in points]
     sweeping.check_points(anywhere, check_locally)
-    path = slurm.write_array(points, directory, file.name, words, at_once=at_once, cpus=cpus, gpus=gpus)
+    path = slurm.write_array(points, directory, title, words, at_once=at_once, cpus=cpus, gpus=gpus)
     console.print(
         f"{counted(len(points), 'run')}, one task each; to start, and to continue later: sbatch {escape(str(path))}",
         soft_wrap=True,
     )
 
 
-def chosen(points: Sequence[Point], name: str, file: Path) -> Point:
+def chosen(points: Sequence[Point], name: str, given: str) -> Point:
     """Return the run with a name. Raises UserError if the sweep has none."""
     found = [point for point in points if point.name == name]
     if not found:
-        raise UserError(f"--only: {file} has no run {name!r}; --dry-run lists its runs, --slurm writes a new script")
+        raise UserError(f"--only: {given} has no run {name!r}; --dry-run lists its runs, --slurm writes a new script")
     return found[0]
 
 
@@ -294,11 +362,12 @@ def say_how_long(
     todo: list[Point],
     jobs: int,
     run_first: Callable[[Sequence[Point]], object],
+    needed: bool = False,
 ) -> list[Point]:
     """Print a forecast of the sweep's duration, and return the runs left to do.
 
     Settings without recorded rounds are measured first: `run_first` runs the first rounds of one run each, unless the
-    sweep is too short to bother. These runs resume from there.
+    sweep is too short to bother. These runs resume from there. needed: also print that no estimate is possible.
     """
 
     def known() -> tuple[dict[str, RecordedRun], dict[Path, str], Forecast]:
@@ -319,6 +388,10 @@ def say_how_long(
         at_once = f", {jobs} at a time if they do not slow each other down" if jobs > 1 else ""
         console.print(
             f"about {forecasting.duration(seconds)} for {counted(len(todo), 'run')}{at_once}, at the speed of the rounds so far"
+        )
+    elif todo and needed:
+        console.print(
+            f"no estimate: no round is recorded, and fewer than {forecasting.WORTH * forecasting.FIRST} are left of each setting"
         )
     return todo
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from corolla.experiments import grouping
 from corolla.experiments.grouping import by_settings, differing_settings, differing_values, mean_std
 from corolla.experiments.runs import RecordedRun, find
-from corolla.experiments.table import Row, row_of, setting, show
+from corolla.experiments.table import Row, row_of, setting
 from corolla.presets import Preset, all_presets, small
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, listed
@@ -59,13 +59,12 @@ Measure = Callable[[RecordedRun], float | None]
 class Reading:
     """One meaning of a paper's "accuracy": its description, and a function that returns it for a run.
 
-    finetuned_words, finetuned: the same for the fine-tuned figure beside it. of_tests: the figure is of a run's tests, so
-    it depends on their number.
+    finetuned: returns the fine-tuned figure beside it. of_tests: the figure is of a run's tests, so it depends on their
+    number.
     """
 
     words: str
     ours: Measure
-    finetuned_words: str
     finetuned: Measure
     of_tests: bool = False
 
@@ -82,31 +81,30 @@ def _best_test(name: str) -> Measure:
     return best
 
 
-_MEAN = ("all clients after the last round, mean over clients", _summary("final-accuracy-finetuned"))
-_POOLED = ("all clients after the last round, pooled over all samples", _summary("final-accuracy-finetuned-pooled"))
-_BEST = ("the best test of all clients, pooled over all samples", _best_test("accuracy-finetuned-pooled"))
+_MEAN = _summary("final-accuracy-finetuned")
+_POOLED = _summary("final-accuracy-finetuned-pooled")
 METRICS: dict[str, Reading] = {
-    "": Reading("a run does not record the paper's figure", lambda run: None, *_MEAN),
-    "best-accuracy": Reading("highest mean over a round's clients, before training", _summary("best-accuracy"), *_MEAN),
+    "": Reading("a run does not record the paper's figure", lambda run: None, _MEAN),
+    "best-accuracy": Reading("highest mean over a round's clients, before training", _summary("best-accuracy"), _MEAN),
     "best-tested-accuracy-pooled": Reading(
         "the best test of all clients (evaluate-every), pooled over all test samples",
         _best_test("accuracy-pooled"),
-        *_BEST,
+        _best_test("accuracy-finetuned-pooled"),
         of_tests=True,
     ),
     "final-accuracy-finetuned-pooled": Reading(
-        "all clients' test data after the last round, each client with its fine-tuned model", _POOLED[1], *_POOLED
+        "all clients' test data after the last round, each client with its fine-tuned model", _POOLED, _POOLED
     ),
     "last-10-accuracy-pooled": Reading(
         "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training",
         lambda run: _mean_of_last(run.rounds.values(), "accuracy-before-pooled"),
-        *_POOLED,
+        _POOLED,
     ),
     "last-10-tested-accuracy-global-pooled": Reading(
         "the global model (evaluate-global), mean over the last 10 tests of all clients (evaluate-every), pooled over all test "
         "samples",
         lambda run: _mean_of_last(run.evaluations.values(), "accuracy-global-pooled"),
-        *_POOLED,
+        _POOLED,
         of_tests=True,
     ),
 }
@@ -230,36 +228,6 @@ def _split(config: RunConfig) -> tuple[str, float]:
     return ("dirichlet", config.dirichlet_alpha) if config.partition.startswith("dirichlet") else (config.partition, 0)
 
 
-def describe(line: Line) -> list[str]:
-    """Return a line's notes: the figure, the source, the settings that differ, and the preset's notes."""
-    preset, metric = line.preset, line.preset.metric
-    text = [
-        f"published: {preset.paper}, {preset.source}"
-        + (f", mean of {preset.repeats} runs" if preset.repeats > 1 else "")
-    ]
-    reading = METRICS[metric]
-    tests = sorted({str(len(run.evaluations)) for run in line.runs}) if reading.of_tests else []
-    text.append("ours: " + f"{metric}, " * bool(metric) + reading.words + f"; tests: {', '.join(tests)}" * bool(tests))
-    if line.finetuned:
-        text.append(f"ours, fine-tuned: {reading.finetuned_words}")
-    if line.runs[0].config.scale != "full":
-        text.append("ours was cut by --scale small: not comparable with the paper")
-    if line.differences:
-        pairs = [f"{key} {setting(mine)} (paper: {setting(theirs)})" for key, mine, theirs in line.differences]
-        text.append(f"settings that differ: {', '.join(pairs)}")
-    return text + [f"note: {note}" for note in preset.notes]
-
-
-def described(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
-    """Return the notes of several lines as (heading, notes): shared ones under `all rows`, then each preset's others."""
-    texts = [describe(line) for line in lines]
-    common = [text for text in texts[0] if all(text in other for other in texts)] if len(lines) > 1 else []
-    found = [("all rows", common)] if common else []
-    for line, about in zip(lines, texts, strict=True):
-        found.append((line.preset.name, [text for text in about if text not in common]))
-    return found
-
-
 def kind(config: RunConfig) -> str:
     """Return the facts that are matched with the papers, as text: method, data set, partition."""
     name, skew = _split(config)
@@ -291,40 +259,3 @@ def result_rows(groups: Sequence[Sequence[RecordedRun]]) -> list[Row]:
         measured = (runs[0].headline, *runs[0].others)
         found.append(row_of(of, runs, measured, figures=lambda run: run.result))
     return found
-
-
-def as_told(line: Line) -> dict[str, object]:
-    """Return a row of the paper's table as data: figures in per cent, each with its deviation; None where unknown."""
-    published = line.preset.published
-    assert published is not None
-
-    def both(name: str, found: tuple[float, float | None] | None) -> dict[str, object]:
-        mean, std = found or (None, None)
-        return {
-            name: None if mean is None else 100 * mean,
-            f"{name}-std": None if std is None else 100 * std,
-        }
-
-    return {
-        "preset": line.preset.name,
-        "scale": line.runs[0].config.scale,
-        "n": len(line.runs),
-        **both("ours", line.ours),
-        "published": published.mean,
-        "published-std": published.std,
-        "difference": 100 * line.ours[0] - published.mean if line.ours else None,
-        **both("ours, fine-tuned", line.finetuned),
-    }
-
-
-def paper_table(lines: Sequence[Line]) -> list[list[str]]:
-    """Return the table as text, header first, accuracies in per cent."""
-    finetuned = any(line.finetuned for line in lines)
-    body = []
-    for line in lines:
-        published = line.preset.published
-        assert published is not None
-        gap = f"{100 * line.ours[0] - published.mean:+.2f}" if line.ours else "n/a"
-        row = [line.preset.name, line.runs[0].config.scale, str(len(line.runs)), show(line.ours), str(published), gap]
-        body.append(row + ([show(line.finetuned)] if finetuned else []))
-    return [["preset", "scale", "n", "ours", "published", "difference"] + ["ours, fine-tuned"] * finetuned, *body]

@@ -18,12 +18,17 @@ from corolla.experiments.grouping import by_settings, settings
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point, identity
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.machine import cpu
 from fl_app.metrics import Record
+from fl_app.server.run_folder import MADE_WITH
 
 # rounds run to measure a setting
 FIRST = 2
 # a setting is measured if it has at least this many times FIRST rounds left
 WORTH = 20
+# keys without effect on the work of a round
+_SAME_WORK = ("seed", "num-server-rounds", "evaluate-every")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,40 @@ def _evaluation_share(record: Record, config: RunConfig) -> float:
     return float(own / spent * config.num_clients / len(rows))
 
 
+def seconds_of(config: RunConfig, pace: Pace, done: int = 0) -> float:
+    """Return the seconds of a run after round `done` until the end."""
+    return (config.num_server_rounds - done) * pace.round + evaluations(config, done) * pace.evaluation
+
+
+def mean_pace(paces: Sequence[Pace]) -> Pace:
+    """Return the mean of paces, for a setting without one. Raises StatisticsError if there are none."""
+    return Pace(statistics.fmean(p.round for p in paces), statistics.fmean(p.evaluation for p in paces))
+
+
+class RecordedPaces:
+    """Paces of runs recorded on this type of CPU, for runs whose rounds do the same work."""
+
+    def __init__(self, runs: Iterable[RecordedRun]) -> None:
+        self._paces: dict[tuple[tuple[str, str], ...], Pace] = {}
+        for run in runs:
+            try:
+                found = pace(run, run.config) if run.about.get(MADE_WITH, [{}])[-1].get("cpu") == cpu() else None
+            except UserError:
+                continue
+            if found is not None:
+                self._paces[_work(run.config)] = found
+
+    def of(self, config: RunConfig) -> Pace | None:
+        """Return the pace of a run with this config; None if none is recorded."""
+        return self._paces.get(_work(config))
+
+
+def _work(config: RunConfig) -> tuple[tuple[str, str], ...]:
+    """Return the settings that change the work of a round, as text."""
+    own = settings(config.resolved)
+    return tuple(sorted((name, repr(value)) for name, value in own.items() if name not in _SAME_WORK))
+
+
 def evaluations(config: RunConfig, done: int) -> int:
     """Return the number of evaluations of all clients after round `done` until the end."""
     return sum(config.evaluates_after(t) for t in range(done + 1, config.num_server_rounds + 1))
@@ -77,15 +116,13 @@ class Forecast:
         run = self._known.get(identity(point.parsed))
         return 0 if run is None else max(run.rounds, default=0)
 
-    def _left(self, group: Sequence[Point]) -> list[tuple[int, int]]:
-        """Return (rounds, evaluations) left for each run of a group."""
-        done = [(point.parsed, self._done(point)) for point in group]
-        return [(config.num_server_rounds - t, evaluations(config, t)) for config, t in done]
+    def _rounds_left(self, point: Point) -> int:
+        return point.parsed.num_server_rounds - self._done(point)
 
     def unmeasured(self) -> list[Point]:
         """Return one run of every setting without a known pace that has enough rounds left to be worth measuring."""
         groups = [group for group, known in zip(self._groups, self._paces, strict=True) if known is None]
-        return [group[0] for group in groups if sum(rounds for rounds, _ in self._left(group)) >= WORTH * FIRST]
+        return [group[0] for group in groups if sum(map(self._rounds_left, group)) >= WORTH * FIRST]
 
     def seconds(self, jobs: int) -> float | None:
         """Return the duration of all remaining work with `jobs` runs at a time; None if no pace is known.
@@ -95,13 +132,11 @@ class Forecast:
         measured = [found for found in self._paces if found is not None]
         if not measured:
             return None
-        usual = Pace(
-            *(statistics.fmean(each) for each in ([p.round for p in measured], [p.evaluation for p in measured]))
-        )
+        usual = mean_pace(measured)
         runs = [
-            rounds * (known or usual).round + tests * (known or usual).evaluation
+            seconds_of(point.parsed, known or usual, self._done(point))
             for group, known in zip(self._groups, self._paces, strict=True)
-            for rounds, tests in self._left(group)
+            for point in group
         ]
         return max(sum(runs) / jobs, max(runs, default=0.0))
 

@@ -3,6 +3,8 @@
 A sweep file has these parts, all optional:
 
 - `preset`: a preset's name.
+- `presets`: a preset's name or a pattern of names, or a list of them. Every match is a value of the axis `preset`. At the
+  top it is an axis of every grid that does not name presets itself, in `[grid]` of that grid.
 - `scale`: "small" cuts every run, as `--scale small` does.
 - `[settings]`: keys of all runs.
 - `[grid]`: a value or a list of values per key; every combination is a run. `method`, `seed` and `preset` are keys like
@@ -41,7 +43,7 @@ from typing import Any
 
 from corolla.experiments.grouping import tells_runs_apart
 from corolla.experiments.runs import RecordedRun, inside
-from corolla.presets import read_preset, small
+from corolla.presets import named, read_preset, small
 from fl_app import data, plugins
 from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.checksums import DataHashes
@@ -68,7 +70,6 @@ Raw = dict[str, Scalar]
 class Sweep:
     """A sweep file as read: flat settings, grids with a list of values per key, flat variants."""
 
-    path: Path
     preset: str = ""
     scale: str = "full"
     settings: Mapping[str, Scalar] = field(default_factory=dict)
@@ -115,8 +116,10 @@ def read_sweep(path: Path) -> Sweep:
     content = read_toml(path)
     problems = []
     for key in content:
-        if key not in ("preset", "scale", "settings", "grid", "variants"):
+        if key not in ("preset", "presets", "scale", "settings", "grid", "variants"):
             problems.append(f"{key}: not a part of a sweep file (keys of runs belong in [settings] or [grid])")
+    if "preset" in content and "presets" in content:
+        problems.append("preset, presets: exclude each other")
     if isinstance(content.get("grid"), dict):
         content["grid"] = [content["grid"]]
     for key, kind in (("preset", str), ("scale", str), ("settings", dict), ("grid", list), ("variants", list)):
@@ -134,6 +137,7 @@ def read_sweep(path: Path) -> Sweep:
     if scale not in ("full", "small"):
         problems.append(f"scale: must be full or small, got {scale!r}")
     grids = [_as_lists(flatten(grid)) for grid in content.get("grid", [{}]) if isinstance(grid, dict)]
+    grids = _with_presets(content.get("presets"), grids, problems)
     settings = flatten(content.get("settings", {}))
     for table in (settings, *variants):
         problems += [f"{key}: must be one value, got {value!r}" for key, value in table.items() if not _scalar(value)]
@@ -148,13 +152,55 @@ def read_sweep(path: Path) -> Sweep:
     if problems:
         raise UserError(f"{path}:\n" + "\n".join(f"  {p}" for p in problems))
     return Sweep(
-        path,
         _beside(path, "preset", content.get("preset", "")),
         scale,
         {key: _beside(path, key, value) for key, value in settings.items()},
         [{key: [_beside(path, key, value) for value in values] for key, values in grid.items()} for grid in grids],
         [{key: _beside(path, key, value) for key, value in variant.items()} for variant in variants],
     )
+
+
+def _with_presets(shared: object, grids: Sequence[Mapping[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
+    """Return grids with the axis `preset` in place of `presets`. shared: `presets` of the file, None if it has none."""
+    out = []
+    for grid in grids:
+        if "preset" in grid and "presets" in grid:
+            problems.append("grid: preset, presets: exclude each other")
+        elif shared is not None and "preset" not in grid:
+            grid = {"presets": shared, **grid}
+        out.append(
+            {("preset" if key == "presets" else key): _matches(key, value, problems) for key, value in grid.items()}
+        )
+    return out
+
+
+def _matches(key: str, value: Any, problems: list[str]) -> Any:
+    """Return the values of a grid's axis: of `presets` the presets that it names, of any other key the values as given."""
+    if key != "presets":
+        return value
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) for one in patterns):
+        problems.append(f"presets: must be a preset's name or a pattern, or a list of them, got {value!r}")
+        return ["?"]
+    try:
+        return named(patterns)
+    except UserError as error:
+        problems.append(f"presets: {str(error).removeprefix('preset: ')}")
+        return ["?"]
+
+
+def of_presets(pattern: str, seeds: Sequence[int] = ()) -> Sweep:
+    """Return the sweep of all presets that a pattern names, each with these seeds; without any, with the preset's own.
+
+    Raises UserError if no preset matches.
+    """
+    grid: dict[str, Sequence[Scalar]] = {"preset": named([pattern])}
+    return Sweep(grids=[grid | ({"seed": seeds} if seeds else {})])
+
+
+def title_of(pattern: str) -> str:
+    """Return a pattern of presets as a name that a folder may have: `fedobp-fashion-mnist-dirichlet-0.1`."""
+    return re.sub(r"[^\w.]+", "-", pattern).strip("-.") or "presets"
 
 
 def _beside(file: Path, key: str, value: Any) -> Any:

@@ -4,6 +4,8 @@ corolla/presets/*.toml holds two kinds of files. A plain file (demo.toml) is one
 file with `tables` describes a paper and gives one preset per cell of its tables: `<file>/<column>` for the paper's own
 method (`own`), and `<file>/<column>/<method>` for the others.
 
+A pattern may also name the paper's own method in full, `<file>/<column>/<method>`: `<file>/<column>/*` is a whole column.
+
 A cell merges the `settings` of six layers, later ones winning: the file, the column's `datasets` entry, its `splits`
 entry, the table, the column, and the row's `methods` entry. Keys of other methods' tables are dropped.
 
@@ -20,7 +22,7 @@ import difflib
 import fnmatch
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +60,10 @@ class Published:
 class Preset:
     """Settings (flat run config) with their source. All other fields are empty for presets of our own.
 
-    paper, source: name the cell. metric: name of our figure to compare. repeats: number of the paper's runs. notes:
-    departures from the paper. ran: the method that the authors ran instead of the one they name; "" if they ran that
-    one.
+    paper, source: name the cell. table, column: its place; `column` is the part of its name without the method, and
+    `label` the column's heading. row: its method, as the last part of a name. metric: name of our figure to compare.
+    repeats: number of the paper's runs. notes: departures from the paper. ran: the method that the authors ran instead
+    of the one they name; "" if they ran that one.
     """
 
     name: str
@@ -68,10 +71,19 @@ class Preset:
     published: Published | None = None
     paper: str = ""
     source: str = ""
+    table: str = ""
+    column: str = ""
+    label: str = ""
+    row: str = ""
     metric: str = ""
     repeats: int = 0
     notes: tuple[str, ...] = ()
     ran: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name, and for a paper's own method also the name in full: `<file>/<column>/<method>`."""
+        return (self.name, f"{self.column}/{self.row}") if self.name == self.column else (self.name,)
 
 
 @functools.cache
@@ -102,14 +114,18 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                 ran = entry.get("ran", "")
                 other = [f"{paper['paper']}'s table ran another method under this name: {ran}"] if ran else []
                 method = str(settings["method"])
-                name = f"{stem}/{column['name']}"
+                place, last = f"{stem}/{column['name']}", entry.get("name", method)
+                label = ", ".join(part for part in (dataset["label"], column.get("label", "")) if part)
                 yield Preset(
-                    name if row == paper["own"] else f"{name}/{entry.get('name', method)}",
+                    place if row == paper["own"] else f"{place}/{last}",
                     own(settings, method),
                     published=_published(cell),
                     paper=f"{paper['paper']} ({paper['citation']})",
-                    source=f"{table['table']}: {row}, "
-                    + ", ".join(label for label in (dataset["label"], column.get("label", "")) if label),
+                    source=f"{table['table']}: {row}, {label}",
+                    table=table["table"],
+                    column=place,
+                    label=label,
+                    row=last,
                     metric=entry.get("metric", paper["metric"]),
                     repeats=table.get("repeats", paper["repeats"]),
                     notes=(
@@ -133,19 +149,47 @@ def _published(cell: str) -> Published | None:
 def find(pattern: str = "") -> list[Preset]:
     """Return the presets with `pattern` in their names; a pattern with wildcards must match the whole name.
 
-    Raises UserError if no name matches.
+    A paper's own method also has its name in full, so that `<file>/<column>/*` is a whole column. Raises UserError if no
+    name matches.
     """
     wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
-    found = [preset for name, preset in all_presets().items() if fnmatch.fnmatchcase(name, wild)]
+    found = [
+        preset for preset in all_presets().values() if any(fnmatch.fnmatchcase(name, wild) for name in preset.names)
+    ]
     found.sort(key=lambda preset: preset.name.split("/"))
     if not found:
         raise UserError(f"preset: none matches {pattern!r}{_nearest(pattern)}")
     return found
 
 
+def named(patterns: Iterable[str]) -> list[str]:
+    """Return the names of the presets that any of the patterns names, each once; a preset's whole name is that preset.
+
+    Raises UserError if a pattern matches no name.
+    """
+    found = [
+        name for one in patterns for name in ([one] if one in all_presets() else [preset.name for preset in find(one)])
+    ]
+    return list(dict.fromkeys(found))
+
+
+def by_column(presets: Iterable[Preset]) -> dict[tuple[str, str, str], list[Preset]]:
+    """Return presets by (paper, table, column), in the order of the papers' tables; our own are under ("", "", "")."""
+    order = {name: k for k, name in enumerate(all_presets())}
+    found: dict[tuple[str, str, str], list[Preset]] = {}
+    for preset in sorted(presets, key=lambda preset: order[preset.name]):
+        found.setdefault((preset.paper, preset.table, preset.column), []).append(preset)
+    return found
+
+
 def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name, list(all_presets()), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else "; `corolla presets` lists them"
+    """Return the end of an error about an unknown name: the nearest name; for a pattern, the nearest columns."""
+    if set(name) & set("*?["):
+        columns = list(dict.fromkeys(f"{preset.column}/*" for preset in all_presets().values() if preset.column))
+        close = difflib.get_close_matches(name, columns, n=3, cutoff=0.5)
+    else:
+        close = difflib.get_close_matches(name, list(all_presets()), n=1, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else "; `corolla presets` lists them"
 
 
 def read_preset(name: str) -> dict[str, Scalar]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,54 @@ def test_the_page_is_what_the_collected_runs_make_it() -> None:
     text = results_page.PAGE.read_text(encoding="utf-8")
     assert results_page.page(text, RESULTS) == text, "make docs"
     marks = {found[2] for found in results_page.BLOCK.finditer(text)}
-    assert marks == {*results_page.COLUMNS, *results_page.OWN_TABLES}
+    assert marks == {results_page.PRINT, *results_page.COLUMNS, *results_page.OWN_TABLES}
     there = {p.name for p in (RESULTS).glob("*") if p.is_dir()}
     assert there <= marks, "runs that no table shows"
+
+
+def test_the_page_begins_with_print_and_ours_of_every_column() -> None:
+    text = results_page.PAGE.read_text(encoding="utf-8")
+    assert min(text.index(found[0]) for found in results_page.BLOCK.finditer(text)) == text.index(
+        "<!-- results/print -->"
+    )
+    first = text.partition("<!-- results/print -->")[2].partition("<!-- end -->")[0]
+    headings = re.findall(r"^\*\*\[(.+)\]\(#(.+)\)\*\*", first, re.MULTILINE)
+    made = [name for name in results_page.COLUMNS if results_page.any_made(RESULTS / name)]
+    assert headings == [
+        (section, results_page.anchor(section)) for section in (results_page.section_of(text, name) for name in made)
+    ]
+    rows = [line.strip("| ").split(" | ") for line in first.splitlines() if line.startswith("| ")]
+    heads = [row for row in rows if row[0] == "method"]
+    assert heads == [["method", "print", "ours", "difference", "same method"]] * len(made)
+    for row in rows:
+        if row[0] != "method":
+            printed, ours = (float(cell.partition(" ")[0]) for cell in row[1:3])
+            # the three are rounded separately
+            assert abs(ours - printed - float(row[3])) < 0.011, row
+    assert sum(row[4].startswith("no") for row in rows) == 6 and sum(", cut" in row[4] for row in rows) == 4
+
+
+def test_a_short_table_says_why_a_row_is_not_prints(tmp_path: Path) -> None:
+    column = tmp_path / "fedobp-fashion-mnist"
+    for seed in range(4):
+        run_tested(column, f"s{seed}", FASHION, [0.9588], evaluate_every=100, seed=seed)
+    run_tested(column, "b", f"{FASHION}/flute", [0.95], evaluate_every=100)
+    run_tested(column, "c", f"{FASHION}/local", [0.94], evaluate_every=100, num_server_rounds=200, momentum=0.5)
+    text = "## A: 0.1\n<!-- results/fedobp-fashion-mnist -->\n<!-- end -->\n"
+    assert results_page.print_block(text, tmp_path).splitlines() == [
+        "",
+        "**[A: 0.1](#a-01)**: FedOBP (anonymous authors, under review), Table 6: FMNIST, Dir(0.1)",
+        "",
+        "| method | print | ours | difference | same method |",
+        "|---|---|---|---|---|",
+        "| fedobp | 96.89 ± 0.03 | 96.88 ± 0.00 | -0.01 | yes |",
+        "| local | 94.93 ± 0.08 | 95.00 | +0.07 | yes, cut [1, 2] |",
+        "| flute | 88.56 ± 0.00 | 96.00 | +7.44 | no [2, 3] |",
+        "",
+        "- [1] 200 rounds, in print 400",
+        "- [2] 1 seed, in print the mean of 4 runs",
+        "- [3] the authors ran another method under this name: features are detached, so that the body never trains",
+    ]
 
 
 def test_the_pages_pictures_are_of_the_collected_runs() -> None:

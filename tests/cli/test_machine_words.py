@@ -127,7 +127,8 @@ def test_export_and_verify_are_quiet_if_asked(two: Command) -> None:
 
 def test_lists_are_json_if_asked(corolla: Command) -> None:
     presets = json.loads(corolla("presets", "fedcac/*", "--json")[1])
-    assert {"preset", "published", "paper", "source"} == set(presets[0]) and presets[0]["preset"].startswith("fedcac/")
+    assert set(presets[0]) == {"preset", "published", "paper", "source", "table", "column"}
+    assert presets[0]["preset"].startswith("fedcac/")
     methods = json.loads(corolla("methods", "--json")[1])
     assert [row["method"] for row in methods] == list(METHOD_PARAMS)
     (fedcac,) = json.loads(corolla("methods", "fedcac", "--json")[1])

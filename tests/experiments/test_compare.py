@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corolla import cli, presets
-from corolla.experiments import compare, sweep, table
+from corolla.experiments import compare, paper_table, sweep, table
 from corolla.experiments.sweep import Point
 from corolla.report.arrays import read_runs
 from corolla.report.groups import grouped
@@ -55,20 +55,20 @@ def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) 
     (line,) = lines(tmp_path)
     assert line.preset.name == "fedcac/cifar10-dirichlet-0.1" and line.differences == []
     assert line.ours == pytest.approx((0.87, 0.02 / 2**0.5))
-    header, row = compare.paper_table([line])
-    assert dict(zip(header, row, strict=True)) == {
-        "preset": "fedcac/cifar10-dirichlet-0.1",
-        "scale": "full",
-        "n": "2",
-        "ours": "87.00 ± 1.41",
-        "published": "86.82 ± 1.18",
-        "difference": "+0.18",
-    }
-    assert any("Table 2: FedCAC, CIFAR-10, alpha = 0.1" in text for text in compare.describe(line))
+    (column,) = paper_table.columns([line])
+    assert column.title == "FedCAC (Wu et al., ICCV 2023), Table 2: CIFAR-10, alpha = 0.1"
+    assert column.table == [
+        ["method", "print", "ours", "difference", "same method"],
+        ["fedcac", "86.82 ± 1.18", "87.00 ± 1.41", "+0.18", "yes"],
+    ]
     # with --json: numbers, in per cent
-    told = compare.as_told(line)
+    told = paper_table.as_told(line)
     assert told == {
         "preset": "fedcac/cifar10-dirichlet-0.1",
+        "paper": "FedCAC (Wu et al., ICCV 2023)",
+        "table": "Table 2",
+        "column": "fedcac/cifar10-dirichlet-0.1",
+        "method": "fedcac",
         "scale": "full",
         "n": 2,
         "ours": pytest.approx(87.0),
@@ -78,7 +78,13 @@ def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) 
         "difference": pytest.approx(0.18),
         "ours, fine-tuned": None,
         "ours, fine-tuned-std": None,
+        "same-method": True,
+        "notes": [note.removeprefix("all rows: ") for note in column.notes],
     }
+    assert column.notes[:2] == [
+        "all rows: 2 seeds, in print the mean of 5 runs",
+        "all rows: ours: best-accuracy, highest mean over a round's clients, before training",
+    ]
 
 
 def test_a_run_given_twice_is_no_second_seed(
@@ -106,8 +112,8 @@ def test_how_often_a_run_is_tested_counts_where_its_best_test_does(tmp_path: Pat
         (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, tests)))
     best, last = lines(tmp_path)
     assert best.ours == (0.8, None) and best.differences == [("evaluate-every", 50, 100)]
-    assert "; tests: 8" in " ".join(compare.describe(best))
-    assert last.differences == [] and "; tests:" not in " ".join(compare.describe(last))
+    assert "; tests: 8" in " ".join(paper_table.in_full(best))
+    assert last.differences == [] and "; tests:" not in " ".join(paper_table.in_full(last))
 
 
 def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path: Path) -> None:
@@ -117,9 +123,8 @@ def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path
     # Table 3, not Table 2; test-ratio does not apply
     assert line.preset.name == "fedcac/cifar10-dirichlet-0.1/as-critical"
     assert {d[0]: d[1:] for d in line.differences} == {"num-server-rounds": (60, 500), "momentum": (0.5, 0.9)}
-    assert "settings that differ: num-server-rounds 60 (paper: 500), momentum 0.5 (paper: 0.9)" in compare.describe(
-        line
-    )
+    assert "60 rounds, in print 500" in paper_table.reasons(line) and paper_table.is_cut(line)
+    assert "momentum 0.5 (paper: 0.9)" in paper_table.details(line)
 
 
 def test_one_method_and_partition_in_two_papers(tmp_path: Path) -> None:
@@ -146,25 +151,34 @@ def test_what_is_so_of_all_rows_is_said_once(tmp_path: Path) -> None:
     for name in ("fedper", "fedrep"):
         run_folder(tmp_path, name, f"fedobp/cifar10-dirichlet-0.1/{name}", {"final-accuracy-pooled": 0.6}, momentum=0.5)
     run_folder(tmp_path, "b", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-pooled": 0.6}, momentum=0.5)
-    found = compare.described(lines(tmp_path))
-    own = dict(found)
-    assert found[0][0] == "all rows" and "settings that differ: momentum 0.5 (paper: 0)" in own["all rows"]
-    assert sum("settings that differ" in text for _, texts in found for text in texts) == 1
-    fedavg, fedper = own["fedobp/cifar10-dirichlet-0.1/fedavg"], own["fedobp/cifar10-dirichlet-0.1/fedper"]
-    assert len(fedavg) == 1 and fedavg[0].startswith("published: ") and "note: its code base, FL-bench" in fedper[1]
-    (alone,) = compare.described(lines(tmp_path / "b"))
-    assert len(alone[1]) == len(fedavg) + len(own["all rows"])
+    (column,) = paper_table.columns(lines(tmp_path))
+    assert "all rows: momentum 0.5 (paper: 0)" in column.notes and sum("momentum 0.5" in x for x in column.notes) == 1
+    # highest print first
+    assert [row[0] for row in column.table[1:]] == ["fedper", "fedrep", "fedavg"]
+    assert [row[4] for row in column.table[1:]] == ["yes [1]", "yes [1]", "yes"]
+    assert column.notes[-1].startswith("[1] its code base, FL-bench, averages what is personal too")
+    (alone,) = paper_table.columns(lines(tmp_path / "b"))
+    assert alone.notes == column.notes[:-1]
+
+
+def test_a_row_of_another_method_says_no_and_which(tmp_path: Path) -> None:
+    name = "fedobp/cifar10-dirichlet-0.1/flute"
+    (line,) = lines(run_folder(tmp_path, "a", name, {"final-accuracy-pooled": 0.6}, local_epochs=3))
+    assert not paper_table.is_same_method(line) and paper_table.as_told(line)["same-method"] is False
+    (column,) = paper_table.columns([line], paper_table.reasons)
+    assert column.table[1][4] == "no" and column.notes == [
+        "all rows: the authors ran another method under this name: features are detached, so that the body never trains",
+        "all rows: 1 seed, in print the mean of 4 runs",
+    ]
+    # once, not as the preset's note too
+    assert sum("features are detached" in text for text in paper_table.in_full(line)) == 1
 
 
 def test_the_fine_tuned_figure_is_pooled_where_the_papers_is(tmp_path: Path) -> None:
     tuned = {"final-accuracy-finetuned": 0.7, "final-accuracy-finetuned-pooled": 0.8}
-    for name, value, how in (
-        ("fedobp/cifar10-dirichlet-0.1/fedavg", 0.8, "the best test of all clients, pooled over all samples"),
-        ("fedcac/cifar10-dirichlet-0.1", 0.7, "all clients after the last round, mean over clients"),
-    ):
+    for name, value in (("fedobp/cifar10-dirichlet-0.1/fedavg", 0.8), ("fedcac/cifar10-dirichlet-0.1", 0.7)):
         (line,) = lines(run_folder(tmp_path, name, name, tuned))
         assert line.finetuned == (value, None)
-        assert f"ours, fine-tuned: {how}" in compare.describe(line)
     (line,) = lines(
         run_folder(tmp_path, "older", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-finetuned": 0.7})
     )
@@ -188,7 +202,7 @@ def test_dittos_figure_is_of_the_global_model_in_the_last_ten_tests(tmp_path: Pa
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     (line,) = lines(path)
     assert line.ours is not None and line.ours[0] == pytest.approx(0.245) and line.differences == []
-    assert any("tests: 15" in words for words in compare.describe(line))
+    assert any("tests: 15" in words for words in paper_table.details(line))
     (line,) = lines(run_folder(tmp_path, "b", "fedpake/cifar10-dirichlet-0.1/ditto", {}, evaluate_every=50))
     assert list(line.differences) == [("evaluate-every", 50, 1)]
 
@@ -221,8 +235,9 @@ def test_small_runs_find_their_preset_and_say_what_they_are(tmp_path: Path) -> N
     small = presets.small(parse(presets.read_preset(name), METHOD_PARAMS))
     (line,) = lines(run_folder(tmp_path, "a", name, {}, **small))
     assert line.preset.name == name
-    text = compare.describe(line)
-    assert any("--scale small: not comparable" in words for words in text)
+    text = paper_table.in_full(line)
+    assert any("--scale small: not comparable" in words for words in text) and paper_table.is_cut(line)
+    assert not any("rounds, in print" in words for words in text)
     assert any("partition dirichlet-client (paper: dirichlet)" in words for words in text)
 
 
@@ -318,8 +333,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         return out, err
 
     out, err = invoke(str(tmp_path), "--paper")
-    assert "90.00" in out and "89.77 ± 1.14" in out and "+0.23" in out and "91.00" in out
-    assert "settings that differ: momentum 0.5 (paper: 0.9)" in out
+    title = "FedCAC (Wu et al., ICCV 2023), Table 1: CIFAR-10"
+    head, *rest = out.partition(f"\n{title}\n")[2].splitlines()
+    assert head.split() == ["method", "print", "ours", "difference", "same", "method"]
+    assert [line.split() for line in rest[:2]] == [
+        ["fedcac", "89.77", "±", "1.14", "90.00", "+0.23", "yes"],
+        ["fedavg", "54.33", "±", "3.03", "50.00", "-4.33", "yes", "[1]"],
+    ]
+    # the table and its notes are the end
+    assert rest[-1] == "[1] momentum 0.5 (paper: 0.9)" and all(x.startswith(("all rows: ", "[")) for x in rest[3:])
     assert f"no published counterpart: {tmp_path / 'c'} (fedcac, digits, dirichlet 0.1)" in out
     assert f"skipped, not finished: {unfinished}" in err and "--dataset NAME" not in out
     own = run_folder(tmp_path / "own", "e", "fedcac/cifar10-pathological-2", {}, dataset="folder:mine")

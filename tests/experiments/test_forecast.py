@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from corolla.experiments import sweep
-from corolla.experiments.forecast import Forecast, Pace, duration, evaluations, pace
+from corolla.experiments.forecast import Forecast, Pace, RecordedPaces, duration, evaluations, pace, seconds_of
 from corolla.experiments.runs import RecordedRun
+from corolla.presets import read_preset
+from fl_app import machine
+from fl_app.config import parse
+from fl_app.toml import to_toml
+from strategies import METHOD_PARAMS
 from tests.conftest import Command, config
 from tests.experiments.test_sweep import SMALL, points, write
 
@@ -99,3 +104,39 @@ def test_a_sweep_says_how_long_it_takes_from_rounds_that_it_keeps(
     assert RecordedRun(run).summary["digest"] == RecordedRun(tmp_path / "plain" / run.name).summary["digest"]
     code, out, _ = command("sweep", "s.toml", "--in-process")
     assert code == 0 and "1 finished before, 0 to do" in out and "about " not in out
+
+
+def recorded(path: Path, cpu: str, seconds: float, **changes: Any) -> RecordedRun:
+    """Write an interrupted run of the demo on a machine with this CPU."""
+    run = folder(path, [{"round": 60.0}, {"round": seconds}, {"round": seconds}])
+    (path / "config.toml").write_text(to_toml(parse({**read_preset("demo"), **changes}, METHOD_PARAMS).resolved))
+    (path / "run.json").write_text(json.dumps({"made-with": [{"cpu": cpu}]}))
+    return RecordedRun(run.path, METHOD_PARAMS)
+
+
+def test_a_recorded_round_is_that_of_runs_which_do_the_same_work(tmp_path: Path) -> None:
+    demo = parse(read_preset("demo"), METHOD_PARAMS)
+    for name, changes in {"seed": {"seed": 3}, "rounds": {"num-server-rounds": 7, "evaluate-every": 2}}.items():
+        paces = RecordedPaces([recorded(tmp_path / name, machine.cpu(), 2.0, **changes)])
+        assert paces.of(demo) == Pace(2.0, 0.0), name
+    assert seconds_of(demo, Pace(2.0, 5.0)) == 15 * 2 + 5
+    for name, cpu, changes in (("epochs", machine.cpu(), {"local-epochs": 1}), ("elsewhere", "another", {})):
+        assert RecordedPaces([recorded(tmp_path / name, cpu, 2.0, **changes)]).of(demo) is None
+    assert RecordedPaces([folder(tmp_path / "old", [{"round": 1.0}] * 3)]).of(demo) is None
+
+
+def test_presets_tell_what_a_column_costs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorded(tmp_path / "runs" / "demo" / "a", machine.cpu(), 240.0)
+    code, out, _ = command("presets", "demo", "--cost")
+    assert code == 0 and "demo" in out and "about 1 h 0 min a seed" in out
+    assert json.loads(command("presets", "demo", "--cost", "--json")[1])[0]["seconds"] == 15 * 240.0
+    name = "fedcac/cifar10-pathological-2"
+    code, out, _ = command("presets", f"{name}/fed[ap]*", "--cost")
+    assert f"  {name}  3 methods   not measured  CIFAR-10" in out and "a sweep with --forecast" in out
+    changes = {**read_preset(f"{name}/fedper"), "num-server-rounds": 3}
+    recorded(tmp_path / "runs" / "b", machine.cpu(), 7.2, **changes)
+    # 500 rounds of 7.2 s are an hour; the other two cost as much
+    assert "about 3 h 0 min a seed (1 measured)" in command("presets", f"{name}/fed[ap]*", "--cost")[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from corolla import cli, presets
+from corolla.api.console import console
 from corolla.experiments import dry_run
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -258,6 +260,49 @@ def test_a_wrong_name_suggests_the_nearest() -> None:
     ]
 
 
+def test_a_columns_pattern_has_the_papers_own_method_too() -> None:
+    found = [preset.name for preset in presets.find("fedobp/fashion-mnist-dirichlet-0.1/*")]
+    assert found[0] == "fedobp/fashion-mnist-dirichlet-0.1" and len(found) == 13
+    assert all(name.startswith(f"{found[0]}/") for name in found[1:])
+    assert [preset.name for preset in presets.find("fedobp/cifar10-dirichlet-0.?/fedobp")] == [
+        "fedobp/cifar10-dirichlet-0.1",
+        "fedobp/cifar10-dirichlet-0.5",
+    ]
+    # one name is one preset, not also those whose names it begins
+    assert presets.named(["fedobp/cifar10-dirichlet-0.1", "fedobp/cifar10-dirichlet-0.?/fed[ao]*"]) == [
+        "fedobp/cifar10-dirichlet-0.1",
+        "fedobp/cifar10-dirichlet-0.1/fedala",
+        "fedobp/cifar10-dirichlet-0.1/fedavg",
+        "fedobp/cifar10-dirichlet-0.5",
+        "fedobp/cifar10-dirichlet-0.5/fedala",
+        "fedobp/cifar10-dirichlet-0.5/fedavg",
+    ]
+    with pytest.raises(UserError, match=r"did you mean fedobp/fashion-mnist-dirichlet-0\.1/\* or fedobp/fashion-mnist"):
+        presets.find("fedobp/fashon-mnist-dirichlet-0.1/*")
+
+
+def test_presets_stand_by_column_in_the_papers_order() -> None:
+    columns = presets.by_column(presets.find())
+    assert sum(len(cells) for cells in columns.values()) == len(ALL)
+    fedcac = [(table, column) for paper, table, column in columns if paper.startswith("FedCAC")]
+    assert fedcac[:4] == [
+        ("Table 1", "fedcac/cifar10-pathological-2"),
+        ("Table 1", "fedcac/cifar100-pathological-2"),
+        ("Table 1", "fedcac/tiny-imagenet-pathological-2"),
+        ("Table 2", "fedcac/cifar10-dirichlet-0.1"),
+    ]
+    cells = columns["FedCAC (Wu et al., ICCV 2023)", "Table 4", "fedcac/cifar10-pathological-2"]
+    assert [(cell.row, cell.label) for cell in cells] == [("pfedgate", "CIFAR-10"), ("perfedmask", "CIFAR-10")]
+    assert [cell.name for cell in columns["", "", ""]] == ["demo"]
+
+
+def test_small_keeps_the_quantile_of_either_scope() -> None:
+    full = dict(ALL["fedobp/cifar10-dirichlet-0.1"].settings) | {"fedobp.quantile": 0.983}
+    for scope in ("all", "classifier"):
+        config = parse(full | {"fedobp.scope": scope}, METHOD_PARAMS)
+        assert not [key for key in presets.small(config) if key.startswith("fedobp.")]
+
+
 def test_files_are_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
@@ -308,6 +353,36 @@ def test_the_command_lists_every_preset_in_order(
     names = out.splitlines()
     assert (code, err, set(names)) == (0, "", set(ALL))
     assert names == sorted(names, key=lambda name: name.split("/"))
+
+
+def test_on_a_terminal_it_lists_the_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type(console), "is_terminal", True)
+    _, out, _ = corolla(capsys, monkeypatch, "presets")
+    lines = out.splitlines()
+    at = lines.index("FedOBP (anonymous authors, under review), Table 6")
+    assert lines[at + 3].split() == ["fedobp/fashion-mnist-dirichlet-0.1", "13", "methods", "FMNIST,", "Dir(0.1)"]
+    assert "fedobp/fashion-mnist-dirichlet-0.1/local" not in out
+    for words in (("--all",), ("fedobp/fashion-mnist-dirichlet-0.1/*",)):
+        _, out, _ = corolla(capsys, monkeypatch, "presets", *words)
+        assert "fedobp/fashion-mnist-dirichlet-0.1/local" in out and "94.93 ± 0.08" in out
+
+
+def test_as_json_a_preset_has_its_table_and_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = corolla(capsys, monkeypatch, "presets", "fedcac/cifar10-dirichlet-0.1/as-*", "--json")
+    assert json.loads(out) == [
+        {
+            "preset": "fedcac/cifar10-dirichlet-0.1/as-critical",
+            "published": "85.42 ± 1.39",
+            "paper": "FedCAC (Wu et al., ICCV 2023)",
+            "source": "Table 3: AS CRITICAL, CIFAR-10",
+            "table": "Table 3",
+            "column": "fedcac/cifar10-dirichlet-0.1",
+        }
+    ]
 
 
 @pytest.mark.nightly

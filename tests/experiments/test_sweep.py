@@ -23,6 +23,7 @@ from corolla.experiments import sweep
 from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS
+from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 COROLLA = [sys.executable, "-m", "corolla.cli"]
@@ -154,6 +155,47 @@ def test_a_single_value_in_a_grid_is_a_list_of_one(tmp_path: Path) -> None:
         sweep.read_sweep(write(tmp_path / "s.toml", "[grid]\nseed = []\n"))
 
 
+COLUMN = "fedobp/fashion-mnist-dirichlet-0.1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'presets = "{COLUMN}/fed[ao]*"\n[grid]\nseed = [0, 1]\n',
+        f'presets = ["{COLUMN}", "{COLUMN}/fedavg", "{COLUMN}/fedala"]\n[grid]\nseed = [0, 1]\n',
+        f'[grid]\npresets = "{COLUMN}/fed[ao]*"\nseed = [0, 1]\n',
+        f'presets = "demo"\n[[grid]]\npresets = ["{COLUMN}/fedobp", "{COLUMN}/fed[a]*"]\nseed = [0, 1]\n',
+    ],
+)
+def test_every_preset_that_a_file_names_is_a_value_of_the_axis(tmp_path: Path, text: str) -> None:
+    found = points(write(tmp_path / "s.toml", text))
+    runs = {(str(p.varying["preset"]), p.varying["seed"], p.parsed.method) for p in found}
+    names = {"fedobp": COLUMN, "fedavg": f"{COLUMN}/fedavg", "fedala": f"{COLUMN}/fedala"}
+    assert runs == {(name, seed, method) for method, name in names.items() for seed in (0, 1)}
+
+
+def test_a_grid_without_presets_takes_the_files(tmp_path: Path) -> None:
+    text = f'presets = "{COLUMN}/fed[a]*"\n[[grid]]\nseed = [0]\n[[grid]]\npreset = "{COLUMN}"\nseed = [1]\n'
+    found = points(write(tmp_path / "s.toml", text))
+    assert [(p.parsed.method, p.parsed.seed) for p in found] == [("fedala", 0), ("fedavg", 0), ("fedobp", 1)]
+
+
+def test_presets_that_name_none_are_refused(tmp_path: Path) -> None:
+    text = (
+        f'preset = "demo"\npresets = "{COLUMN}x/*"\n[[grid]]\npresets = [1]\n[[grid]]\nseed = 0\n'
+        '[[grid]]\npreset = "demo"\npresets = "demo"\n'
+    )
+    with pytest.raises(UserError) as caught:
+        sweep.read_sweep(write(tmp_path / "s.toml", text))
+    for words in (
+        "preset, presets: exclude each other",
+        "grid: preset, presets: exclude each other",
+        f"presets: none matches '{COLUMN}x/*'; did you mean {COLUMN}/* or ",
+        "presets: must be a preset's name or a pattern, or a list of them, got [1]",
+    ):
+        assert str(caught.value).count(f"  {words}") == 1, words
+
+
 def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None:
     text = 'preset = 3\nsede = 1\nscale = "tiny"\n[settings]\nrun-name = "x"\nseed = [1]\n[grid]\nmethod = []\n'
     with pytest.raises(UserError) as caught:
@@ -202,7 +244,64 @@ def test_problems_of_all_combinations_are_reported_before_anything_is_written(
     assert [p.name for p in tmp_path.iterdir()] == ["s.toml"]
 
 
+def test_a_pattern_of_presets_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = command("sweep", "--preset", f"{COLUMN}/*", "--seeds", "0, 1,2", "--dry-run")
+    names = out.splitlines()
+    assert code == 0 and len(names) == len(set(names)) == 13 * 3
+    assert sum(name.startswith("fedobp-fashion-mnist-dirichlet-0.1,seed=") for name in names) == 3
+    same = points(write(tmp_path / "s.toml", f'presets = "{COLUMN}/*"\n[grid]\nseed = [0, 1, 2]\n'))
+    assert {p.name for p in same} == set(names)
+    assert command("sweep", "--preset", COLUMN, "--dry-run")[1].startswith("fedobp-fashion-mnist-dirichlet-0.1-")
+    for words, problem in {
+        ("--preset", "fedobp/fashon*/*"): "none matches 'fedobp/fashon*/*'; did you mean fedobp/",
+        ("s.toml", "--preset", "demo"): "FILE and --preset exclude each other: got s.toml and demo",
+        ("s.toml", "--seeds", "1"): "--seeds: needs --preset",
+        (): "name a sweep file, or presets with --preset PATTERN",
+        ("--preset", "demo", "--seeds", "1,1"): "must be distinct integers >= 0",
+        ("--preset", "demo", "--seeds", "0,-1"): "must be distinct integers >= 0",
+        ("--preset", "demo", "--seeds", "1.0"): "must be distinct integers >= 0",
+        ("--preset", "demo", "--seeds", ""): "must be distinct integers >= 0",
+        ("--preset", "demo", "--seeds", "1", "--set", "seed=2"): "--seeds and --set seed exclude each other",
+        ("--preset", "demo", "--forecast", "--slurm"): "--forecast and --slurm exclude each other",
+    }.items():
+        code, _, err = command("sweep", *words)
+        assert code == 2 and problem in err, err
+    assert [path.name for path in tmp_path.iterdir()] == ["s.toml"]
+
+
+def test_a_slurm_task_of_a_pattern_names_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = command("sweep", "--preset", "dem?", "--seeds", "3,4", "--in-process", "--slurm", "--scale", "small")
+    assert code == 0, err
+    text = (tmp_path / "runs" / "dem" / "array.sbatch").read_text()
+    assert "sweep '--preset=dem?' --seeds=3,4 " in text and "--scale=small" in text and "#SBATCH --array=0-1" in text
+
+
 # Runs
+
+
+def test_a_pattern_is_measured_first_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
+    sets = ("num-clients=2", "local-epochs=1", "train-samples=20", "num-server-rounds=40")
+    own = (*(word for pair in sets for word in ("--set", pair)), "--in-process")
+    code, out, err = command("sweep", "--preset", "dem?", *own, "--set", "num-server-rounds=4", "--forecast")
+    assert code == 0 and "no estimate: no round is recorded, and fewer than 40 are left" in out, err
+    code, out, err = command("sweep", "--preset", "dem?", *own, "--forecast")
+    assert code == 0 and "first 2 rounds of 1 run" in out and "for 1 run, at the speed of the rounds so far" in out, err
+    directory = tmp_path / "runs" / "dem"
+    (folder,) = (path.parent for path in directory.glob("*/config.toml"))
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2 and not stamps(directory)
+    code, out, err = command("sweep", "--preset", "dem?", "--seeds", "0,1", *own)
+    assert code == 0 and "2 runs, 0 finished before, 2 to do" in out, err
+    assert f"resumes {folder} after round 2" in out and len(stamps(directory)) == 2
+    again = command("sweep", "--preset", "demo", "--seeds", "0,1", "--output-dir", directory, *own)[1]
+    assert "2 runs, 2 finished before, 0 to do" in again
 
 
 def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:

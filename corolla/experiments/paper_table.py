@@ -1,0 +1,135 @@
+"""The papers' columns beside our figures: method, print, ours, difference, and whether print is of the same method.
+
+`corolla compare --paper` ends with these tables, and docs/results.md begins with them. A footnote gives the reason why a row
+is not the run that the paper describes: another method under its name, fewer rounds or seeds, other settings, and the preset's
+notes. What is true of all rows stands once below the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from corolla.experiments.compare import METRICS, Line
+from corolla.experiments.table import setting, show
+from fl_app.errors import counted
+
+HEADER = ("method", "print", "ours", "difference", "same method")
+ROUNDS = "num-server-rounds"
+
+
+@dataclass(frozen=True)
+class PaperColumn:
+    """One column of a paper's table, with its title: paper, table, column.
+
+    table: as text, header first, in per cent. notes: what is true of all rows, then the footnotes that rows name: [1].
+    """
+
+    title: str
+    table: list[list[str]]
+    notes: list[str]
+
+
+def is_same_method(line: Line) -> bool:
+    """Return whether the paper's authors ran the method that the row names."""
+    return not line.preset.ran
+
+
+def is_cut(line: Line) -> bool:
+    """Return whether our runs are shorter than the paper's, or cut by `--scale small`."""
+    return line.runs[0].config.scale != "full" or any(
+        key == ROUNDS and mine is not None and theirs is not None and mine < theirs
+        for key, mine, theirs in line.differences
+    )
+
+
+def reasons(line: Line) -> list[str]:
+    """Return why a row cannot be print's: another method, a cut run, other numbers of rounds and seeds."""
+    preset, config = line.preset, line.runs[0].config
+    found = [f"the authors ran another method under this name: {preset.ran}"] if preset.ran else []
+    if config.scale != "full":
+        found.append("ours was cut by --scale small: not comparable with print")
+    else:
+        found += [f"{mine} rounds, in print {theirs}" for key, mine, theirs in line.differences if key == ROUNDS]
+    if preset.repeats and preset.repeats != len(line.runs):
+        found.append(f"{counted(len(line.runs), 'seed')}, in print the mean of {preset.repeats} runs")
+    return found
+
+
+def details(line: Line) -> list[str]:
+    """Return the figure that is ours, the settings that differ from the paper's, and the preset's notes.
+
+    A setting without a meaning in our runs is left out.
+    """
+    reading = METRICS[line.preset.metric]
+    tests = sorted({str(len(run.evaluations)) for run in line.runs}) if reading.of_tests else []
+    name = f"{line.preset.metric}, " * bool(line.preset.metric)
+    found = [f"ours: {name}{reading.words}" + f"; tests: {', '.join(tests)}" * bool(tests)]
+    for key, mine, theirs in line.differences:
+        if mine is not None and key != ROUNDS:
+            found.append(f"{key} {setting(mine)} (paper: {setting(theirs)})")
+    return found + [note for note in line.preset.notes if not line.preset.ran or not note.endswith(line.preset.ran)]
+
+
+def in_full(line: Line) -> list[str]:
+    """Return all footnotes of a row."""
+    return reasons(line) + details(line)
+
+
+def columns(lines: Sequence[Line], texts: Callable[[Line], list[str]] = in_full) -> list[PaperColumn]:
+    """Return lines as columns of the papers' tables, highest print first. texts: returns a row's footnotes."""
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        preset = line.preset
+        found.setdefault(f"{preset.paper}, {preset.table}: {preset.label}", []).append(line)
+    return [_column(title, own, texts) for title, own in found.items()]
+
+
+def _column(title: str, lines: Sequence[Line], texts: Callable[[Line], list[str]]) -> PaperColumn:
+    ordered = sorted(lines, key=lambda line: -_print(line))
+    told = [texts(line) for line in ordered]
+    shared = [text for text in told[0] if all(text in other for other in told)]
+    footnotes = dict.fromkeys(text for own in told for text in own if text not in shared)
+    marks = {text: k for k, text in enumerate(footnotes, 1)}
+    table = [list(HEADER)]
+    for line, own in zip(ordered, told, strict=True):
+        mark = sorted(marks[text] for text in own if text in marks)
+        same = ("yes" if is_same_method(line) else "no") + ", cut" * is_cut(line)
+        gap = "n/a" if line.ours is None else f"{100 * line.ours[0] - _print(line):+.2f}"
+        cells = [line.preset.row, str(line.preset.published), show(line.ours), gap]
+        table.append([*cells, same + (f" [{', '.join(map(str, mark))}]" if mark else "")])
+    return PaperColumn(
+        title, table, [f"all rows: {text}" for text in shared] + [f"[{marks[text]}] {text}" for text in marks]
+    )
+
+
+def _print(line: Line) -> float:
+    assert line.preset.published is not None
+    return line.preset.published.mean
+
+
+def as_told(line: Line) -> dict[str, object]:
+    """Return a row as data: figures in per cent, each with its deviation; None where unknown. notes: as its footnotes."""
+    published = line.preset.published
+    assert published is not None
+    return {
+        "preset": line.preset.name,
+        "paper": line.preset.paper,
+        "table": line.preset.table,
+        "column": line.preset.column,
+        "method": line.runs[0].config.method,
+        "scale": line.runs[0].config.scale,
+        "n": len(line.runs),
+        **_both("ours", line.ours),
+        "published": published.mean,
+        "published-std": published.std,
+        "difference": 100 * line.ours[0] - published.mean if line.ours else None,
+        **_both("ours, fine-tuned", line.finetuned),
+        "same-method": is_same_method(line),
+        "notes": in_full(line),
+    }
+
+
+def _both(name: str, found: tuple[float, float | None] | None) -> Mapping[str, object]:
+    mean, std = found or (None, None)
+    return {name: None if mean is None else 100 * mean, f"{name}-std": None if std is None else 100 * std}
