@@ -172,7 +172,7 @@ def _lines(rounds: list[int], names: list[str], grid: Floats, label: str, log: b
         )
         axes.plot(rounds, grid[k], label=name, linewidth=2.6 if whole else 1.5, **look.line_style(len(rounds)))
     axes.set_ylabel(label)
-    if log and (grid > 0).any():
+    if log:
         _log_axis(axes)
     rounds_axis(axes, rounds[-1])
     picture.legend(loc="outside right upper", handlelength=3.6, title="layer")
@@ -180,7 +180,9 @@ def _lines(rounds: list[int], names: list[str], grid: Floats, label: str, log: b
 
 
 def _log_axis(axes: Axes) -> None:
-    """Make y logarithmic, with plain numbers on it."""
+    """Make y logarithmic, with plain numbers on it, unless no line is above 0."""
+    if axes.dataLim.y1 <= 0:
+        return
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -157,8 +157,7 @@ def wide(path: Path, layers: int, clients: int) -> Path:
     return run
 
 
-@pytest.mark.parametrize(("layers", "clients"), [(3, 2), (4, 12), (30, 20)])
-@pytest.mark.parametrize("look", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize(("layers", "clients", "look"), [(3, 2, LIGHT), (30, 20, DARK)], ids=["few", "many-on-dark"])
 def test_nothing_is_cut(tmp_path: Path, layers: int, clients: int, look: object) -> None:
     paths = [wide(tmp_path / name, layers, clients) for name in ("a", "b")]
     groups = grouped([read_run(path) for path in paths])
