@@ -135,6 +135,12 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
         f"up {n * cost.upload} ({size(n * cost.upload)}, {cost.upload} per client), "
         f"down {n * cost.download} ({size(n * cost.download)}, {cost.download} per client)"
     )
+    if cost.kept_rounds:
+        whole = cost.kept * cost.kept_rounds
+        typer.echo(
+            f"# bytes of kept uploads on the disk: at most {cost.kept} per round ({size(cost.kept)}), "
+            f"{counted(cost.kept_rounds, 'round')}, {whole} in all ({size(whole)})"
+        )
 
 
 def finish(folders: Sequence[Path | None]) -> None:

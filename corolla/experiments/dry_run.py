@@ -12,6 +12,7 @@ import numpy as np
 from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model
+from fl_app.server import kept_uploads
 from fl_app.server.run_folder import RunFolder
 from fl_app.sources import named_data
 from fl_app.toml import to_toml
@@ -21,11 +22,16 @@ Shape = Mapping[str, Any]  # arguments of a model's builder
 
 @dataclass(frozen=True)
 class RoundBytes:
-    """Bytes of arrays on the wire per client, and the number of clients in a round."""
+    """Bytes of arrays on the wire per client, the number of clients in a round, and the bytes on the disk of kept uploads.
+
+    kept: the largest number of bytes of a kept round (`keep-uploads`). kept_rounds: the rounds that are kept.
+    """
 
     participants: int
     upload: int
     download: int
+    kept: int
+    kept_rounds: int
 
 
 def known_shape(config: RunConfig) -> Shape | None:
@@ -54,10 +60,15 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     )  # finished rounds, current round
     upload = strategy.protocol.expected().blank()
     download = strategy.download_for(0, config.num_server_rounds, "train")
+    n = len(strategy.sample(list(range(config.num_clients)), 1))
+    mask_bytes = 0 if upload.mask is None else upload.mask.size
+    sent_rows = 1 if strategy.sends_one_model else n
     return RoundBytes(
-        participants=len(strategy.sample(list(range(config.num_clients)), 1)),
+        participants=n,
         upload=wire.payload_bytes(wire.upload_message(upload)),
         download=wire.payload_bytes(wire.encode_download(download)),
+        kept=kept_uploads.size(n, upload.model.params.size, upload.model.buffers.size, mask_bytes, sent_rows),
+        kept_rounds=sum(map(config.keeps_uploads_of, range(1, config.num_server_rounds + 1))),
     )
 
 

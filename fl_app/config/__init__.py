@@ -17,7 +17,15 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from fl_app import rng
 from fl_app.config.experiment import ExperimentKeys
 from fl_app.config.privacy import PrivacyKeys
-from fl_app.config.rules import check_client, check_together, check_words, complain, refuse_files, with_implied
+from fl_app.config.rules import (
+    check_client,
+    check_together,
+    check_words,
+    complain,
+    refuse_files,
+    upload_interval,
+    with_implied,
+)
 from fl_app.keys import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -181,6 +189,14 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         AT_LEAST_ONE,
         about="running",
     )
+    keep_uploads: str = key(
+        "",
+        "Keeps uploaded models on the server's disk: `every 10` keeps those of rounds 1, 10, 20, ... and of the last round in "
+        "`uploads/round-<t>.npz`. The report then draws [pictures of them](results-guide.md#uploads). `--dry-run` prints the size. "
+        "Empty: none. Private runs cannot keep uploads.",
+        about="running",
+        checked=True,
+    )
     stop_when: str = key(
         "",
         "Ends the run early: `validation-accuracy: 10 rounds without better`, or `... without better by 0.01`. It can watch any "
@@ -257,6 +273,11 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     def evaluates_after(self, round: int) -> bool:
         """Return whether all clients are evaluated after a round: the last one, and every `evaluate-every`-th."""
         return round == self.num_server_rounds or (self.evaluate_every > 0 and round % self.evaluate_every == 0)
+
+    def keeps_uploads_of(self, round: int) -> bool:
+        """Return whether the uploads of a round are kept (`keep-uploads`), if the run ends with its planned last round."""
+        every = upload_interval(self.keep_uploads)
+        return every > 0 and (round in (1, self.num_server_rounds) or round % every == 0)
 
     @property
     def divisions(self) -> frozenset[str]:

@@ -66,6 +66,10 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         )
     if (length := len(str(values["run-name"]).encode())) > LONGEST_NAME:
         problems.append(f"run-name: at most {LONGEST_NAME} bytes, got {length}: {str(values['run-name'])[:40]}...")
+    if values["keep-uploads"] and not upload_interval(str(values["keep-uploads"])):
+        problems.append(
+            f"keep-uploads: must be `every N`, with N rounds of at least 1, or empty, got {values['keep-uploads']!r}"
+        )
     names = split_names(str(values["classes"]))
     if len(set(names)) != len(names):
         problems.append(f"classes: every name once, got {values['classes']!r}")
@@ -126,6 +130,10 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
             f"normalize-over: must be site or auto with {hidden[0]}, because each site would send the server sums over its "
             f"training data, got 'sites'"
         )
+    if values["keep-uploads"] and values["private"]:
+        problems.append(
+            f"keep-uploads: the server of a private run sees no single upload; leave it empty, got {values['keep-uploads']!r}"
+        )
     if values["optimizer"] == "adamw" and values["momentum"]:
         problems.append(f"momentum: adamw has its own moments; leave it 0, got {values['momentum']!r}")
     if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
@@ -142,6 +150,12 @@ def check_client(values: Mapping[str, Any], problems: list[str]) -> None:
             f"partition: must be {BY_COLUMN} if client = {client!r} is set, got {partition!r}; leave partition unset, or leave "
             f"client unset (exclude = {client!r} if the column is no feature)"
         )
+
+
+def upload_interval(value: str) -> int:
+    """Return the rounds between kept uploads (`keep-uploads`); 0 if none are kept, or if the text has another form."""
+    found = re.fullmatch(r"\s*every\s+(\d+)\s*", value, re.ASCII)
+    return int(found[1]) if found else 0
 
 
 def split_names(value: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from fl_app.keys import Scalar, own, show, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
-from fl_app.server import client_rows, matrices
+from fl_app.server import client_rows, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.sources import NODE, PLACES, anchored, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
@@ -196,6 +196,7 @@ class RunFolder:
         lines += [json.dumps(line, allow_nan=False)] if line else []
         with explain_full_disk("output-dir", self.path):
             matrices.cut(self.path, round)
+            kept_uploads.cut(self.path, round)
             if self._rows:
                 self._rows.cut(round, parts)
         self.write(METRICS, "".join(line + "\n" for line in lines))

@@ -160,7 +160,12 @@ class Method(Generic[P]):
                 f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
                 "norm = group, or another model"
             )
-        return trainable_tensors.travelling(config, layout, self.shared(layout, config.params))
+        names = trainable_tensors.travelling(config, layout, self.shared(layout, config.params))
+        if config.keep_uploads and not names:
+            raise UserError(
+                f"keep-uploads: method {config.method} uploads no parameters; leave it empty, got {config.keep_uploads!r}"
+            )
+        return names
 
     @property
     def reports(self) -> tuple[metrics.Metric, ...]:

@@ -154,6 +154,11 @@ class ServerHalf(ABC, Generic[P]):
         """Return the model that a client's next round starts from (the tensors that travel)."""
         return self.global_model
 
+    @property
+    def sends_one_model(self) -> bool:
+        """Whether every client is sent the global model, whatever the round."""
+        return type(self).model_for is ServerHalf.model_for
+
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return arrays to send to a client beside its model, by name. Its client half finds them in `ctx.extras`."""
         return {}

@@ -11,8 +11,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.files import explain_full_disk
 from fl_app.keys import Scalar
-from fl_app.server import client_arrays
+from fl_app.layout import Model
+from fl_app.server import client_arrays, kept_uploads
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake, Uploads
@@ -85,6 +87,7 @@ class PlainRounds:
         refused = [outlier.client_id for outlier in outliers if outlier.client_id not in intake.metrics]
         self.screening.accept(attempt.round, intake.metrics, refused)
         uploads = intake.uploads()
+        self._keep(attempt.round, uploads)
         if self.config.max_size_weight:
             uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
         intake.forget_stacks()
@@ -113,6 +116,25 @@ class PlainRounds:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that `saved` returned, from a checkpoint. {}: there is none."""
         self.screening = Screening.restored(saved)
+
+    def _keep(self, round: int, uploads: Uploads) -> None:
+        """Write the round's uploads into the run folder, if the run keeps them.
+
+        With `stop-when` any round may be the last. The file of a round that is not kept is removed when it is known.
+        """
+        config, folder = self.config, self.server.folder
+        if config.keeps_uploads_of(round) or (config.keep_uploads and config.stop_when):
+            stacks = uploads.W, uploads.B, uploads.bits
+            with explain_full_disk("output-dir", folder.path):
+                kept_uploads.save(
+                    folder.path, round, self.server.layout, uploads.ids, uploads.sizes, stacks, self._model_sent
+                )
+
+    def _model_sent(self, client_id: int) -> Model:
+        """Return the model that a client was sent."""
+        model = self.server.model_for(client_id)
+        client_arrays.release(self.server.personal.get(client_id, {}))
+        return model
 
     def _outliers(self, attempt: Attempt, intake: Intake) -> list[Outlier]:
         """Return the far uploads. They are dropped by name if `max-update-norm` is set, else noted and logged."""

@@ -21,7 +21,7 @@ from fl_app.errors import UserError, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, undefined_note
-from fl_app.server import checkpoint, client_arrays, progress_protocol
+from fl_app.server import checkpoint, client_arrays, kept_uploads, progress_protocol
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.record import Record
@@ -149,6 +149,8 @@ class Rounds:
             asked = not is_last and self.folder.asked_to_stop()
             if is_last or round % self.config.record_matrices == 0:
                 self.folder.keep_matrices(round, [int(i) for i in record["clients"]], between)
+            if self.config.keep_uploads and not is_last and not self.config.keeps_uploads_of(round):
+                kept_uploads.remove(self.folder.path, round)
             if asked or is_last or round % self.config.checkpoint_every == 0:
                 self.save_checkpoint(record)
             self.folder.append(record)

@@ -52,6 +52,8 @@ def why_kept(config: RunConfig, expected: Expected) -> str:
         return f"robust = {config.robust} compares them"
     if config.max_size_weight:
         return "max-size-weight compares their sizes before they count"
+    if config.keep_uploads:
+        return "keep-uploads writes each to the disk"
     return "masks come with them" if expected.sends_mask else ""
 
 

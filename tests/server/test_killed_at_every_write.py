@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fl_app.figures import Links, Matrix
-from fl_app.server import checkpoint, client_rows, matrices
+from fl_app.server import checkpoint, client_rows, kept_uploads, matrices
 from fl_app.server.client_files import ClientFiles
 from fl_app.server.run_folder import RunFolder, read_metrics
 from tests.conftest import Command
@@ -231,7 +231,7 @@ def test_a_damaged_file_of_clients_spoils_its_checkpoint(
 
 def test_a_killed_run_of_many_clients_ends_with_the_same_bits(command: Command, tmp_path: Path) -> None:
     sets = ["method=fedcac", "fedcac.beta=3", "fraction-train=0.05", "num-clients=210", "train-samples=8"]
-    sets += ["test-samples=4", "record-matrices=2", "num-server-rounds=6"]
+    sets += ["test-samples=4", "record-matrices=2", "num-server-rounds=6", "keep-uploads=every 1"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = start(whole, *sets)
     words[words.index("--clients") + 1] = "210"
@@ -254,7 +254,8 @@ def test_a_killed_run_of_many_clients_ends_with_the_same_bits(command: Command, 
             rows = {i: {**row, "seconds": 0} for i, row in record["clients"].items()}
             tested = {**record.get("evaluation", {}), "clients": dict(record.get("evaluation", {}).get("clients", {}))}
             rounds.append({**record, "seconds": 0, "clients": rows, "evaluation": tested})
-        files = {path.name: path.read_bytes() for path in (folder / matrices.DIRECTORY).iterdir()}
+        places = [folder / matrices.DIRECTORY, folder / kept_uploads.DIRECTORY]
+        files = {(at.name, path.name): path.read_bytes() for at in places for path in at.iterdir()}
         return rounds, files
 
     assert read(killed) == read(whole)
