@@ -141,9 +141,12 @@ def refuse_damage(key: str, directory: Path, problems: list[str]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file, as hexadecimal digits. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the sha256 of a file, as hexadecimal digits. Raises OSError that names the file."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:  # of a read it has no name
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -23,10 +23,12 @@ from fl_app import debugging, flower_patches, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
+from fl_app.machine import available_memory
 from fl_app.metrics import Reports
 from fl_app.server import checkpoint, trackers
 from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
+from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.progress_protocol import (
     LineProgress,
     PlainFormatter,
@@ -58,6 +60,7 @@ from fl_app.server.run_log import RunLog
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
+from strategies.engine.memory import fitting_limit, needed
 from strategies.engine.rounds import Rounds
 
 log = logging.getLogger("corolla")
@@ -124,7 +127,12 @@ def run(
     weights_file = config.initial_weights
     module = method.network(config, **roster.shape._asdict(), initial_weights=weights_file, told=partly.append)
     layout, initial = Layout.of(module), weights.read(module)
+    # its values are in `initial`, which the strategy keeps as long as it needs it
+    del module
     shared = method.travelling(config, layout)
+    trial = method.strategy(config, config.params, layout, initial, shared, RunFolder(Path(), ""))
+    config = _fitted(config, grid, trial)
+    del trial
     folder, agreed = _opened_folder(config, roster, layout)
     run_log = RunLog(folder.path)
     try:
@@ -134,6 +142,7 @@ def run(
         counted = method.reports_counts(config)
         folder.write_clients(_facts(roster.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
+        del initial
         strategy.reports = Reports(method.reports)
         if agreed:
             strategy.told = {NORMALIZATION: json.dumps(agreed)}
@@ -159,6 +168,23 @@ def run(
     finally:
         run_log.close()
         folder.close()
+
+
+def _fitted(config: RunConfig, grid: Grid, strategy: PersonalizedStrategy[Any]) -> RunConfig:
+    """Return the config, with a smaller `server-memory-limit` if this machine has too little memory for the given one.
+
+    strategy: a new one. Raises UserError if the memory of a run whose clients train on this machine cannot fit.
+    """
+    # else it is Ray's, or a deployment's
+    own = isinstance(grid, InProcessGrid)
+    at_once = grid.clients_at_once if isinstance(grid, InProcessGrid) else int(os.environ.get(SIMULATION) or 0)
+    if not at_once:
+        return config
+    need = needed(strategy, strategy.protocol.expected(), at_once, ray=not own)
+    limit = fitting_limit(strategy, need, available_memory(), type(grid) is InProcessGrid)
+    if limit != config.server_memory_limit:
+        log.info("server-memory-limit: lowered to %.3g GB, because this machine has no more memory left", limit)
+    return dataclasses.replace(config, server_memory_limit=limit)
 
 
 def _opened_folder(

@@ -13,9 +13,9 @@ import io
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -32,6 +32,7 @@ from fl_app.metrics import MAX_NUMBER, range_error
 from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
 
 Array = NDArray[np.generic]
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 ARRAYS, ERROR = "arrays", "error"
 # Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
@@ -49,7 +50,8 @@ FEATURES, FEATURE_TAGS = "feature-names", f"{PRIVATE}-feature-tags"
 SUM = "masked"
 # Fewest clients in a sum of a private round: with two, each would know the other's model.
 GROUP_MIN = 3
-# Environment variable, set if all clients take turns on this machine.
+# Environment variable, set in a simulation with Ray: the number of clients that train at the same time on this machine;
+# 0: they are on others.
 SIMULATION = "COROLLA_SIMULATION"
 # Key of a node's config: where its keys for private runs are.
 PRIVATE_KEYS = "private-keys"
@@ -182,9 +184,26 @@ def _arrays(model: Model, mask: Array | None, extras: Mapping[str, Array]) -> di
 # Server side --------------------------------------------------------------------------------------------------------
 
 
-def encode_download(download: Download) -> RecordDict:
-    """Encode a download as Flower's fit instructions ("train", "collect", "forget") or evaluate instructions."""
-    arrays = _arrays(download.model, None, download.extras)
+@dataclass
+class SharedBytes:
+    """The arrays of the last download, as bytes by name: messages that follow share those that are equal."""
+
+    last: dict[str, FlowerArray] = field(default_factory=dict)
+
+    def of(self, name: str, array: Array) -> FlowerArray:
+        """Return an array as bytes: those of the last array of this name if they are equal, else new ones."""
+        data, known = _dump(array), self.last.get(name)
+        if known is None or known.data != data:
+            known = self.last[name] = _sent(data)
+        return known
+
+
+def encode_download(download: Download, shared: SharedBytes | None = None) -> RecordDict:
+    """Encode a download as Flower's fit instructions ("train", "collect", "forget") or evaluate instructions.
+
+    shared: bytes to share with the downloads that were encoded before with it.
+    """
+    arrays, shared = _arrays(download.model, None, download.extras), shared or SharedBytes()
     config: Config = {
         "task": download.task,
         "round": download.round,
@@ -196,13 +215,14 @@ def encode_download(download: Download) -> RecordDict:
         **download.method,
     }
     what = "evaluateins" if download.task == "evaluate" else "fitins"
-    return RecordDict({f"{what}.parameters": _record(arrays.values()), f"{what}.config": ConfigRecord(dict(config))})
+    record = _record([shared.of(name, array) for name, array in arrays.items()])
+    return RecordDict({f"{what}.parameters": record, f"{what}.config": ConfigRecord(dict(config))})
 
 
 def payload_bytes(content: RecordDict) -> int:
     """Return the bytes of a message's arrays, without headers and framing, as a round's record counts them."""
     total = 0
-    for record in content.array_records.values():
+    for record in _records(content, ArrayRecord):
         for name, array in record.items():
             if name != compat.EMPTY_TENSOR_KEY:
                 pieces = _pieces(array)
@@ -229,9 +249,9 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     Raises WireError for a client's reported error and for every breach of the protocol.
     """
     try:
-        record = content.array_records["fitres.parameters"]
-        metrics = _scalars(content.config_records["fitres.metrics"])
-        num_examples = content.metric_records["fitres.num_examples"]["num_examples"]
+        record = _record_of(content, "fitres.parameters", ArrayRecord)
+        metrics = _scalars(_record_of(content, "fitres.metrics", ConfigRecord))
+        num_examples = _record_of(content, "fitres.num_examples", MetricRecord)["num_examples"]
         tensors = [record[name] for name in record if name != compat.EMPTY_TENSOR_KEY]
     except Exception as error:
         raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
@@ -274,7 +294,7 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
 def take_aside(content: RecordDict) -> tuple[str, str, str]:
     """Return a reply's error, printed lines and traceback. The last two are removed from the reply."""
     found = {name: "" for name in (ERROR, PRINTED, TRACEBACK)}
-    for record in content.config_records.values():
+    for record in _records(content, ConfigRecord):
         for name in found:
             text = record.get(name) if name == ERROR else record.pop(name, None)
             if isinstance(text, str):
@@ -311,6 +331,23 @@ def state_version(round: int, attempt: int) -> str:
     return f"{round:06d}-{attempt:06d}"
 
 
+# Flower's `RecordDict.array_records`, and its siblings, return a dict in a reference cycle with the content: a whole
+# message would stay in memory until the garbage collector's next full pass.
+
+
+def _records(content: RecordDict, kind: type[R]) -> list[R]:
+    """Return a message's records of one kind."""
+    return [record for record in content.values() if isinstance(record, kind)]
+
+
+def _record_of(content: RecordDict, name: str, kind: type[R]) -> R:
+    """Return a message's record. Raises KeyError if there is none of this name and kind."""
+    record = content[name]
+    if not isinstance(record, kind):
+        raise KeyError(name)
+    return record
+
+
 def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
     out: dict[str, Scalar] = {}
     for name, value in record.items():
@@ -341,12 +378,12 @@ def instructions(content: RecordDict, what: str) -> tuple[list[Array], Config]:
     what: "fit" or "evaluate". The arrays are copies that the receiver may write into. Raises WireError and KeyError if
     the message is no download.
     """
-    record, arrays = content.array_records[f"{what}ins.parameters"], []
+    record, arrays = _record_of(content, f"{what}ins.parameters", ArrayRecord), []
     for name in list(record):
         sent = record.pop(name)
         if name != compat.EMPTY_TENSOR_KEY:
             arrays.append(_own(sent.data))
-    return arrays, {**_scalars(content.config_records[f"{what}ins.config"])}
+    return arrays, {**_scalars(_record_of(content, f"{what}ins.config", ConfigRecord))}
 
 
 def _own(data: bytes) -> Array:
@@ -366,7 +403,7 @@ def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Config) -> Re
         {
             "fitres.metrics": ConfigRecord(dict(metrics)),
             "fitres.num_examples": MetricRecord({"num_examples": num_examples}),
-            "fitres.parameters": _record(arrays),
+            "fitres.parameters": _record([_sent(_dump(array)) for array in arrays]),
             "fitres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
         }
     )
@@ -438,9 +475,9 @@ def upload_message(upload: Upload) -> RecordDict:
 # Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
 
 
-def _record(arrays: Iterable[Array]) -> ArrayRecord:
+def _record(arrays: Sequence[FlowerArray]) -> ArrayRecord:
     """Return arrays as a record of Flower's, numbered in order."""
-    named = {str(k): _sent(_dump(array)) for k, array in enumerate(arrays)}
+    named = {str(k): array for k, array in enumerate(arrays)}
     return ArrayRecord(named or {compat.EMPTY_TENSOR_KEY: _sent(b"")})
 
 

@@ -71,6 +71,11 @@ class Folded:
         if self._weighted is not None:
             self._weighted.add(row, weight)
 
+    def close(self) -> None:
+        """Free the sum that no mean needs. No row is added after this."""
+        if self._plain is not None:
+            self._weighted = None
+
     def mean(self, weights: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
         """Return the mean of the rows, float64 [d]. weights: the rows' weights, as they were added; None: equal ones.
 

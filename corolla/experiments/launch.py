@@ -64,12 +64,15 @@ class SimulationSuperLink:
     A supervisor (corolla/experiments/superlink_supervisor.py) runs it, in a separate network if the kernel allows that.
     `inside` holds the words to put before a command that talks to it: they enter that network. If this process is
     killed, the supervisor ends the remaining processes. say: called with a text at the start of a wait, and with "" at
-    its end. ray: use this Ray cluster instead of starting one.
+    its end. ray: use this Ray cluster instead of starting one. at_once: clients that train at the same time in this
+    machine's memory.
     """
 
     name = superlink_supervisor.NAME
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None, ray: RayCluster | None = None) -> None:
+    def __init__(
+        self, say: Callable[[str], None] = lambda text: None, ray: RayCluster | None = None, at_once: int = 0
+    ) -> None:
         self._say, self._ray = say, ray
         if ray:
             make_directory(ray.directory)
@@ -80,7 +83,7 @@ class SimulationSuperLink:
         self.environment = flower_environment(self.home)
         self.environment[LAUNCH] = str(self.home)
         self.environment[LAUNCHER] = identity(os.getpid())
-        self.environment["COROLLA_SIMULATION"] = "1"
+        self.environment["COROLLA_SIMULATION"] = str(at_once)
         if ray:
             self.environment |= ray_cluster.environment(ray.address) | {superlink_supervisor.NETWORK: "host"}
         else:
@@ -258,12 +261,16 @@ def simulation(
     say, ray: see SimulationSuperLink. Raises UserError if a module in the current directory hides one of Corolla's
     packages.
     """
+    from corolla.experiments.pool import workers
+
     refuse_foreign_packages(Path.cwd())
     federation = (
         f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client:g} "
         f"client-resources-num-gpus={float(gpus_per_client)}"
     )
-    with SimulationSuperLink(say, ray) as superlink:
+    # a client on a GPU has its vectors there
+    here = 0 if ray or gpus_per_client else workers(cpus_per_client, num_clients)
+    with SimulationSuperLink(say, ray, here) as superlink:
 
         def submit(config: Mapping[str, Scalar], on_line: Callable[[str], None]) -> str:
             with trackers.following_log(config, on_line) as take:

@@ -83,7 +83,7 @@ class Pool:
     ) -> None:
         self.idle: list[Worker] = []
         self.busy: dict[Worker, Message] = {}
-        self._count, self._command, self._given, self._say = count, list(command), given, say
+        self.count, self._command, self._given, self._say = count, list(command), given, say
         self._written, self._output = os.pipe()
         os.set_blocking(self._written, False)
         self._rest = b""
@@ -112,7 +112,7 @@ class Pool:
     @property
     def full(self) -> bool:
         """Whether no worker is free."""
-        return not self.idle and len(self.busy) >= self._count
+        return not self.idle and len(self.busy) >= self.count
 
     def send(self, message: Message) -> None:
         """Send a message to a free worker, or to a new one. Raises OSError if none can be started."""
@@ -201,8 +201,14 @@ class PoolGrid(InProcessGrid):
         # the ClientApp and its config are in the workers
         super().__init__(ClientApp(), {}, num_clients)
         self._pool = pool
+        self.clients_at_once = pool.count
         self._waiting: deque[str] = deque()
         self._replies: dict[str, Message] = {}
+
+    @property
+    def useful_messages(self) -> float:
+        """The number of unanswered messages that keeps the workers busy while the server takes in their replies."""
+        return 2 * self._pool.count
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue messages."""

@@ -174,7 +174,7 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     server_memory_limit: float = key(
         2.0,
         "Gigabytes of memory for the server's per-client arrays between rounds, and for a round's uploads. Larger amounts go to "
-        "memory-mapped files in the run folder. 0: no limit.",
+        "memory-mapped files in the run folder. It is lowered if a simulation's machine has less memory left. 0: no limit.",
         NOT_NEGATIVE,
         about="running",
     )

@@ -103,15 +103,18 @@ def rounds(run: Path) -> list[int]:
 
 
 def load_latest(run: Path) -> Checkpoint:
-    """Return the newest sound checkpoint. Damaged ones are logged and skipped.
+    """Return the newest sound checkpoint. Damaged ones, and those without all their files, are logged and skipped.
 
-    Raises UserError if there is none.
+    Raises UserError if there is none, or if a file cannot be read now: it may be sound.
     """
     for round in reversed(rounds(run)):
+        path = run / DIRECTORY / f"round-{round:06d}.json"
         try:
-            return _load(run / DIRECTORY / f"round-{round:06d}.json")
-        except (OSError, ValueError) as error:
+            return _load(path)
+        except (FileNotFoundError, ValueError) as error:
             log.warning("checkpoint of round %d is damaged (%s); using the one before", round, error)
+        except OSError as error:
+            raise UserError(f"resume: {error.filename or path} cannot be read: {error.strerror or error}") from None
     raise UserError(f"resume: {run} has no sound checkpoint")
 
 

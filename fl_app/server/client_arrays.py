@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
+
+# of mmap(2)
+_PROT_READ, _MAP_SHARED = 1, 1
+# argument types of libc's functions on a part of memory: where it begins, its size
+_ADDRESS = (ctypes.c_void_p, ctypes.c_size_t)
 
 Moved = Callable[[int, Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]]], None]
 
@@ -44,13 +51,45 @@ def settle(
     used = 0
     for client_id, own in sorted(personal.items()):
         used += sum(a.nbytes for a in own.values())
-        if used > limit > 0 and not any(isinstance(a, np.memmap) for a in own.values()):
+        if used > limit > 0 and not any(map(_on_disk, own.values())):
             replace(client_id, to_disk(own, directory))
     for client_id, own in personal.items():
         if client_id not in taking_part or used > limit > 0:
-            bound = [name for name, a in own.items() if a.base is not None and not isinstance(a, np.memmap)]
+            bound = [name for name, a in own.items() if a.base is not None and not _on_disk(a)]
             if bound:
                 replace(client_id, own | {name: own[name].copy() for name in bound})
+
+
+class _Map:
+    """A read-only map of a file, as an array's base. Python's `mmap` keeps a file descriptor open; a thousand clients'
+    maps would exceed a process's usual limit.
+    """
+
+    def __init__(self, file: int, size: int) -> None:
+        """file: a descriptor. Raises OSError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (*_ADDRESS, *(3 * [ctypes.c_int]), ctypes.c_long)
+        address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, file, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._size, self._address = size, address
+        # not at exit: arrays may still be read then, and the process's end frees the map
+        weakref.finalize(self, _call, "munmap", address, size).atexit = False
+        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    def __len__(self) -> int:
+        """Return the number of bytes."""
+        return self._size
+
+    def madvise(self, advice: int) -> None:
+        """Tell the kernel how the map is used, as `mmap.mmap.madvise`."""
+        _call("madvise", self._address, self._size, advice)
+
+
+def _call(function: str, address: int, size: int, *more: int) -> None:
+    called = getattr(ctypes.CDLL(None), function)
+    called.argtypes = (*_ADDRESS, *(len(more) * [ctypes.c_int]))
+    called(address, size, *more)
 
 
 def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, NDArray[Any]]:
@@ -65,8 +104,7 @@ def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, ND
                 starts[name] = file.seek(-(-file.tell() // 64) * 64)
                 array.tofile(file)
             file.flush()
-            # one map for all arrays: each map holds a file descriptor
-            whole = np.memmap(file, np.uint8, "r") if file.tell() else np.empty(0, np.uint8)
+            whole = np.asarray(_Map(file.fileno(), file.tell())) if file.tell() else np.empty(0, np.uint8)
             return {
                 name: whole[starts[name] : starts[name] + array.nbytes].view(array.dtype).reshape(array.shape)
                 for name, array in arrays.items()
@@ -107,12 +145,17 @@ def release(arrays: Mapping[str, NDArray[Any]]) -> None:
             found.madvise(mmap.MADV_DONTNEED)
 
 
-def _map_of(array: NDArray[Any]) -> mmap.mmap | None:
+def _map_of(array: NDArray[Any]) -> mmap.mmap | _Map | None:
     """Return the memory map that holds an array, None if none does."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base
-    return base if isinstance(base, mmap.mmap) else None
+    return base if isinstance(base, (mmap.mmap, _Map)) else None
+
+
+def _on_disk(array: NDArray[Any]) -> bool:
+    """Return whether an array lies in a memory-mapped file."""
+    return _map_of(array) is not None
 
 
 def _in_a_stack(arrays: Mapping[str, NDArray[Any]]) -> bool:

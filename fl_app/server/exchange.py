@@ -14,6 +14,7 @@ from fl_app import debugging, wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.server import superlink
+from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.replies import Answer, Inbox
 from fl_app.server.roster import POLL_SECONDS, Roster
 
@@ -38,8 +39,8 @@ class Exchange:
 
     progress(what, done, total) is called when messages are sent, when replies arrive, and while none arrives.
     in_flight: bytes of unanswered messages beyond which no further message is sent. If clients take turns on one
-    machine, all messages at once would fill its memory. hears: whether to log the clients' output and the tracebacks of
-    their errors, for clients on this machine.
+    machine, all messages at once would fill its memory. There, no more are sent than the grid has use for. hears:
+    whether to log the clients' output and the tracebacks of their errors, for clients on this machine.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Exchange:
         self.config = config
         self.progress = progress
         self.in_flight = in_flight
+        self.useful_messages = grid.useful_messages if isinstance(grid, InProcessGrid) else math.inf
         self.hears = hears
         self._traces: set[str] = set()
         link = superlink.connect(grid)
@@ -98,7 +100,7 @@ class Exchange:
         self.progress(what, done, total)
         try:
             while waiting or unsent:
-                while unsent and in_flight < self.in_flight:
+                while unsent and in_flight < self.in_flight and len(waiting) < self.useful_messages:
                     message = next(requests)
                     unsent -= 1
                     client_id = self.roster.client(message.metadata.dst_node_id)

@@ -7,6 +7,7 @@ tracebacks work. Messages are the same records as over the wire, so digests equa
 from __future__ import annotations
 
 import itertools
+import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -54,6 +55,14 @@ class InProcessGrid(Grid):
         self._contexts: dict[int, Context] = {}
         self._pending: dict[str, Message] = {}
         self._sent = 0
+
+    # clients that train at the same time, each with its own copies of the model in this machine's memory
+    clients_at_once = 1
+
+    @property
+    def useful_messages(self) -> float:
+        """The number of unanswered messages that keeps the clients busy. More would only take memory."""
+        return 1 if self._answer is first else math.inf
 
     def set_run(self, run: Run) -> None:
         """Do nothing: there is only one run."""

@@ -203,6 +203,8 @@ class Rounds:
         for reply in self.exchange.ask(self._name(), self.messages(ids, "train"), self.config.round_timeout, len(ids)):
             watch.lap("wait")
             self.receive(reply)
+            # free its arrays before the next one is read
+            del reply
             watch.lap("take-in")
         watch.lap("wait")
         self.personalize(self.screen())
@@ -246,7 +248,7 @@ class Rounds:
 
     def messages(self, ids: Iterable[int], task: str) -> Iterator[Message]:
         """Build clients' messages one at a time, as they are sent, and count their bytes."""
-        attempt = self.attempt
+        attempt, shared = self.attempt, wire.SharedBytes()
         kind = "evaluate" if task == "evaluate" else "train"
         for client_id in ids:
             download = self.server.download_for(client_id, attempt.round, task)
@@ -258,7 +260,8 @@ class Rounds:
                     state_version=self.versions.get(client_id, ""),
                     keep=self.kept_versions.get(client_id, ()),
                     method={**download.method, **self.server.told, **scalars},
-                )
+                ),
+                shared,
             )
             attempt.sent[client_id] = attempt.sent.get(client_id, 0) + wire.payload_bytes(content)
             if client_id in self.server.personal:

@@ -115,6 +115,8 @@ class FoldedIntake(Intake):
         summed = {name: total.total() for name, total in self._summed.items()}
         # a streaming method asks for nothing but means over the rows
         W, B = cast(Any, self._W), cast(Any, self._B)
+        W.close()
+        B.close()
         return dataclasses.replace(uploads, W=W, B=B, summed=summed)
 
     def forget_stacks(self) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -133,6 +135,39 @@ def test_an_empty_model_sends_no_bytes() -> None:
     assert wire.decode_download([], ins.config).model.params.shape == (0,)
     got = wire.decode_upload(reply(Upload(empty, num_examples=3)), Expected(0, 0))
     assert got.model.nbytes == 0 and got.num_examples == 3
+
+
+def test_equal_arrays_of_one_steps_downloads_are_one_in_memory() -> None:
+    shared = wire.SharedBytes()
+
+    def arrays(params: np.ndarray) -> list[bytes]:
+        content = wire.encode_download(Download("train", 1, 0, "e", Model(params, f32(7))), shared)
+        return [array.data for array in content["fitins.parameters"].values()]
+
+    params = f32(1, 2)
+    first, equal = arrays(params), arrays(f32(1, 2))
+    assert first[0] is equal[0] and first[1] is equal[1]
+    # an array that was changed in place is another one
+    params += 1
+    changed = arrays(params)
+    assert changed[0] == arrays(f32(2, 3))[0] != first[0] and changed[1] is first[1]
+
+
+def test_a_message_that_was_read_is_freed_at_once() -> None:
+    download = wire.encode_download(Download("train", 1, 0, "e", Model(f32(1), f32())))
+    content = wire.upload_message(upload())
+    gone = [weakref.ref(download["fitins.parameters"]), weakref.ref(content["fitres.parameters"])]
+    gc.disable()
+    try:
+        wire.payload_bytes(download)
+        wire.instructions(download, "fit")
+        wire.payload_bytes(content)
+        wire.take_aside(content)
+        wire.decode_upload(content, EXPECTED)
+        del download, content
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_bytes_are_numpys_own_format() -> None:

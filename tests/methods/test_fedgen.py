@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,8 @@ def test_without_weights_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any
 
 def test_the_order_of_replies_does_not_matter(raw_config: dict[str, Scalar]) -> None:
     class Backwards(InProcessGrid):
+        useful_messages = math.inf
+
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
             return super().pull_messages(list(message_ids)[::-1])
 

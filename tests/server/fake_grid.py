@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,8 @@ class FakeGrid(InProcessGrid):
 
     All answers that are ready come in one pull, in reverse order of sending.
     """
+
+    useful_messages = math.inf
 
     def __init__(self, nodes: dict[int, Any]) -> None:
         super().__init__(ClientApp(), {}, 0)

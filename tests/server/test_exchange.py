@@ -91,10 +91,15 @@ def weight() -> RecordDict:
     return RecordDict({"arrays": ArrayRecord([np.zeros(250, np.float32)])})  # 1000 bytes
 
 
-@pytest.mark.parametrize(("in_flight", "most"), [(1, 1), (1000, 1), (1001, 2), (math.inf, 3)])
-def test_unanswered_messages_are_limited_by_their_bytes(in_flight: float, most: int) -> None:
+@pytest.mark.parametrize(
+    ("in_flight", "useful", "most"),
+    [(1, math.inf, 1), (1000, math.inf, 1), (1001, math.inf, 2), (math.inf, 2, 2), (math.inf, math.inf, 3)],
+)
+def test_unanswered_messages_are_limited_by_their_bytes_and_by_their_use(
+    in_flight: float, useful: float, most: int
+) -> None:
     e = connected(three())
-    e.in_flight = in_flight
+    e.in_flight, e.useful_messages = in_flight, useful
     unanswered, highest = 0, 0
 
     def requests() -> Iterator[Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from fl_app.errors import UserError
 from fl_app.figures import Links, Matrix
 from fl_app.server import checkpoint, client_rows, kept_uploads, matrices
 from fl_app.server.client_files import ClientFiles
@@ -227,6 +229,25 @@ def test_a_damaged_file_of_clients_spoils_its_checkpoint(
     path.write_bytes(path.read_bytes()[:-1]) if damage == "truncated" else path.unlink()
     assert checkpoint.load_latest(tmp_path).arrays["client.0.w"].tolist() == [0] * 9
     assert "checkpoint of round 2 is damaged (" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["clients-000002.safetensors", "round-000002.safetensors", "round-000002.json"])
+def test_a_file_that_cannot_be_read_now_ends_the_resume(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = checkpoint.client_files_of(tmp_path)
+    for round in (1, 2):
+        checkpoint.save(tmp_path, round, {"a": np.ones(1)}, {"record": {}}, {0: {"w": np.full(9, round)}}, files)
+    path, opened = tmp_path / checkpoint.DIRECTORY / name, io.open
+
+    def failing(file: Any, *more: Any, **others: Any) -> Any:
+        if Path(file) == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(file, *more, **others)
+
+    monkeypatch.setattr(io, "open", failing)
+    with pytest.raises(UserError, match=f"^resume: {path} cannot be read: Input/output error$"):
+        checkpoint.load_latest(tmp_path)
 
 
 def test_a_killed_run_of_many_clients_ends_with_the_same_bits(command: Command, tmp_path: Path) -> None:

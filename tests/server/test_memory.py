@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.server.client_arrays import release, settle, stack, stack_like, to_disk
+from fl_app.server.client_arrays import _on_disk, release, settle, stack, stack_like, to_disk
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Expected
 from strategies import aggregate, fedcac, feddac, masks
@@ -25,7 +25,7 @@ def test_arrays_on_disk_are_the_same(tmp_path: Path) -> None:
     kept = to_disk(arrays, tmp_path)
     for name, array in arrays.items():
         assert kept[name].dtype == array.dtype and kept[name].shape == array.shape and (kept[name] == array).all()
-    assert isinstance(kept["a"], np.memmap) and not kept["a"].flags.writeable
+    assert _on_disk(kept["a"]) and not kept["a"].flags.writeable
     assert list(tmp_path.iterdir()) == []
 
 
@@ -35,10 +35,21 @@ def test_memory_maps_are_whole_after_their_memory_was_given_back(tmp_path: Path)
     assert (kept["a"] == np.arange(5000.0)).all()
 
 
-def test_one_map_for_all_arrays_of_a_client(tmp_path: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    kept = [to_disk({name: np.ones(10) for name in "abcd"}, tmp_path) for _ in range(20)]
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(kept)
+def test_arrays_on_disk_keep_no_file_open_and_their_maps_end_with_them(tmp_path: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    before = open_files()
+    kept = [to_disk({name: np.full(10, k) for name in "abcd"}, tmp_path) for k in range(20)]
+    assert open_files() <= before and maps() == 20
+    last = kept.pop()["d"]
+    del kept
+    assert maps() == 1 and last.tolist() == [19] * 10
+    del last
+    assert maps() == 0
 
 
 def test_rows_of_dropped_clients_are_closed_up_and_the_record_keeps_its_sizes() -> None:
@@ -92,7 +103,7 @@ def test_rows_that_a_mapped_stack_is_kept_for_are_copied_out_of_it(tmp_path: Pat
     settle(personal, [0, 1], 1, tmp_path)
     assert [np.shares_memory(own["params"], W) for own in personal.values()] == [True, True, False]
     before, kept = dict(personal[2]), personal[2]["params"]
-    assert isinstance(kept, np.memmap) and (kept == 2).all() and int(personal[2]["round"]) == 1
+    assert _on_disk(kept) and (kept == 2).all() and int(personal[2]["round"]) == 1
     settle(personal, [0, 1], 1, tmp_path)
     assert personal[2]["params"] is before["params"]
 

@@ -69,6 +69,7 @@ def test_rows_added_up_have_the_mean_of_their_stack(n: int, d: int, kind: str, s
     folded = Folded(d, 4096)
     for row, weight in zip(W, weights, strict=True):
         folded.add(row, float(weight))
+    folded.close()
     asked = None if kind == "none" else weights
     assert bits(weighted_mean(folded, asked)) == bits(weighted_mean(W, asked)) == bits(PLAIN.mean(folded, asked))
     checked = np.ones(n) if (weights == weights[0]).all() else weights

@@ -1,0 +1,108 @@
+"""Memory of a run whose clients train on the server's machine: an estimate before its first round, and a refusal.
+
+The numbers of vectors are measured ones: private memory of the processes, beyond that of a run with a tiny model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fl_app.errors import UserError, counted
+from fl_app.wire import Expected
+from strategies.base.server_half import ServerHalf
+from strategies.base.uploads import SMALL
+from strategies.engine.streaming import streams, why_kept
+
+# Vectors of the model's size that the server's process holds at once: the global model, a download, a reply, and the
+# one that is being made.
+_SERVER = 4
+# Two sums of uploads in float64.
+_SUMS = 4
+# In a client's process: weights, gradient, the received model, and the trained one. An optimizer has more.
+_CLIENT = 4
+# More of them with Ray, whose processes and Flower's SuperLink copy messages.
+_RAY_SERVER, _RAY_CLIENT = 9, 11
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes that a run needs beside its programs.
+
+    server: in the server's process. limited: the part of it that `server-memory-limit` bounds. client: in the process
+    of a client. at_once: clients that train at the same time.
+    """
+
+    server: float
+    limited: float
+    client: float
+    at_once: int
+
+    @property
+    def total(self) -> float:
+        """Bytes in all processes."""
+        return self.server + self.at_once * self.client
+
+
+def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool = False) -> Needed:
+    """Estimate a run's memory from its model, its method and its clients.
+
+    server: a new server half. expected: the form of its uploads. With v the bytes of the tensors that travel, u those of
+    an upload, and m those of the whole model:
+
+        server = 8 v                                         uploads are added up as they come, or the run is private
+        server = 4 v + stack + min(N v, limit)               else; stack = n u for n clients in a round, if n u <= limit
+        client = 4 m, and 1 m more with momentum, or 2 m with AdamW
+
+    With `ray` it is 9 v more for the server and 11 m more for a client.
+    limit: `server-memory-limit`; a larger stack lies on the disk. The models kept for all N clients do not count if the
+    method does not override `model_for`. Batches, activations and what a method's client half keeps are unknown, so the
+    estimate is too low rather than too high.
+    """
+    config, whole = server.config, server.full_layout
+    v, m = 4 * (server.layout.d + server.layout.b), 4 * (whole.d + whole.b)
+    fixed, limited = (_SERVER + _SUMS) * v, 0.0
+    if not config.private and not (streams(type(server)) and not why_kept(config, expected)):
+        limit = config.server_memory_limit * 1e9 or math.inf
+        upload = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in expected.shapes().values())
+        stack = config.drawn(config.num_clients) * upload
+        keeps_models = type(server).model_for is not ServerHalf.model_for
+        limited = stack if stack <= max(limit, SMALL) else 0
+        limited += min(config.num_clients * v, limit) if keeps_models else 0
+        fixed = _SERVER * v
+    client = _CLIENT + (2 if config.optimizer == "adamw" else 1 if config.momentum else 0)
+    if ray:
+        fixed, client = fixed + _RAY_SERVER * v, client + _RAY_CLIENT
+    return Needed(fixed + limited, limited, client * m, at_once)
+
+
+def fitting_limit(server: ServerHalf[Any], need: Needed, available: float, one_process: bool) -> float:
+    """Return the `server-memory-limit` with which a run fits, in GB: the config's, or a smaller one if there is one.
+
+    available: bytes. one_process: whether clients train in the server's process. Raises UserError, with the ways out, if
+    the run cannot fit.
+    """
+    config = server.config
+    if need.total <= available:
+        return config.server_memory_limit
+    # the stack and the kept models take up to the limit each
+    room = (available - (need.total - need.limited)) / 2
+    if config.server_memory_limit and room > 0:
+        return room / 1e9
+    ways = ["a smaller model", "more memory"]
+    if need.limited and room > 0:
+        ways.insert(0, "a server-memory-limit, so that clients' models go to the disk")
+    if not one_process:
+        ways.insert(0, "--in-process, where one trains at a time")
+    fewer = int((available - need.server) / need.client)
+    if 1 <= fewer < need.at_once:
+        ways.insert(0, f"a larger --cpus-per-client, so that at most {counted(fewer, 'client')} train at once")
+    raise UserError(
+        f"model: it has {server.full_layout.d:,} parameters, and {counted(need.at_once, 'client')} train at once: the run "
+        f"needs about {need.total / 1e9:.3g} GB of memory ({need.server / 1e9:.3g} GB for the server, "
+        f"{need.client / 1e9:.3g} GB for each of these clients), and {available / 1e9:.3g} GB are available; ways out: "
+        f"{'; '.join(ways)}"
+    )
