@@ -149,7 +149,8 @@ def _by_order(
             found[(*block, last, shape)].append(name)
         return found
 
-    theirs, matched = kinds(offered), {}
+    theirs = kinds(offered)
+    matched: dict[str, str] = {}
     for kind, names in kinds(wanted).items():
         if len(names) == len(theirs.get(kind, [])) and (ordered or len(names) == 1):
             matched |= dict(zip(names, theirs[kind], strict=True))

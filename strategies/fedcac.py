@@ -268,7 +268,8 @@ def mask_overlap(W: aggregate.Stack, bits: masks.Bits, sizes_differ: bool = Fals
     if sizes_differ:
         common = masks.common_ones(bits)
         ones = common.diagonal()[:, None]
-        return 1 - (ones + ones.T - 2 * common) / (2 * np.maximum(ones, 1))
+        shares: NDArray[np.float64] = 1 - (ones + ones.T - 2 * common) / (2 * np.maximum(ones, 1))
+        return shares
     num_critical = masks.popcount(bits[0])
     if not num_critical and not bits.any():
         return np.eye(n)
