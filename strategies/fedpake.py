@@ -436,7 +436,8 @@ def macro_classes(similarity: NDArray[np.float64], params: FedPakeParams) -> NDA
 def _numbered_by_first(labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     """Return labels [N] renumbered from 0 in the order of their first occurrence."""
     _, first, label_of = np.unique(labels, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[label_of.reshape(-1)].astype(np.int64)
+    numbered: NDArray[np.int64] = np.argsort(np.argsort(first))[label_of.reshape(-1)].astype(np.int64)
+    return numbered
 
 
 class FedPake(PersonalizedStrategy[FedPakeParams]):

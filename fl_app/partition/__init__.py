@@ -77,6 +77,7 @@ __all__ = [
     "own_file",
     "spilled",
     "split",
+    "uneven_shares",
 ]
 
 Share = tuple[Indices, Indices]
