@@ -270,7 +270,7 @@ def _heat_maps(metric: Metric, pair: tuple[str, str], maps: Sequence[Line]) -> F
 
 def _write_means(axes: Axes, metric: Metric, line: Line, values: tuple[list[float], list[float]], room: float) -> None:
     """Write the cells' means, and deviations, as far as they fit into `room` inches."""
-    (image,) = axes.get_images()
+    low, high = axes.get_images()[0].get_clim()
     across, up = values
     for (x, y), found in line.means.items():
         if found is None:
@@ -279,6 +279,6 @@ def _write_means(axes: Axes, metric: Metric, line: Line, values: tuple[list[floa
         text = metric.text(mean, 1) + (f"\n± {metric.text(std, 1)}" if std is not None else "")
         if inches(text.splitlines(), 8) > room - 0.05:
             continue
-        red, green, blue, _ = colormaps[COLOURS_OF_VALUES](float(image.norm(np.array(mean))))
+        red, green, blue, _ = colormaps[COLOURS_OF_VALUES]((mean - low) / (high - low) if high > low else 0.0)
         ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.4 else "white"
         axes.text(across.index(x), up.index(y), text, ha="center", va="center", fontsize=8, color=ink)
