@@ -164,7 +164,7 @@ def print_block(text: str, results: Path) -> str:
 def section_of(text: str, name: str) -> str:
     """Return the heading of the section that has a name's mark."""
     above, _, _ = text.partition(f"<!-- results/{name} -->")
-    return re.findall(r"^##+ (.+)$", above, re.MULTILINE)[-1]
+    return str(re.findall(r"^##+ (.+)$", above, re.MULTILINE)[-1])
 
 
 def anchor(heading: str) -> str:

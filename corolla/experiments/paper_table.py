@@ -38,7 +38,7 @@ def is_same_method(line: Line) -> bool:
 def is_cut(line: Line) -> bool:
     """Return whether our runs are shorter than the paper's, or cut by `--scale small`."""
     return line.runs[0].config.scale != "full" or any(
-        key == ROUNDS and mine is not None and theirs is not None and mine < theirs
+        key == ROUNDS and mine is not None and theirs is not None and float(mine) < float(theirs)
         for key, mine, theirs in line.differences
     )
 
