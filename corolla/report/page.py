@@ -31,6 +31,7 @@ from corolla.report.tables import (
     swatch,
     warnings,
 )
+from corolla.report.upload_figures import of_all_uploads, of_uploads, spreads_of
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.figures import Figure
@@ -79,8 +80,9 @@ def write_report(
     with _writing("--output", output):
         make_directory(output / PICTURES)
     runs = [run for group in groups for run in group.runs]
-    shared = [*accuracy(groups), *costs(groups), *partitions(runs)]
-    own = {run.number: list(of_run(run)) for run in runs}
+    spreads = {run.number: spreads_of(run) for run in runs}
+    shared = [*accuracy(groups), *of_all_uploads(groups, spreads), *costs(groups), *partitions(runs)]
+    own = {run.number: [*of_run(run), *of_uploads(run, spreads[run.number])] for run in runs}
     every = [*shared, *(panel for panels in own.values() for panel in panels)]
     drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
     pictures = output / PICTURES

@@ -142,7 +142,14 @@ def read(run: Path, round: int) -> KeptUploads | None:
         return None
     try:
         with zipfile.ZipFile(path) as archive:
-            known = {name.removesuffix(".npy"): _mapped(path, archive.getinfo(name)) for name in archive.namelist()}
+            # a map holds a file descriptor, so only what is large has one
+            known = {
+                name: _mapped(path, archive.getinfo(f"{name}.npy"))
+                for name in ("params", "sent.params", "mask")
+                if f"{name}.npy" in archive.namelist()
+            }
+        with np.load(path, allow_pickle=False) as file:
+            known |= {name: file[name] for name in ("clients", "layout")}
         about = json.loads(str(known["layout"]))
         params = packed((str(name), tuple(shape)) for name, shape in about["params"])
         W, clients, sent = known["params"], np.asarray(known["clients"]), known.get("sent.params")

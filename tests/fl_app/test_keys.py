@@ -33,6 +33,7 @@ RUNNING = {
     "collect-personal-models",
     "discover",
     "record-matrices",
+    "keep-uploads",
 }
 PLACES = {"data-dir", "overwrite", "run-name", "output-dir", "state-dir", "resume"}
 OTHER_WORDS: dict[str, Scalar] = {
@@ -45,6 +46,7 @@ OTHER_WORDS: dict[str, Scalar] = {
     "initial-weights": "/w.safetensors",
     "task": "multi-label",
     "track": "mlflow",
+    "keep-uploads": "every 3",
 }
 
 
