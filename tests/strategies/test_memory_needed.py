@@ -87,8 +87,9 @@ def half(config: RunConfig, layout: Layout) -> Any:
     return method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
-@pytest.mark.parametrize("method", ["fedavg", "fedcac"])
+@pytest.mark.parametrize("method", ["fedavg"])
 def test_the_estimate_is_near_what_runs_take(method: str, tmp_path: Path, data_dir: Path) -> None:
     (tmp_path / "own_sizes.py").write_text(MODEL)
     command = [sys.executable, "-c", MEASURE, str(tmp_path), method, str(data_dir)]
