@@ -194,13 +194,16 @@ def summary(
     """Show the results of a finished run: its summary.json."""
     from corolla.experiments.runs import RecordedRun, named
 
-    told = of_summary(RecordedRun(named(run)))
+    recorded = RecordedRun(named(run))
     if as_json:
-        show_json(told)
+        show_json(of_summary(recorded))
         return
+    told = {"run": recorded.path, **recorded.summary}
     width = max(map(len, told))
     for name, value in told.items():
         echo(f"{name:{width}}  {value}")
+    for note in recorded.undefined_notes:
+        echo(note)
 
 
 def runs(

@@ -20,7 +20,7 @@ from fl_app.config.rules import split_names
 from fl_app.errors import UserError, counted
 from fl_app.files import lock
 from fl_app.keys import Scalar, nearest, specs
-from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note
+from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note, why_undefined
 from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
@@ -238,6 +238,25 @@ class RecordedRun:
         rows, measured = that_train(last), (self.headline, *self.others)
         notes = (undefined_note(rows, metric, called=self.client_name) for metric in measured)
         return [note for note in notes if note]
+
+    @property
+    def undefined(self) -> dict[str, list[Record]]:
+        """Clients without a final figure, by metric: `client`, `name` if it has one, `reason`.
+
+        Metrics that all or no clients have are left out.
+        """
+        _, last = self.last_evaluation or (0, {})
+        rows = that_train(last)
+        found = {metric.name: why_undefined(rows, metric) for metric in (self.headline, *self.others)}
+        return {
+            metric: [{"client": int(i), **self._named(i), "reason": why} for i, why in lacking.items()]
+            for metric, lacking in found.items()
+            if 0 < len(lacking) < len(rows)
+        }
+
+    def _named(self, client_id: str) -> Record:
+        name = self.client_name(client_id)
+        return {} if name == client_id else {NAME: name}
 
     @property
     def tested(self) -> str:

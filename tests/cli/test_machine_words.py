@@ -38,6 +38,7 @@ def test_json_is_all_that_is_printed(two: Command) -> None:
     assert summary["run"] == "runs/a" and summary == {
         "run": "runs/a",
         **json.loads(Path("runs/a/summary.json").read_text()),
+        "undefined": {},
     }
     first = runs[0]
     assert (first["state"], first["rounds"], first["planned-rounds"], first["method"]) == ("finished", 1, 1, "fedavg")
