@@ -12,7 +12,7 @@ from rich.markup import escape
 from corolla.api.console import console, errors, say_partial, say_unfinished, warn
 from corolla.api.waiting import waiting
 from corolla.cli.as_json import of_runs, of_summary, show_json
-from corolla.cli.completion import metrics_of
+from corolla.cli.completion import metrics_of, rows_of
 from corolla.cli.options import JsonOption, QuietOption
 from corolla.cli.tables import echo, show_table
 from fl_app import exit_codes, extras
@@ -46,6 +46,14 @@ def compare(
             help="The metric to compare, e.g. auc (default: the runs' headline).",
         ),
     ] = "",
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="ROW",
+            shell_complete=rows_of,
+            help="The row that the others are compared with: its method, its values, or one of its runs (default: the first).",
+        ),
+    ] = "",
     to: Annotated[
         float | None,
         typer.Option(
@@ -58,7 +66,7 @@ def compare(
 ) -> None:
     """Compare runs and test their differences; with --paper, compare them with the published figures.
 
-    Runs that differ only in the seed share a row. All other rows are compared with the first.
+    Runs that differ only in the seed share a row. All other rows are compared with the first, or with --reference.
     """
     from corolla.experiments import compare as comparing
     from corolla.experiments import grouping
@@ -68,10 +76,14 @@ def compare(
         raise UserError(f"--dataset {dataset}: with --paper, name the data set that your own data count as: {known}")
     if metric and (paper or dataset):
         raise UserError(f"--metric {metric}: not with --paper, where each preset names the paper's figure")
+    if reference and (paper or dataset):
+        raise UserError(
+            f"--reference {reference}: not with --paper, where each row is compared with a published figure"
+        )
     found, unfinished = comparing.load(runs, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
     say_partial(found)
-    groups = comparing.group(found)
+    groups = comparing.with_reference(comparing.group(found), reference)
     for run, before in comparing.repeated(found):
         warn(f"{run.path} repeats the settings and the seed of {before.path}: it gets a separate row")
     if as_json and latex:
