@@ -97,11 +97,12 @@ def predict(
         known = model_card.read(file)
         asked = predict.read_inputs(inputs, known)
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)
+    own_data = predict.are_own_data(inputs, known)
     measured = None if asked.targets is None else predict.measure(outputs, asked.targets, known)
     if as_json:
         rows = predict.predictions_rows(asked.names, predictions, known)
         figure = {"metric": measured[0].name, "value": measured[1], "samples": len(rows)} if measured else None
-        show_json({"predictions": rows, "measured": figure})
+        show_json({"predictions": rows, "measured": figure, "own-data": own_data})
     else:
         show_table(predict.predictions_table(asked.names, predictions, known))
     if asked.remark:
@@ -112,4 +113,7 @@ def predict(
             shown = f"n/a ({metric.undefined or 'not defined'})"
         else:
             shown = f"{metric.text(value)} %" if metric.ratio else metric.text(value)
-        typer.echo(f"{metric.name} {shown} on {counted(len(asked.names), 'sample')}")
+        told = f"{metric.name} {shown} on {counted(len(asked.names), 'sample')}"
+        typer.echo("; ".join([told, *[predict.on_own_data(known)] * bool(own_data)]))
+    elif own_data and not as_json:
+        warn(predict.on_own_data(known))

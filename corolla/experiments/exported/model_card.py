@@ -23,6 +23,8 @@ Card = dict[str, Any]
 
 FORMAT = 1
 _OWN = "card-sha256"
+# key of `data`: the hash of the run's data file
+FILE_HASH = "file-sha256"
 # keys that hold a path on the run's machine
 _PATHS = ("initial-weights",)
 # keys with values that may contain a path: `kind:/path`
