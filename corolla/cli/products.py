@@ -16,8 +16,10 @@ from corolla.cli.as_json import show_json
 from corolla.cli.completion import clients_of
 from corolla.cli.options import JsonOption, QuietOption
 from corolla.cli.tables import show_table, size
-from corolla.experiments.runs import named
-from fl_app.errors import counted
+from corolla.experiments.exported.run_models import client_id
+from corolla.experiments.runs import RecordedRun, existing
+from fl_app.errors import UserError, counted
+from fl_app.files import no_such
 from fl_app.server.run_folder import PLUGINS
 from strategies import METHODS
 
@@ -44,7 +46,10 @@ def export(
     quiet: QuietOption = False,
 ) -> None:
     """Write one of a run's final models as a PyTorch state dict or ONNX, with its card."""
-    run = named(run)
+    run = existing(run)
+    if client is not None:
+        # before the imports, which take seconds
+        client_id(RecordedRun(run), client)
     look_for_plugins(run / PLUGINS)
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
@@ -88,6 +93,9 @@ def predict(
     as_json: JsonOption = False,
 ) -> None:
     """Print an exported model's predictions for images, a table's rows or an .npz: class and probability, or numbers."""
+    for path in (file, *inputs):
+        if not path.exists():
+            raise UserError(no_such(path))
     with waiting(errors) as waited:
         waited.step("asking the model", brief=True)
         from corolla.experiments.exported import loading, model_card, predict

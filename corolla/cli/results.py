@@ -204,9 +204,9 @@ def summary(
     as_json: JsonOption = False,
 ) -> None:
     """Show the results of a finished run: its summary.json."""
-    from corolla.experiments.runs import RecordedRun, named
+    from corolla.experiments.runs import RecordedRun, existing
 
-    recorded = RecordedRun(named(run))
+    recorded = RecordedRun(existing(run))
     if as_json:
         show_json(of_summary(recorded))
         return

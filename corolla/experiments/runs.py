@@ -320,8 +320,7 @@ def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None, judge
         path = named(given)
         folders = [path] if is_run(path) else run_folders(path, 1)
         if not folders:
-            what = f"holds no run (no {CONFIG}), and neither do its folders" if path.is_dir() else "does not exist"
-            problems.append(f"{path}: this run folder {what}{elsewhere(path)}")
+            problems.append(without_run(path))
         for folder in folders:
             run = found.setdefault(folder.resolve(), RecordedRun(folder, methods or {}, judged_by))
             try:
@@ -341,6 +340,21 @@ def named(path: Path) -> Path:
     places = path, RUNS / path
     found = [place for place in places if is_run(place)] or [place for place in places if run_folders(place, 1)]
     return [*found, path][0]
+
+
+def existing(path: Path) -> Path:
+    """Return the path of a run, given as a path or as a name under RUNS. Raises UserError if there is no directory."""
+    found = named(path)
+    if not found.is_dir():
+        raise UserError(without_run(found))
+    return found
+
+
+def without_run(path: Path) -> str:
+    """Return the error about a path without a run, with the nearest known run."""
+    if path.is_dir():
+        return f"{path}: this run folder holds no run (no {CONFIG}), and neither do its folders{elsewhere(path)}"
+    return f"{path}: no such file or directory{elsewhere(path)}"
 
 
 def elsewhere(path: Path) -> str:

@@ -47,7 +47,7 @@ from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.files import lock, make_directory, opener, publish_text
+from fl_app.files import lock, make_directory, nearest_path, no_such, opener, publish_text
 from fl_app.keys import Scalar, nearest, without_others
 from fl_app.server.checkpoint import load_latest
 from fl_app.server.run_folder import check_state
@@ -106,8 +106,11 @@ def sweep_file(given: Path) -> Path:
     if str(given) in known:
         return known[str(given)]
     if given.stem in known:
-        raise UserError(f"{given}: no such file; `corolla sweep {given.stem}` runs the one that comes with Corolla")
-    raise UserError(f"{given}: no such file; Corolla comes with {', '.join(known)}{nearest(given.stem, known)}")
+        raise UserError(
+            f"{given}: no such file or directory; `corolla sweep {given.stem}` runs the one that comes with Corolla"
+        )
+    hint = nearest(given.stem, known)
+    raise UserError(no_such(given) if nearest_path(given) or not hint else f"{given}: no such file or directory{hint}")
 
 
 def read_sweep(path: Path) -> Sweep:

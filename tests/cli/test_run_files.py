@@ -65,7 +65,7 @@ def test_what_a_file_cannot_extend_is_named(write, tmp_path: Path) -> None:  # t
     cases = {
         'extends = "b.toml"\n': f"extends: files extend each other: {a} -> {b} -> {tmp_path}/sub/../a.toml",
         'extends = "a.toml"\n': f"extends: files extend each other: {a} -> {a}",
-        'extends = "bb.toml"\n': f"{a}: extends: {tmp_path}/bb.toml: no such file; did you mean {tmp_path}/b.toml?",
+        'extends = "bb.toml"\n': f"{a}: extends: {tmp_path}/bb.toml: no such file or directory; did you mean {tmp_path}/b.toml?",
         "extends = 3\n": f"{a}: extends: expected a string, got 3",
         "preset = [1]\n": f"{a}: preset: expected a string, got [1]",
         'preset = "b.toml"\n': f"{a}: preset: no preset 'b.toml'; `extends` names a file",
