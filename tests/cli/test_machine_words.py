@@ -220,9 +220,6 @@ def test_a_sweep_that_comes_with_corolla(corolla: Command) -> None:
     assert code == 0 and out
     for name in ("sweeps/digits.toml", "digits.toml"):
         code, _, err = corolla("sweep", name, "--dry-run")
-        assert (
-            code == 2
-            and f"{name}: no such file or directory; `corolla sweep digits` runs the one" in err
-        )
+        assert code == 2 and f"{name}: no such file or directory; `corolla sweep digits` runs the one" in err
     code, _, err = corolla("sweep", "digts", "--dry-run")
     assert code == 2 and "did you mean digits?" in err
