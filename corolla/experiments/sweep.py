@@ -117,8 +117,12 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep file. Raises UserError naming every problem in it."""
     content = read_toml(path)
     problems = []
+    if "extends" in content:
+        problems.append(
+            'extends: a sweep file has no such part; preset = "base.toml" starts all its runs from a run file'
+        )
     for key in content:
-        if key not in ("preset", "scale", "settings", "grid", "variants"):
+        if key not in ("extends", "preset", "scale", "settings", "grid", "variants"):
             problems.append(f"{key}: not a part of a sweep file (keys of runs belong in [settings] or [grid])")
     if isinstance(content.get("grid"), dict):
         content["grid"] = [content["grid"]]

@@ -118,3 +118,11 @@ def test_the_command_runs_such_a_file_from_anywhere(write, corolla: Command, tmp
     assert code == 0 and (tmp_path / "out" / "one" / "summary.json").is_file(), err
     code, out, _ = corolla("run", file, "--dry-run", "--set", "local-epochs=3")
     assert code == 0 and "local-epochs = 3" in out and 'method = "local"' in out
+
+
+def test_a_sweep_starts_from_a_run_file_by_preset(write, corolla: Command) -> None:  # type: ignore[no-untyped-def]
+    base = write("base.toml", "seed = 3\n")
+    sweep = write("s.toml", f'extends = "{base.name}"\n[grid]\nmethod = ["fedavg", "local"]\n')
+    code, out, err = corolla("sweep", str(sweep), "--dry-run")
+    assert code == 2 and out == "" and 'preset = "base.toml" starts all its runs from a run file' in err
+    assert "keys of runs belong in" not in err

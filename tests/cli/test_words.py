@@ -268,3 +268,13 @@ def test_the_beginning_of_a_name_is_enough_to_suggest_it() -> None:
         "",
         "macro-f1",
     ]
+
+
+def test_a_client_column_that_does_not_exist_is_one_problem(corolla: Command) -> None:
+    Path("wards.csv").write_text("hospital,age,outcome\nBern,3,yes\nChur,4,no\nBern,5,no\n")
+    for key, name in (("client", "clinic"), ("target", "xyz")):
+        keys = {"target": "outcome", "client": "hospital"} | {key: name}
+        words = [word for pair in keys.items() for word in ("--set", "=".join(pair))]
+        code, _, err = corolla("data", "show", "--set", "dataset=table:wards.csv", *words)
+        assert code == 2 and f"error: {key}: " in err and "wards.csv has no column" in err
+        assert "problems" not in err and "it has hospital, age, outcome" in err
