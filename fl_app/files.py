@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from fl_app import checksums
 from fl_app.errors import UserError
+from fl_app.keys import closest
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
@@ -32,6 +33,26 @@ FORMAT = 1  # of directories that are built once
 def opener(path: str, flags: int) -> int:
     """Open a file for `open(..., opener=opener)`, with mode 0600 if it is new."""
     return os.open(path, flags, FILE_MODE)
+
+
+def no_such(path: Path, shown: Path | None = None) -> str:
+    """Return the error about a missing file or directory, with the closest name in its directory.
+
+    shown: the path as the user typed it, if it is another.
+    """
+    near = nearest_path(path)
+    typed = shown or path
+    return f"{typed}: no such file or directory" + (f"; did you mean {typed.parent / near.name}?" if near else "")
+
+
+def nearest_path(path: Path) -> Path | None:
+    """Return the path of the closest name in a missing file's directory; None if none is close."""
+    try:
+        names = sorted(found.name for found in path.parent.iterdir() if not found.name.startswith("."))
+    except OSError:
+        return None
+    close = closest(path.name, names)
+    return path.parent / close if close else None
 
 
 def make_directory(path: Path, *, exist_ok: bool = True) -> None:

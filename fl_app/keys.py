@@ -263,8 +263,15 @@ def meant(name: str, known: Iterable[str], tables: Iterable[str], table: str) ->
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Return the known word closest to an unknown one; "" if none is close. Case does not matter."""
+    """Return the known word closest to an unknown one; "" if none is close. Case does not matter.
+
+    The only known word that begins with the unknown one is the closest.
+    """
     by_letters = {w.lower(): w for w in reversed(list(known))}
+    longer = [w for w in by_letters if len(word) > 1 and w.startswith(word.lower())]
+    if len(longer) == 1:
+        # acc is accuracy, though auc has more of its letters
+        return by_letters[longer[0]]
     # AUC is auc, and Bern is bern
     close = difflib.get_close_matches(word.lower(), by_letters, n=1)
     return by_letters[close[0]] if close else ""

@@ -252,15 +252,21 @@ def undefined_note(
     them; empty: `metric.name`. called: returns a client's name by its id. Returns "" if all clients have a number, or
     none has.
     """
-    name = name or metric.name
-    lacking = {i: row for i, row in rows.items() if row.get(name) is None}
+    lacking = why_undefined(rows, metric, name)
     if not 0 < len(lacking) < len(rows):
         return ""
     reasons: dict[str, list[str]] = {}
-    for i in sorted(lacking, key=int):
-        reasons.setdefault(_why_undefined(lacking[i], metric), []).append(called(i))
+    for i, why in lacking.items():
+        reasons.setdefault(why, []).append(called(i))
     whose = "; ".join(f"{listed(ids, most=MOST_NAMED)}: {why}" for why, ids in reasons.items())
     return f"{metric.title}: {len(rows) - len(lacking)} of {len(rows)} clients ({whose})"
+
+
+def why_undefined(rows: Mapping[str, Record], metric: Metric, name: str = "") -> dict[str, str]:
+    """Return the reason for each client without a metric, by id in order. rows, name: see `undefined_note`."""
+    name = name or metric.name
+    lacking = {i: row for i, row in rows.items() if row.get(name) is None}
+    return {i: _why_undefined(lacking[i], metric) for i in sorted(lacking, key=int)}
 
 
 def _why_undefined(row: Record, metric: Metric) -> str:

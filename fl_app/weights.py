@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_app.errors import UserError, describe, listed
-from fl_app.files import publish
+from fl_app.files import nearest_path, publish
 from fl_app.layout import Layout, Model, Vector
 
 _PYTORCH = (".pt", ".pth")  # files of torch.save
@@ -190,7 +190,10 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
         return load_file(path)
     except FileNotFoundError as error:
         expected = f"a safetensors file or a PyTorch state dict ({', '.join(_PYTORCH)})"
-        raise UserError(f"{source}: no such file; expected {expected}") from error
+        near = nearest_path(Path(path))
+        raise UserError(
+            f"{source}: no such file or directory; expected {expected}{f'; did you mean {near}?' if near else ''}"
+        ) from error
     except (OSError, SafetensorError) as error:
         other = (
             ""

@@ -84,11 +84,13 @@ def run(
 
 
 @brief
-def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run, metric: str = "") -> pandas.DataFrame:
+def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run, metric: str = "", reference: str = "") -> pandas.DataFrame:
     """Compare finished runs, as `corolla compare` does: one row per group of runs that differ only in the seed.
 
     - `runs`: runs, run folders, or folders of run folders (a sweep's).
     - `metric`: the metric to compare, such as "auc"; empty: each run's headline.
+    - `reference`: the row to compare with, which becomes the first: its method, its values, or one of its runs; empty:
+      the first.
 
     Columns of the result:
 
@@ -99,14 +101,16 @@ def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run, metric: str = "") -> 
     - the paired difference to the runs of the first row. A pair is a client, with its difference averaged over seeds:
       `pairs`, `seeds`, `difference`, `low` and `high` (95 % interval over clients), p of the `wilcoxon` test,
       `low-over-seeds` and `high-over-seeds` (95 % interval over seeds), `clients-better` (a share), `by-client` (all
-      differences), `verdict`.
+      differences by client), `client-names` (only if clients have names), `verdict`.
+
+    Printed, it leaves out columns without values and names them below.
 
     Unfinished runs are skipped and listed on standard error. Raises UserError for a path without runs, if no run is
-    finished, and for a metric that a run did not measure.
+    finished, for a metric that a run did not measure, and for a reference that is not one row.
     """
     extras.require("pandas", "corolla.compare, whose result is a data frame,")
     from corolla.api import comparing
 
     if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable):
         runs = [runs]
-    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in runs], metric)
+    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in runs], metric, reference)

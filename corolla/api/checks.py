@@ -53,7 +53,7 @@ def check_locally(config: RunConfig) -> None:
             refuse_unwritable("state-dir", Path(config.state_dir))
         info = data.check(config)
         if config.resume:
-            check_data(Path(config.resume), data.open_data(config).hashes)
+            check_data(Path(config.resume), data.open_data(config).hashes, config)
             if not read_hashes(Path(config.resume)):
                 unknown.append(
                     f"{config.resume} has no hashes of its data, because an earlier version made it: a change of data or partition "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import pandas
 
 
-def frame(paths: Sequence[Path], metric: str = "") -> pandas.DataFrame:
+def frame(paths: Sequence[Path], metric: str = "", reference: str = "") -> pandas.DataFrame:
     """Return the comparison of run folders as numbers: see `corolla.compare`."""
-    import pandas
+    from corolla.api.printed import Comparison
 
     found, unfinished = compare.load(paths, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
     say_partial(found)
-    return pandas.DataFrame(rows_of(compare.group(found)))
+    return Comparison(rows_of(compare.with_reference(compare.group(found), reference)))
 
 
 def rows_of(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Any]]:
@@ -41,15 +41,22 @@ def rows_of(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Any]]:
     others = [significance.paired(runs, groups[0]) for runs in groups[1:]]
     if any(others) or any(significance.other_samples(runs, groups[0]) for runs in groups[1:]):
         compared = zip(rows, groups, [None, *others], strict=True)
-        rows = [row | differences(one, runs, groups[0]) for row, runs, one in compared]
+        names = significance.client_names(groups)
+        rows = [row | differences(one, runs, groups[0], names) for row, runs, one in compared]
         rows[0]["verdict"] = significance.FIRST
     return rows
 
 
 def differences(
-    one: significance.Comparison | None, ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]
+    one: significance.Comparison | None,
+    ours: Sequence[RecordedRun],
+    theirs: Sequence[RecordedRun],
+    names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return a row's columns about the paired difference to the first row's runs; without pairs, only counts and verdict."""
+    """Return a row's columns about the paired difference to the first row's runs; without pairs, only counts and verdict.
+
+    names: the clients' names by id, of those that have one.
+    """
     if one is None:
         return {"pairs": 0, "seeds": 0, "verdict": significance.why_unpaired(ours, theirs)}
     low, high = one.over_clients or (None, None)
@@ -65,5 +72,6 @@ def differences(
         "high-over-seeds": high_seeds,
         "clients-better": one.share_better,
         "by-client": {int(i): difference for i, difference in one.by_client.items()},
+        **({"client-names": {int(i): names[i] for i in one.by_client if i in names}} if names else {}),
         "verdict": one.verdict,
     }

@@ -70,8 +70,8 @@ def _of_run(run: RecordedRun) -> dict[str, Any]:
 
 
 def of_summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the content of summary.json, with the run's folder."""
-    return {"run": str(run.path), **run.summary}
+    """Return the content of summary.json, with the run's folder and the clients that metrics leave out."""
+    return {"run": str(run.path), **run.summary, "undefined": run.undefined}
 
 
 def of_presets(found: Iterable[Preset], seconds: Mapping[str, float | None] | None = None) -> list[dict[str, Any]]:

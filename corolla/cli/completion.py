@@ -96,6 +96,13 @@ def metrics_of(context: click.Context, parameter: click.Parameter, incomplete: s
     return [name for name in names if name.startswith(incomplete)]
 
 
+def rows_of(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the methods and names of the typed runs."""
+    runs = _runs(context)
+    names = dict.fromkeys([*(run.method for run in runs), *(run.path.name for run in runs)])
+    return [name for name in names if name.startswith(incomplete)]
+
+
 def _runs(context: click.Context) -> list[RecordedRun]:
     """Return the runs among the typed words. Other words are ignored."""
     from corolla.experiments.runs import find

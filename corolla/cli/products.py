@@ -16,8 +16,10 @@ from corolla.cli.as_json import show_json
 from corolla.cli.completion import clients_of
 from corolla.cli.options import JsonOption, QuietOption
 from corolla.cli.tables import show_table, size
-from corolla.experiments.runs import named
-from fl_app.errors import counted
+from corolla.experiments.exported.run_models import client_id
+from corolla.experiments.runs import RecordedRun, existing
+from fl_app.errors import UserError, counted
+from fl_app.files import no_such
 from fl_app.server.run_folder import PLUGINS
 from strategies import METHODS
 
@@ -44,7 +46,10 @@ def export(
     quiet: QuietOption = False,
 ) -> None:
     """Write one of a run's final models as a PyTorch state dict or ONNX, with its card."""
-    run = named(run)
+    run = existing(run)
+    if client is not None:
+        # before the imports, which take seconds
+        client_id(RecordedRun(run), client)
     look_for_plugins(run / PLUGINS)
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
@@ -88,6 +93,9 @@ def predict(
     as_json: JsonOption = False,
 ) -> None:
     """Print an exported model's predictions for images, a table's rows or an .npz: class and probability, or numbers."""
+    for path in (file, *inputs):
+        if not path.exists():
+            raise UserError(no_such(path))
     with waiting(errors) as waited:
         waited.step("asking the model", brief=True)
         from corolla.experiments.exported import loading, model_card, predict
@@ -97,11 +105,12 @@ def predict(
         known = model_card.read(file)
         asked = predict.read_inputs(inputs, known)
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)
+    own_data = predict.are_own_data(inputs, known)
     measured = None if asked.targets is None else predict.measure(outputs, asked.targets, known)
     if as_json:
         rows = predict.predictions_rows(asked.names, predictions, known)
         figure = {"metric": measured[0].name, "value": measured[1], "samples": len(rows)} if measured else None
-        show_json({"predictions": rows, "measured": figure})
+        show_json({"predictions": rows, "measured": figure, "own-data": own_data})
     else:
         show_table(predict.predictions_table(asked.names, predictions, known))
     if asked.remark:
@@ -112,4 +121,7 @@ def predict(
             shown = f"n/a ({metric.undefined or 'not defined'})"
         else:
             shown = f"{metric.text(value)} %" if metric.ratio else metric.text(value)
-        typer.echo(f"{metric.name} {shown} on {counted(len(asked.names), 'sample')}")
+        told = f"{metric.name} {shown} on {counted(len(asked.names), 'sample')}"
+        typer.echo("; ".join([told, *[predict.on_own_data(known)] * bool(own_data)]))
+    elif own_data and not as_json:
+        warn(predict.on_own_data(known))

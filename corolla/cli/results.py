@@ -12,7 +12,7 @@ from rich.markup import escape
 from corolla.api.console import console, errors, say_partial, say_unfinished, warn
 from corolla.api.waiting import waiting
 from corolla.cli.as_json import of_runs, of_summary, show_json
-from corolla.cli.completion import metrics_of
+from corolla.cli.completion import metrics_of, rows_of
 from corolla.cli.options import JsonOption, QuietOption
 from corolla.cli.tables import echo, show_table
 from fl_app import exit_codes, extras
@@ -46,6 +46,14 @@ def compare(
             help="The metric to compare, e.g. auc (default: the runs' headline).",
         ),
     ] = "",
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="ROW",
+            shell_complete=rows_of,
+            help="The row that the others are compared with: its method, its values, or one of its runs (default: the first).",
+        ),
+    ] = "",
     to: Annotated[
         float | None,
         typer.Option(
@@ -61,7 +69,7 @@ def compare(
 ) -> None:
     """Compare runs and test their differences; with --paper, compare them with the published figures.
 
-    Runs that differ only in the seed share a row. All other rows are compared with the first.
+    Runs that differ only in the seed share a row. All other rows are compared with the first, or with --reference.
     """
     from corolla.experiments import compare as comparing
     from corolla.experiments import grouping, paper_table
@@ -78,10 +86,14 @@ def compare(
             )
     if as_json and latex:
         raise UserError("--json and --latex exclude each other")
+    if reference and (paper or dataset):
+        raise UserError(
+            f"--reference {reference}: not with --paper, where each row is compared with a published figure"
+        )
     found, unfinished = comparing.load(runs, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
     say_partial(found)
-    groups = comparing.group(found)
+    groups = comparing.with_reference(comparing.group(found), reference)
     for run, before in comparing.repeated(found):
         warn(f"{run.path} repeats the settings and the seed of {before.path}: it gets a separate row")
     if not (paper or dataset):
@@ -209,15 +221,18 @@ def summary(
     as_json: JsonOption = False,
 ) -> None:
     """Show the results of a finished run: its summary.json."""
-    from corolla.experiments.runs import RecordedRun, named
+    from corolla.experiments.runs import RecordedRun, existing
 
-    told = of_summary(RecordedRun(named(run)))
+    recorded = RecordedRun(existing(run))
     if as_json:
-        show_json(told)
+        show_json(of_summary(recorded))
         return
+    told = {"run": recorded.path, **recorded.summary}
     width = max(map(len, told))
     for name, value in told.items():
         echo(f"{name:{width}}  {value}")
+    for note in recorded.undefined_notes:
+        echo(note)
 
 
 def runs(

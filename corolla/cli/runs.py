@@ -148,7 +148,7 @@ def finish(folders: Sequence[Path | None]) -> None:
     here = [f for f in folders if f is not None and f.is_dir()]
     if here:
         show_results(here)
-        show_next(here)
+        show_next(here, len(here) > 1)
     for folder in folders:
         if folder is not None and folder not in here:
             console.print(f"the run folder is on the SuperLink's machine: {folder}", soft_wrap=True)

@@ -453,4 +453,4 @@ def show_sweep(
     console.print(escape("\n".join([sweep_table.caption(rows), *notes, *best, *remarks])))
     console.print(f"{directory / 'results.csv'}\n{directory / 'results.md'}", soft_wrap=True)
     if finished:
-        show_next([directory])
+        show_next([directory], len(rows) > 1)

@@ -69,10 +69,17 @@ def show_results(folders: Sequence[Path]) -> None:
         console.print(f"{folder}", soft_wrap=True)
 
 
-def show_next(runs: Sequence[Path]) -> None:
-    """Print the command that writes a report of exactly these runs, or folders of runs, as it can be typed here."""
-    words = [command(), "report", *(shlex.quote(nearby(run)) for run in runs)]
-    console.print(f"\nnext: {escape(' '.join(words))}    # a page with tables and pictures", soft_wrap=True)
+def show_next(runs: Sequence[Path], several: bool) -> None:
+    """Print the commands that compare and report exactly these runs, or folders of runs, as they can be typed here.
+
+    several: whether there is anything to compare.
+    """
+    uses = {"compare": "which is better, tested over clients"} if several else {}
+    uses["report"] = "a page with tables and pictures"
+    for place, (verb, what) in enumerate(uses.items()):
+        words = " ".join([command(), verb, *(shlex.quote(nearby(run)) for run in runs)])
+        start = "     " if place else "\nnext:"
+        console.print(f"{start} {escape(words)}    # {what}", soft_wrap=True)
 
 
 def show_table(lines: Sequence[Sequence[str]], may_be_missing: Sequence[str] = (), boxed: bool = False) -> None:

@@ -28,6 +28,8 @@ from fl_app.metrics import Record
 from fl_app.server.run_folder import SUMMARY
 
 LAST_ROUNDS = 10
+# most rows in an error about an unknown row
+MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,35 @@ def kind(config: RunConfig) -> str:
     """Return the facts that are matched with the papers, as text: method, data set, partition."""
     name, skew = _split(config)
     return f"{config.method}, {grouping.kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
+
+
+def with_reference(groups: Sequence[list[RecordedRun]], reference: str) -> list[list[RecordedRun]]:
+    """Return groups with the reference first, which all others are compared with; the others keep their order.
+
+    reference: a group's method, or its values as `row_names` has them, or the name or path of one of its runs; empty:
+    the first group. Raises UserError, with all rows, for a name that no group or several groups have.
+    """
+    names = row_names(groups)
+    if not reference:
+        return list(groups)
+
+    def named(k: int) -> bool:
+        paths = (name for run in groups[k] for name in (run.path.name, str(run.path)))
+        return reference in (groups[k][0].method, names[k], *paths)
+
+    found = [k for k in range(len(groups)) if named(k)]
+    if len(found) != 1:
+        why = f"names {len(found)} of the rows; name one of its runs" if found else "no row has this name"
+        known = [f"{name} ({run.path.name})" for name, (run, *_) in zip(names, groups, strict=True)]
+        rows = "; ".join(known[:MOST_ROWS]) + ("; ..." if len(known) > MOST_ROWS else "")
+        hint = "" if found else nearest(reference, names)
+        raise UserError(f"--reference {reference}: {why}; the rows are: {rows}{hint}")
+    return [groups[found[0]], *(group for k, group in enumerate(groups) if k != found[0])]
+
+
+def row_names(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
+    """Return each group's name: its method, and its values of the settings in which groups differ."""
+    return [", ".join(row) for row in varying_as_text(groups)[1:]]
 
 
 def varying(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Scalar | None]]:

@@ -20,7 +20,7 @@ from fl_app.config.rules import split_names
 from fl_app.errors import UserError, counted
 from fl_app.files import lock
 from fl_app.keys import Scalar, nearest, specs
-from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note
+from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note, why_undefined
 from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
@@ -240,6 +240,25 @@ class RecordedRun:
         return [note for note in notes if note]
 
     @property
+    def undefined(self) -> dict[str, list[Record]]:
+        """Clients without a final figure, by metric: `client`, `name` if it has one, `reason`.
+
+        Metrics that all or no clients have are left out.
+        """
+        _, last = self.last_evaluation or (0, {})
+        rows = that_train(last)
+        found = {metric.name: why_undefined(rows, metric) for metric in (self.headline, *self.others)}
+        return {
+            metric: [{"client": int(i), **self._named(i), "reason": why} for i, why in lacking.items()]
+            for metric, lacking in found.items()
+            if 0 < len(lacking) < len(rows)
+        }
+
+    def _named(self, client_id: str) -> Record:
+        name = self.client_name(client_id)
+        return {} if name == client_id else {NAME: name}
+
+    @property
     def tested(self) -> str:
         """Note on which models were tested before and after training; empty in the usual case."""
         return str(self.about.get(TESTED, ""))
@@ -301,8 +320,7 @@ def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None, judge
         path = named(given)
         folders = [path] if is_run(path) else run_folders(path, 1)
         if not folders:
-            what = f"holds no run (no {CONFIG}), and neither do its folders" if path.is_dir() else "does not exist"
-            problems.append(f"{path}: this run folder {what}{elsewhere(path)}")
+            problems.append(without_run(path))
         for folder in folders:
             run = found.setdefault(folder.resolve(), RecordedRun(folder, methods or {}, judged_by))
             try:
@@ -322,6 +340,21 @@ def named(path: Path) -> Path:
     places = path, RUNS / path
     found = [place for place in places if is_run(place)] or [place for place in places if run_folders(place, 1)]
     return [*found, path][0]
+
+
+def existing(path: Path) -> Path:
+    """Return the path of a run, given as a path or as a name under RUNS. Raises UserError if there is no directory."""
+    found = named(path)
+    if not found.is_dir():
+        raise UserError(without_run(found))
+    return found
+
+
+def without_run(path: Path) -> str:
+    """Return the error about a path without a run, with the nearest known run."""
+    if path.is_dir():
+        return f"{path}: this run folder holds no run (no {CONFIG}), and neither do its folders{elsewhere(path)}"
+    return f"{path}: no such file or directory{elsewhere(path)}"
 
 
 def elsewhere(path: Path) -> str:

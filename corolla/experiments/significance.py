@@ -31,13 +31,14 @@ LEVEL = 0.95
 MOST_SEEDS = 100
 # fewest seeds for an interval over seeds: with two, Student's interval is a dozen deviations wide
 SEEDS_NEEDED = 3
-CAPTION = (
-    "pairs: clients that both rows have; difference: a client's final {} minus the same client's with the same seed in the first "
-    "row, averaged over seeds, then over clients; over clients: Student's 95 % interval of the clients' averages; Wilcoxon: "
-    "two-sided p of the signed-rank test of the clients' averages; over seeds: Student's 95 % interval of the seeds' means; "
-    "better, worse: both intervals are on one side of 0, with three or more seeds; n: number of seeds that would decide, if "
-    "further seeds differed like these"
-)
+CAPTION = """\
+difference: a client's final {} minus the same client's in the first row, with the same seed
+pairs: clients that both rows have, each averaged over its seeds
+over clients: Student's 95 % interval of the clients' averages
+Wilcoxon: two-sided p of the signed-rank test of these averages
+over seeds: Student's 95 % interval of the seeds' means
+better, worse: both intervals on one side of 0, with three or more seeds
+n: number of seeds that would decide, if further seeds differed like these"""
 BY_CLIENT = "difference of each client, averaged over its seeds"
 # most clients listed on a terminal
 MOST_LISTED = 40
@@ -277,14 +278,20 @@ def clients_table(
     if not ids:
         return []
     lines = [["client", *(label for label, _ in compared)]]
-    everyone = [run for runs in groups for run in runs]
+    names = client_names(groups)
     for i in ids[: most or None]:
         cells = [_signed(one.by_client[i], one.metric) if i in one.by_client else "–" for _, one in compared]
-        names = {run.client_name(i) for run in everyone}
-        lines.append([names.pop() if len(names) == 1 else i, *cells])
+        lines.append([names.get(i, i), *cells])
     if most and len(ids) > most:
         lines.append([f"… {len(ids) - most} more", *["…"] * len(compared)])
     return lines
+
+
+def client_names(groups: Sequence[Sequence[RecordedRun]]) -> dict[str, str]:
+    """Return the names of clients by id, for clients that have the same name in all runs."""
+    everyone = [run for runs in groups for run in runs]
+    first = {i: everyone[0].client_name(i) for i in everyone[0].clients}
+    return {i: name for i, name in first.items() if name != i and all(run.client_name(i) == name for run in everyone)}
 
 
 def why_unpaired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> str:
@@ -300,7 +307,7 @@ def why_no_table(groups: Sequence[Sequence[RecordedRun]]) -> str:
 
 
 def caption(groups: Sequence[Sequence[RecordedRun]]) -> str:
-    """Return the caption of the comparison: its metrics, and whether higher or lower values are better."""
+    """Return the caption of the comparison, several lines: its metrics, if lower values are better, and its columns."""
     metrics = dict.fromkeys(run.headline for runs in groups for run in runs)
     notes = {
         m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics

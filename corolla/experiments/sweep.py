@@ -49,7 +49,7 @@ from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.files import lock, make_directory, opener, publish_text
+from fl_app.files import lock, make_directory, nearest_path, no_such, opener, publish_text
 from fl_app.keys import Scalar, nearest, without_others
 from fl_app.server.checkpoint import load_latest
 from fl_app.server.run_folder import check_state
@@ -107,16 +107,23 @@ def sweep_file(given: Path) -> Path:
     if str(given) in known:
         return known[str(given)]
     if given.stem in known:
-        raise UserError(f"{given}: no such file; `corolla sweep {given.stem}` runs the one that comes with Corolla")
-    raise UserError(f"{given}: no such file; Corolla comes with {', '.join(known)}{nearest(given.stem, known)}")
+        raise UserError(
+            f"{given}: no such file or directory; `corolla sweep {given.stem}` runs the one that comes with Corolla"
+        )
+    hint = nearest(given.stem, known)
+    raise UserError(no_such(given) if nearest_path(given) or not hint else f"{given}: no such file or directory{hint}")
 
 
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep file. Raises UserError naming every problem in it."""
     content = read_toml(path)
     problems = []
+    if "extends" in content:
+        problems.append(
+            'extends: a sweep file has no such part; preset = "base.toml" starts all its runs from a run file'
+        )
     for key in content:
-        if key not in ("preset", "presets", "scale", "settings", "grid", "variants"):
+        if key not in ("extends", "preset", "presets", "scale", "settings", "grid", "variants"):
             problems.append(f"{key}: not a part of a sweep file (keys of runs belong in [settings] or [grid])")
     if "preset" in content and "presets" in content:
         problems.append("preset, presets: exclude each other")

@@ -45,10 +45,10 @@ OF_OTHERS = ("final", "validation", "fine-tuned", "global")
 OF_GLOBAL = ("global", "global, pooled")
 # additional headings if some clients never train
 UNSEEN = ("unseen", "unseen, fine-tuned")
-CAPTION = (
-    "{} mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; {}"
-    "best: best mean over a round's clients, before they train, so it can be below final, {}"
-)
+CAPTION = """\
+{} mean ± standard deviation over the seeds; n: finished runs
+final: all clients after the last round{}
+best: best mean over a round's clients, before they train, so it can be below final, {}"""
 BY_TEST, BY_VALIDATION = "chosen on test data", "chosen by validation data"
 
 # mean over runs, and sample standard deviation (None for one run)
@@ -178,12 +178,12 @@ def caption(rows: Sequence[Row]) -> str:
         name = "accuracies" if metric == ACCURACY else metric.name
         unit = " in per cent" if metric.ratio else ""
         names.append(f"{name}{unit},")
-    pooled = "pooled: over all samples; " if any("pooled" in row.means for row in rows) else ""
+    pooled = "; pooled: over all samples" if any("pooled" in row.means for row in rows) else ""
     told = CAPTION.format(" ".join(names), pooled, chosen([run for row in rows for run in row.runs]))
     if any("global" in row.means for row in rows):
         told += "; global: the global model in place of the clients' personal ones"
     if any("unseen" in row.means for row in rows):
-        told += "; unseen: clients that never train; the other figures leave them out"
+        told += "\nunseen: clients that never train; the other figures leave them out"
     return told
 
 
@@ -292,6 +292,6 @@ def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Seq
     lines = [f"# {title}", "", *(f"{remark}\n" for remark in remarks)]
     lines += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
     notes = [line for note in undefined_notes(run for row in rows for run in row.runs) for line in ("", note)]
-    lines += [*notes, "", f"{caption(rows).partition(' final:')[0].replace('standard', 'sample standard')}", ""]
+    lines += [*notes, "", f"{caption(rows).splitlines()[0].replace('standard', 'sample standard')}.", ""]
     for name, content in (("results.csv", text.getvalue()), ("results.md", "\n".join(lines))):
         publish_text(directory / name, content)

@@ -29,6 +29,7 @@ from typing import Any
 
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.files import no_such
 from fl_app.keys import Scalar, own
 from fl_app.known_names import BY_COLUMN, OWN_PARTITION, UNBALANCED
 from fl_app.sources import anchored
@@ -201,7 +202,8 @@ def read_preset(name: str) -> dict[str, Scalar]:
     if preset is None:
         if path.is_file():
             raise UserError(
-                f"preset: {name} is a file whose name does not end in .toml; rename it if it holds config keys"
+                f"preset: {name} is a file whose name does not end in .toml; rename it if it holds config keys; a data set is a "
+                "value of the key dataset: --set dataset=..."
             )
         raise UserError(f"preset: no preset or .toml file {name!r}{_file_beside(path) or _nearest(name)}")
     return dict(preset.settings)
@@ -243,8 +245,8 @@ def read_file(path: Path) -> RunFile:
 def _keys_of(path: Path, extended_by: Sequence[Path]) -> dict[str, Any]:
     """Return the keys in one file. extended_by: the files that led to it; the last of these names it."""
     if not path.exists():
-        where = f"{extended_by[-1]}: extends: {path}" if extended_by else str(path)
-        raise UserError(f"{where}: no such file{_file_beside(path)}")
+        where = f"{extended_by[-1]}: extends: " if extended_by else ""
+        raise UserError(f"{where}{no_such(path)}")
     content = read_toml(path)
     if "grid" in content or "variants" in content:
         if extended_by:

@@ -323,7 +323,7 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     for group in drawn:
         sources.setdefault(all_clients(group)[1], []).append(group.number)
     where = "; ".join(f"{text} ({listed(numbers)})" if len(sources) > 1 else text for text, numbers in sources.items())
-    seeds = " Clients of all seeds count together." if repeated(drawn) else ""
+    seeds = " A client counts once, with the mean over its seeds." if repeated(drawn) else ""
     apart = any_unseen(drawn)
     alone = " Clients that never train are in the next picture." if apart else ""
     yield Panel(
@@ -333,7 +333,7 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         f"median one. A flat line means equal results for all clients.{seeds}{alone} Measured: {where}.",
         lambda: _clients(drawn, {group.number: all_clients(group)[0] for group in drawn}),
     )
-    if any(all_clients(group)[0].size > MANY * len(group.runs) for group in drawn):
+    if any(all_clients(group)[0].size > MANY for group in drawn):
         yield Panel(
             picture_name("histogram", metric),
             f"Distribution of the clients' final {metric.title}",
@@ -349,11 +349,12 @@ def _unseen(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     drawn = [group for group in groups if values[group.number][0].size]
     if drawn:
         where = "; ".join(dict.fromkeys(values[group.number][1] for group in drawn))
+        seeds = " A client counts once, with the mean over its seeds." if repeated(drawn) else ""
         yield Panel(
             f"unseen-{metric.name}",
             f"Final {metric.title} of each client that never trains",
             f"Clients that never train (holdout-clients), sorted by {metric.title} on their own test data, with the model that "
-            f"the method gives a new client. Measured: {where}.",
+            f"the method gives a new client.{seeds} Measured: {where}.",
             lambda: _clients(drawn, {number: found for number, (found, _) in values.items()}),
         )
 

@@ -175,12 +175,6 @@ def numbers(clients: Rows, name: str) -> Floats:
     return values[~np.isnan(values)]
 
 
-def final_accuracies(run: ReportedRun) -> tuple[Floats, str]:
-    """Return the last known headline metric of each client that trains, worst to best, and its source as text."""
-    known, where = last_known(run)
-    return ranked(np.array(list(known.values()), np.float64), run.headline), where
-
-
 def last_known(run: ReportedRun) -> tuple[dict[str, float], str]:
     """Return the last known headline metric of each client that trains, by id, and its source as text."""
     last, before = run.last_evaluation, run.key("before")
@@ -199,10 +193,10 @@ def _having(clients: Rows, name: str) -> dict[str, float]:
     return {str(i): float(value) for i, value in values if not np.isnan(value)}
 
 
-def unseen_accuracies(run: ReportedRun) -> tuple[Floats, str]:
-    """Return the final headline metric of clients that never train, worst to best, and its source as text."""
+def unseen_accuracies(run: ReportedRun) -> tuple[dict[str, float], str]:
+    """Return the final headline metric of clients that never train, by id, and its source as text."""
     t, last = run.last_evaluation or (0, {})
-    return ranked(numbers(that_never_train(last), run.headline.name), run.headline), f"after round {t}"
+    return _having(that_never_train(last), run.headline.name), f"after round {t}"
 
 
 def ranked(values: Floats, metric: Metric) -> Floats:

@@ -1,4 +1,4 @@
-"""Tables of single clients, for runs with many: the worst and the best, and all of them."""
+"""Tables of single clients: all of them in runs with few, the worst and the best in runs with many."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ from html import escape
 from typing import Any
 
 from corolla.report.arrays import MANY, ReportedRun, last_known
-from corolla.report.groups import Group, short
+from corolla.report.groups import Group, by_client, judged_by, short
 from corolla.report.recorded import class_names
 from corolla.report.tables import Cell, sortable_table
 from fl_app.errors import plain
-from fl_app.metrics import Record
+from fl_app.metrics import Metric, Record
 
 # clients in the tables of the best and the worst
 ENDS = 20
 # lines of all clients' tables on the page; a run without room for all its clients has only the best and the worst
 MOST_LINES = 5000
 
+# most groups whose figures before and after training have columns
+MOST_WITH_MOMENTS = 3
+
 Line = list[Cell]
 
 
 def clients_section(groups: Sequence[Group]) -> str:
-    """Return tables of the clients of each group's first run with more than MANY clients; empty if there is none."""
-    parts: list[str] = []
+    """Return tables of single clients; empty if no client is known.
+
+    Groups with at most MANY clients share tables. Of each other group they list the first run's clients.
+    """
+    parts = _of_few([group for group in groups if 0 < len(last_known(group.first)[0]) <= MANY])
     room = MOST_LINES
     for group in groups:
         head, lines = client_lines(group.first)
@@ -34,6 +40,54 @@ def clients_section(groups: Sequence[Group]) -> str:
     if not parts:
         return ""
     return '<h2 id="single-clients"><a href="#single-clients">Single clients</a></h2>\n' + "\n".join(parts)
+
+
+def _of_few(groups: Sequence[Group]) -> list[str]:
+    """Return a table per metric: each client's samples, its figures in each group, and the group that is best for it."""
+    parts: list[str] = []
+    for metric in dict.fromkeys(metric for group in groups for metric in group.first.metrics):
+        judged = [judged_by(group, metric) for group in groups if metric in group.first.metrics]
+        finals = {group.number: by_client(group)[0] for group in judged}
+        if not any(finals.values()):
+            continue
+        ids = sorted({i for group in groups for i in (*by_client(group)[0], *finals.get(group.number, {}))}, key=int)
+        unit = " (%)" if metric.ratio else ""
+        columns: dict[str, Mapping[str, float]] = {}
+        for group in judged:
+            name = short(group.label, 30) if len(judged) > 1 else "final"
+            columns[f"n {name}{unit}"] = finals[group.number]
+            if len(judged) <= MOST_WITH_MOMENTS:
+                start = f"{group.number} " if len(judged) > 1 else ""
+                columns |= {f"n {start}{when}{unit}": _at(group, when) for when in ("before", "after")}
+        head = ["client", "n train-samples", "n test-samples", *columns, *["best"] * (len(judged) > 1)]
+        lines = []
+        for i in ids:
+            facts = groups[0].first.clients.get(i, {})
+            line = [Cell(escape(plain(groups[0].first.client_name(i))), int(i))]
+            line += [_number(facts.get(name)) for name in ("train-samples", "test-samples")]
+            line += [_score(metric, known.get(i)) for known in columns.values()]
+            if len(judged) > 1:
+                best = metric.best([known[i] for known in finals.values() if i in known])
+                whose = [short(group.label, 30) for group in judged if finals[group.number].get(i) == best]
+                line.append(Cell(escape(", ".join(whose))))
+            lines.append([line])
+        seeds = "; each figure is the mean over the seeds" if any(len(group.runs) > 1 for group in judged) else ""
+        where = "; ".join(dict.fromkeys(by_client(group)[1] for group in judged))
+        parts.append(
+            f"<h3>{escape(metric.title[:1].upper() + metric.title[1:])} of each client</h3>{sortable_table(head, lines)}"
+            f"<p>{escape(where)}; before, after: in the client's last round; samples: of the first run{seeds}.</p>"
+        )
+    return parts
+
+
+def _at(group: Group, when: str) -> dict[str, float]:
+    """Return each client's headline metric in its last round, `before` or `after` training, as the mean over its seeds."""
+
+    def of(run: ReportedRun) -> tuple[dict[str, float], str]:
+        latest = _participation(run)[1]
+        return {i: value for i, row in latest.items() if (value := row.get(run.key(when))) is not None}, ""
+
+    return by_client(group, of)[0]
 
 
 def _of_run(run: ReportedRun, several: bool, head: Sequence[str], lines: Sequence[Line], room: int) -> str:
@@ -77,9 +131,6 @@ def client_lines(run: ReportedRun) -> tuple[list[str], list[Line]]:
     ]
     head += ["n classes", "mostly"] * counted
 
-    def score(value: Any) -> Cell:
-        return Cell("–") if value is None else Cell(metric.text(value), float(f"{value:.6g}"))
-
     lines = []
     sign = 1 if metric.higher_is_better else -1
 
@@ -91,7 +142,7 @@ def client_lines(run: ReportedRun) -> tuple[list[str], list[Line]]:
         facts, row = run.clients.get(i, {}), latest.get(i, {})
         line = [
             Cell(escape(plain(run.client_name(i))), int(i)),
-            *(score(value) for value in (known[i], row.get(before), row.get(after))),
+            *(_score(metric, value) for value in (known[i], row.get(before), row.get(after))),
             *(_number(value) for value in (rounds.get(i, 0), facts.get("train-samples"), facts.get("test-samples"))),
         ]
         lines.append(line + (_classes(facts, names) if counted else []))
@@ -108,6 +159,10 @@ def _participation(run: ReportedRun) -> tuple[dict[str, int], dict[str, Record]]
         for i in table:
             rounds[i] = rounds.get(i, 0) + 1
     return rounds, latest
+
+
+def _score(metric: Metric, value: Any) -> Cell:
+    return Cell("–") if value is None else Cell(metric.text(value), float(f"{value:.6g}"))
 
 
 def _number(value: Any) -> Cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from corolla.experiments.grouping import DATA_SHA256, by_settings, differing_settings, settings_of
 from corolla.experiments.table import FIGURES, Row, row_of
-from corolla.report.arrays import Curve, Floats, ReportedRun, curve, final_accuracies, ranked, spent, window
+from corolla.report.arrays import Curve, Floats, ReportedRun, curve, last_known, ranked, spent, window
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, show, specs
 from fl_app.metrics import Metric
@@ -164,14 +164,28 @@ def long_runs(groups: Sequence[Group], *, cut: bool = False) -> str:
     return f" Lines over rounds are running means of {rounds} rounds.{first}" if rounds > 1 else ""
 
 
-def all_clients(group: Group, of: Callable[[ReportedRun], tuple[Floats, str]] = final_accuracies) -> tuple[Floats, str]:
-    """Return the headline metric of the clients of all runs, worst to best, and its source as text.
+def all_clients(
+    group: Group, of: Callable[[ReportedRun], tuple[Mapping[str, float], str]] = last_known
+) -> tuple[Floats, str]:
+    """Return `by_client`'s values from worst to best, and their source as text."""
+    known, source = by_client(group, of)
+    return ranked(np.array(list(known.values()), np.float64), group.first.headline), source
 
-    of: the same for one run.
+
+def by_client(
+    group: Group, of: Callable[[ReportedRun], tuple[Mapping[str, float], str]] = last_known
+) -> tuple[dict[str, float], str]:
+    """Return the headline metric of each client by id, as the mean over its seeds, and its source as text.
+
+    of: the metric in one run by client id, and its source.
     """
     found = [of(run) for run in group.runs]
-    sources = list(dict.fromkeys(source for values, source in found if values.size))
-    return ranked(np.concatenate([values for values, _ in found]), group.first.headline), "; ".join(sources)
+    sources = list(dict.fromkeys(source for known, source in found if known))
+    every: dict[str, list[float]] = {}
+    for known, _ in found:
+        for i, value in known.items():
+            every.setdefault(i, []).append(value)
+    return {i: float(np.mean(values)) for i, values in every.items()}, "; ".join(sources)
 
 
 def exchanged(group: Group) -> tuple[Floats, Floats]:

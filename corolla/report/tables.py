@@ -260,7 +260,8 @@ def differences_section(groups: Sequence[Group]) -> str:
     if not lines:
         return ""
     title = '<h2 id="differences"><a href="#differences">Differences from the first run</a></h2>'
-    parts = [title, _plain_table(lines), f"<p>{escape(significance.caption(runs))}.</p>"]
+    caption = "; ".join(significance.caption(runs).splitlines())
+    parts = [title, _plain_table(lines), f"<p>{escape(caption)}.</p>"]
     by_client = significance.clients_table(runs, named=named)
     if by_client:
         table = f"{_plain_table(by_client)}<p>{escape(significance.BY_CLIENT)}.</p>"

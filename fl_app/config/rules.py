@@ -8,15 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
+from fl_app.files import nearest_path
 from fl_app.keys import Scalar, nearest
 from fl_app.known_names import BY_COLUMN, FIXED_SIZES, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS, UNBALANCED
 from fl_app.plugins import is_reference
-from fl_app.sources import NODE, SOURCES, path_in, path_prefixes, source_of
+from fl_app.sources import FOLDER, NODE, SOURCES, either, path_in, path_prefixes, source_of
 
 # A run with more than MANY_CLIENTS clients records matrices every SELDOM rounds, unless `record-matrices` is set.
 MANY_CLIENTS, SELDOM = 100, 10
 # bytes of a run's name: file systems allow 255, and the names of a run's files need some more
 LONGEST_NAME = 200
+
+
+def _source_for(dataset: str) -> str:
+    """Return the end of an error about a path without a source's prefix, or with an unknown one: the sources that read it.
+
+    A missing file is replaced by the closest name in its directory. Returns "" for a value that is no path.
+    """
+    prefix, colon, rest = dataset.partition(":")
+    path = Path(rest if colon else prefix)
+    if not path.exists():
+        path = nearest_path(path) or path
+    kind = FOLDER if path.is_dir() and not colon else path.suffix.lower()
+    meant = [f"{source.prefix}:{path}" for source in SOURCES.values() if kind and kind in source.reads]
+    return f"; did you mean {either(meant)}?" if meant else ""
 
 
 def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
@@ -45,6 +60,8 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         forms = ", ".join(source.form for source in SOURCES.values() if source.path)
         if source is not None and source.path:
             problems.append(f"dataset: {source.prefix} needs its path: {source.form}, got {dataset!r}")
+        elif hint := _source_for(dataset):
+            problems.append(f"dataset: {dataset!r} names no source of data{hint}")
         else:
             refuse("dataset", words, f" or {forms}", path_prefixes("dataset"))
     if partition not in (*PARTITIONS, BY_COLUMN) and not path_in("partition", partition):

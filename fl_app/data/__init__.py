@@ -26,6 +26,7 @@ from fl_app.data.index_files import Partition, client_names, partition_of
 from fl_app.data.moments import Sums
 from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root, keyed_hash
 from fl_app.errors import UserError
+from fl_app.files import no_such
 from fl_app.known_names import BY_COLUMN
 from fl_app.partition import Indices
 from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
@@ -288,6 +289,8 @@ def prepare_site(request: DataRequest) -> Prepared:
 def _prepare(request: DataRequest) -> Prepared:
     source = source_of(request.dataset)
     if source.path:
+        if not request.path.exists():
+            raise UserError(f"dataset: {no_such(request.path)}")
         _refuse_another_kind(source, request.path)
     return _ask(source, request)
 

@@ -107,6 +107,11 @@ def _meant(request: DataRequest, train: Columns) -> set[str]:
     return {close for name in wrong if (close := closest(name, train))}
 
 
+def _has_lost_role(request: DataRequest, train: Columns) -> bool:
+    """Return whether the target or client is a name that is close to no column: it may mean any column."""
+    return any(name and name not in train and not closest(name, train) for name in (*request.targets, request.client))
+
+
 def declared_in(items: Sequence[str], train: Columns) -> dict[str, str]:
     """Return the text after `=` by column, for items `column` or `column=more`. A column's name may contain `=`."""
     found = {}
@@ -130,6 +135,7 @@ def encode(
     features: list[list[NDArray[Any]]] = [[] for _ in parts]
     problems: list[str] = []
     remarks: list[str] = []
+    unfit: list[str] = []
     meant = _meant(request, train)
     for place, (name, values) in enumerate(train.items()):
         if name in meant:
@@ -155,6 +161,7 @@ def encode(
             found = _numbers(name, sides, training, fills.get(name, NEVER), places)
         if isinstance(found, str):
             problems.append(found)
+            unfit.append(found)
             continue
         how, encoding, numbers = found
         uses.append(Use(name, "feature", how))
@@ -162,10 +169,13 @@ def encode(
         encodings.append(encoding)
         for part, more in zip(features, numbers, strict=True):
             part += more
+    if len(unfit) == 1 and _has_lost_role(request, train):
+        # the only column that is no feature is likely the one that the user did not name
+        problems.remove(unfit[0])
     names = tuple(feature for encoding in encodings for feature in encoding.names)
     if twice := next((name for name in names if names.count(name) > 1), ""):
         problems.append(f"two features would have the name {twice!r}; rename one of their columns")
-    if not names and not problems and not meant:
+    if not names and not problems and not meant and not unfit:
         left = [f"{use.name} ({use.how})" for use in uses if use.role == "left out"]
         others = ", ".join(use.name for use in uses if use.role != "left out")
         also = f"; left out: {listed(left)}" if left else ""

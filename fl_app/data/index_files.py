@@ -14,7 +14,7 @@ from fl_app.checksums import hash_of, refuse_damage
 from fl_app.config import RunConfig
 from fl_app.data.prepared import DatasetInfo, Prepared
 from fl_app.errors import UserError, counted, describe, listed
-from fl_app.files import build_once, cache_key
+from fl_app.files import build_once, cache_key, no_such
 from fl_app.known_names import BY_CLASS, BY_COLUMN, FIXED_SIZES, OWN_PARTITION, PARTITIONS, divisions
 from fl_app.partition import Column, Indices, Share, spilled, split
 from fl_app.sources import NODE
@@ -257,7 +257,7 @@ def _key(config: RunConfig, dataset_key: str) -> str:
         name = "file"
         path = Path(config.partition.removeprefix(OWN_PARTITION)).expanduser()
         if not path.is_file():
-            raise UserError(f"partition: no file {path}")
+            raise UserError(f"partition: {no_such(path)}")
         parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]
     elif config.partition in PARTITIONS:
         parts.append(_seed(config))

@@ -15,6 +15,7 @@ from fl_app.data.columns import Columns
 from fl_app.data.parsing import Places
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.errors import UserError
+from fl_app.files import no_such
 
 if TYPE_CHECKING:
     import pandas
@@ -40,7 +41,7 @@ def refuse_text_keys(request: DataRequest) -> None:
 def read_rows(path: Path, separator: str = "", na_values: Sequence[str] = ()) -> Columns:
     """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError."""
     if not path.is_file():
-        raise UserError(f"no file {path}")
+        raise UserError(no_such(path))
     extras.require("pandas", str(path))
     return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [])
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
+from fl_app.files import no_such
 
 
 def read_shares(
@@ -24,7 +25,7 @@ def read_shares(
     client.
     """
     if not path.is_file():
-        raise UserError(f"partition: no file {path}")
+        raise UserError(f"partition: {no_such(path)}")
     try:
         with np.load(path, allow_pickle=False) as npz:
             arrays = {name: npz[name] for name in npz.files if name.startswith(("train_idx", "test_idx"))}

@@ -516,11 +516,14 @@ def _check_weights(run: Path, config: RunConfig) -> None:
         )
 
 
-def check_data(run: Path, found: DataHashes) -> None:
+def check_data(run: Path, found: DataHashes, config: RunConfig) -> None:
     """Raise UserError if the data that all clients share differ from those that the run started with."""
-    if differs := found.difference(read_hashes(run).get(None, found)):
+    began = read_hashes(run).get(None, found)
+    if differs := found.difference(began):
+        key, value = ("partition", config.partition) if found.data == began.data else ("dataset", config.dataset)
         raise UserError(
-            f"resume: its {differs} has changed since the run started; put the old data back, or start a new run"
+            f"resume: {path_in(key, value) or value}: its {differs} has changed since the run started; put the old data back, "
+            "or start a new run"
         )
 
 

@@ -74,7 +74,7 @@ def test_a_folder_of_runs_is_no_run(start: Start, tmp_path: Path) -> None:
         UserError, match="runs is not a run folder but holds several: a, b; load one of them, or compare them all"
     ):
         corolla.load(tmp_path / "runs")
-    with pytest.raises(UserError, match="none: this run folder does not exist"):
+    with pytest.raises(UserError, match="none: no such file or directory"):
         corolla.load(tmp_path / "none")
 
 

@@ -179,7 +179,7 @@ BAD = {
     "a module as a file": (["model=badmodel.py:wrong"], "did you mean badmodel:wrong?"),
     "no initial weights": (
         ["initial-weights=none.pt"],
-        "no such file; expected a safetensors file or a PyTorch state dict",
+        "no such file or directory; expected a safetensors file or a PyTorch state dict",
     ),
     "weights that are neither": (
         ["initial-weights=badmodel.py"],
@@ -249,7 +249,7 @@ def test_a_misspelt_file_suggests_the_nearest(corolla, tmp_path: Path) -> None: 
     (tmp_path / "text.txt").write_text("seed = 1\n")
     for name, said in (
         ("mine.tml", "did you mean mine.toml?"),
-        ("mien.toml", "no such file; did you mean mine.toml?"),
+        ("mien.toml", "no such file or directory; did you mean mine.toml?"),
         ("text.txt", "text.txt is a file whose name does not end in .toml"),
     ):
         code, _, err = corolla("run", name, "--dry-run")

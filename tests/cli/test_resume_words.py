@@ -66,7 +66,7 @@ def test_a_name_that_no_run_has_is_refused_with_the_nearest(corolla: Command, st
     assert code == 2 and out == ""
     assert "resume: k33 is not a run folder, and runs/k33 is not a run either; did you mean k3?" in err
     with pytest.raises(
-        UserError, match="k33: this run folder does not exist, and runs/k33 is not a run either; did you mean"
+        UserError, match="k33: no such file or directory, and runs/k33 is not a run either; did you mean"
     ):
         api.load(Path("k33"))
 

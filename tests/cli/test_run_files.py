@@ -65,7 +65,7 @@ def test_what_a_file_cannot_extend_is_named(write, tmp_path: Path) -> None:  # t
     cases = {
         'extends = "b.toml"\n': f"extends: files extend each other: {a} -> {b} -> {tmp_path}/sub/../a.toml",
         'extends = "a.toml"\n': f"extends: files extend each other: {a} -> {a}",
-        'extends = "bb.toml"\n': f"{a}: extends: {tmp_path}/bb.toml: no such file; did you mean {tmp_path}/b.toml?",
+        'extends = "bb.toml"\n': f"{a}: extends: {tmp_path}/bb.toml: no such file or directory; did you mean {tmp_path}/b.toml?",
         "extends = 3\n": f"{a}: extends: expected a string, got 3",
         "preset = [1]\n": f"{a}: preset: expected a string, got [1]",
         'preset = "b.toml"\n': f"{a}: preset: no preset 'b.toml'; `extends` names a file",
@@ -118,3 +118,11 @@ def test_the_command_runs_such_a_file_from_anywhere(write, corolla: Command, tmp
     assert code == 0 and (tmp_path / "out" / "one" / "summary.json").is_file(), err
     code, out, _ = corolla("run", file, "--dry-run", "--set", "local-epochs=3")
     assert code == 0 and "local-epochs = 3" in out and 'method = "local"' in out
+
+
+def test_a_sweep_starts_from_a_run_file_by_preset(write, corolla: Command) -> None:  # type: ignore[no-untyped-def]
+    base = write("base.toml", "seed = 3\n")
+    sweep = write("s.toml", f'extends = "{base.name}"\n[grid]\nmethod = ["fedavg", "local"]\n')
+    code, out, err = corolla("sweep", str(sweep), "--dry-run")
+    assert code == 2 and out == "" and 'preset = "base.toml" starts all its runs from a run file' in err
+    assert "keys of runs belong in" not in err

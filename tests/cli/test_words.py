@@ -17,6 +17,7 @@ from corolla.cli import app
 from corolla.cli.layout import Fitted, fit
 from corolla.cli.tables import show_table
 from fl_app.errors import counted
+from fl_app.keys import closest
 from fl_app.server.run_folder import read_about
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
@@ -211,3 +212,69 @@ def test_a_run_of_one_client_is_spoken_of_as_such(corolla: Command) -> None:
     told = corolla("state")[1]
     assert "1 experiment, " in told and "  1 client  " in told
     assert "1 of 1 client: " in corolla("run", "--dry-run", "--clients", "1", *words)[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "wards.tml.toml"),
+        ("data", "show", "wards.tml.toml"),
+        ("sweep", "wards.tml.toml"),
+        ("data", "show", "--set", "dataset=table:wards.tml.toml", "--set", "target=y"),
+        ("compare", "wards.tml.toml"),
+        ("report", "wards.tml.toml"),
+        ("summary", "wards.tml.toml"),
+        ("export", "wards.tml.toml"),
+        ("verify", "wards.tml.toml"),
+        ("predict", "wards.tml.toml", "a.csv"),
+        ("predict", "wards.toml", "wards.tml.toml"),
+    ],
+)
+def test_a_missing_path_has_one_error_everywhere(corolla: Command, words: tuple[str, ...]) -> None:
+    Path("wards.toml").write_text("seed = 1\n")
+    code, out, err = corolla(*words)
+    assert code == 2 and out == "" and "wards.tml.toml: no such file or directory" in err
+    if words[0] not in ("compare", "report", "summary", "export"):
+        # these name runs, not files
+        assert err.rstrip().endswith("wards.toml?")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "meant"),
+    [
+        ("wards.csv", "table:wards.csv"),
+        ("ward.csv", "table:wards.csv"),
+        ("csv:wards.csv", "table:wards.csv"),
+        ("gone.parquet", "table:gone.parquet"),
+        ("scan.npz", "npz:scans.npz"),
+        ("images", "folder:images or hf:images"),
+        ("difits", "digits"),
+    ],
+)
+def test_a_path_without_its_source_suggests_one(corolla: Command, dataset: str, meant: str) -> None:
+    Path("wards.csv").touch()
+    Path("scans.npz").touch()
+    Path("images").mkdir()
+    code, _, err = corolla("run", "--dry-run", "--set", f"dataset={dataset}")
+    assert code == 2 and err.rstrip().endswith(f"did you mean {meant}?")
+
+
+def test_the_beginning_of_a_name_is_enough_to_suggest_it() -> None:
+    metrics = ("accuracy", "balanced-accuracy", "macro-f1", "auc")
+    assert [closest(word, metrics) for word in ("acc", "AU", "a", "f1", "macro")] == [
+        "accuracy",
+        "auc",
+        "",
+        "",
+        "macro-f1",
+    ]
+
+
+def test_a_client_column_that_does_not_exist_is_one_problem(corolla: Command) -> None:
+    Path("wards.csv").write_text("hospital,age,outcome\nBern,3,yes\nChur,4,no\nBern,5,no\n")
+    for key, name in (("client", "clinic"), ("target", "xyz")):
+        keys = {"target": "outcome", "client": "hospital"} | {key: name}
+        words = [word for pair in keys.items() for word in ("--set", "=".join(pair))]
+        code, _, err = corolla("data", "show", "--set", "dataset=table:wards.csv", *words)
+        assert code == 2 and f"error: {key}: " in err and "wards.csv has no column" in err
+        assert "problems" not in err and "it has hospital, age, outcome" in err

@@ -131,11 +131,11 @@ def test_a_run_of_it(clone: Path, data: Path) -> None:
 
 def test_what_is_wrong_with_it_is_said_before_anything_starts(clone: Path, data: Path) -> None:
     cases = {
-        "h5x:mine.h5": "did you mean h5:?",
+        "h5x:mine.h5": "did you mean h5:mine.h5?",
         "h5": "dataset: h5 needs its path: h5:/path.h5, got 'h5'",
         "h5:": "dataset: h5 needs its path: h5:/path.h5, got 'h5:'",
         "nothing": "h5:/path.h5",
-        "h5:none.h5": f"dataset: no file {data / 'none.h5'}",
+        "h5:none.h5": f"dataset: {data / 'none.h5'}: no such file or directory",
         "npz:mine.h5": f"npz: takes no .h5, got {data / 'mine.h5'}; did you mean h5:{data / 'mine.h5'} with target=COLUMN",
         "h5:mine.npz": f"h5: takes no .npz, got {data / 'mine.npz'}; did you mean npz:{data / 'mine.npz'}?",
         "h5:.": f"h5: takes no folder, got {data}; did you mean folder:{data}, or hf:{data} (saved by `datasets`)?",

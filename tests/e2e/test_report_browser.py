@@ -263,7 +263,7 @@ def assert_every_panel_has_data(run: arrays.ReportedRun) -> None:
     for name, points in (("accuracy-before", 6), ("accuracy-after", 6), ("evaluation", 2)):
         curve = arrays.curve([run], name)
         assert curve is not None and len(curve.mean) == points and (curve.low <= curve.high).all(), run.path.name
-    assert len(arrays.final_accuracies(run)[0]) == 10
+    assert len(arrays.last_known(run)[0]) == 10
     assert sum(arrays.server_seconds(run).values()) > 0 and sum(arrays.client_seconds(run).values()) > 0
     sent = [nbytes for nbytes, _ in arrays.spent(run).values()]
     assert len(sent) == 6 and (np.diff(sent) > 0).all() == (run.method != "local")

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from corolla.experiments import choosing
+from corolla.experiments import choosing, compare
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import Row
 from fl_app.metrics import Metric
 from fl_app.tasks import ACCURACY
+from strategies import METHOD_PARAMS
 from tests.conftest import Command
+from tests.experiments.test_significance import write_run
 
 RMSE = Metric("rmse", higher_is_better=False, low=0)
 
@@ -33,9 +35,12 @@ def test_the_best_is_of_validation_data_where_there_are_any() -> None:
     assert choosing.best_lines(ROWS) == [
         "best of fedcac by validation accuracy: method fedcac, fedcac.tau 0.3 (70.00; on test data 80.00)",
         "best of all by validation accuracy: method fedcac, fedcac.tau 0.3 (70.00; on test data 80.00)",
+        "compared with the next row, method fedavg, fedcac.tau 0.5: other data, clients or seeds",
+        "compared with the first row, method fedcac, fedcac.tau 0.1: other data, clients or seeds",
     ]
     assert choosing.best_lines(ROWS, "test")[1:] == [
         "best of all by test accuracy: method fedcac, fedcac.tau 0.1 (90.00)",
+        "compared with the next row, method fedcac, fedcac.tau 0.3: other data, clients or seeds",
         choosing.ON_TEST,
     ]
     assert choosing.best_lines([*ROWS, row("local", 0, 0.95)])[-1] == choosing.ON_TEST
@@ -44,7 +49,22 @@ def test_the_best_is_of_validation_data_where_there_are_any() -> None:
 
 def test_the_lowest_is_the_best_where_low_is_good() -> None:
     rows = [row("a", 1, 3.0, 2.0, RMSE), row("a", 2, 1.0, 4.0, RMSE)]
-    assert choosing.best_lines(rows) == ["best of all by validation RMSE: method a, fedcac.tau 1 (2; on test data 3)"]
+    first, _ = choosing.best_lines(rows)
+    assert first == "best of all by validation RMSE: method a, fedcac.tau 1 (2; on test data 3)"
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [([0.1, 0.11, 0.12], "better"), ([0.2, 0.01, -0.1], "not told apart"), ([0.1, 0.11], "undecided: needs 3 seeds")],
+)
+def test_the_best_row_is_compared_with_the_next(tmp_path: Path, gains: list[float], verdict: str) -> None:
+    for seed, gain in enumerate(gains):
+        write_run(tmp_path, f"local{seed}", [0.5, 0.6, 0.7], method="local", seed=seed)
+        write_run(tmp_path, f"ditto{seed}", [0.5 + gain, 0.61 + gain, 0.72 + gain], method="ditto", seed=seed)
+    groups = compare.group(compare.load([tmp_path], METHOD_PARAMS)[0])
+    lines = choosing.best_lines(compare.result_rows(groups))
+    assert lines[-3].startswith("best of all by test accuracy: method ditto (")
+    assert lines[-2].startswith(f"compared with the next row, method local: {verdict}")
 
 
 SWEEP = """
@@ -77,6 +97,8 @@ def test_a_sweep_says_which_is_best(
     said, written = " ".join(out.split()), (tmp_path / "runs/s/results.md").read_text()
     by = "test" if ratio == "0" else "validation"
     assert f"best of all by {by} accuracy: learning-rate " in said and f"best of all by {by} accuracy" in written
+    assert "next: corolla compare runs/s # which is better, tested over clients corolla report runs/s #" in said
+    assert "compared with the next row, learning-rate" in said
     assert ("chosen on test data, so this figure is too good" in said) == (ratio == "0")
     header = (tmp_path / "runs/s/results.csv").read_text().splitlines()[0]
     assert ("final-validation-accuracy-mean" in header) == (ratio != "0")

@@ -156,7 +156,7 @@ def test_every_changed_byte_is_found(exported: Path) -> None:
         path.write_bytes(content)
     model_card.read(exported)
     model_card.beside(exported).unlink()
-    with pytest.raises(UserError, match=r"model.pt.json: no such file; model.pt needs its card beside it"):
+    with pytest.raises(UserError, match=r"model.pt.json: no such file or directory; model.pt needs its card beside it"):
         model_card.read(exported)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,39 @@ def test_rows_count_as_a_spreadsheet_does(trained: RunFolder, command: Command, 
     (tmp_path / "gap.csv").write_text("\n".join([lines[0], lines[1], "", ",".join(wrong), lines[3]]) + "\n")
     code, _, said = command("predict", str(file), str(tmp_path / "gap.csv"))
     assert code == 2 and "column age must hold numbers, got 'old' in row 4" in said
+
+
+def test_the_runs_own_file_is_recognized(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+    file, model = tmp_path / "patients.csv", tmp_path / "g.pt"
+    assert command("export", trained.path, "--output", model)[0] == 0
+    card = json.loads((tmp_path / "g.pt.json").read_text())
+    assert card["data"]["sha256"] == read_about(trained.path)["data"]["sha256"]
+    assert card["data"]["file-sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert str(tmp_path) not in json.dumps(card)
+
+    words = "these rows are the run's own data, most of them training rows: the run's own figures are over test rows"
+    copy = tmp_path / "copy.csv"
+    copy.write_bytes(file.read_bytes())
+    for path in (file, copy):
+        code, out, err = command("predict", model, path)
+        assert code == 0 and out.splitlines()[-1].endswith(f"on 240 samples; {words}"), err
+    assert json.loads(command("predict", model, copy, "--json")[1])["own-data"] is True
+    patients(200).to_csv(copy, index=False)
+    assert command("predict", model, copy)[1].splitlines()[-1].endswith("on 200 samples")
+    assert json.loads(command("predict", model, copy, "--json")[1])["own-data"] is False
+
+    # a file that has changed is not the run's any more
+    patients(200).to_csv(file, index=False)
+    assert command("export", trained.path, "--output", tmp_path / "h.pt")[0] == 0
+    assert "file-sha256" not in json.loads((tmp_path / "h.pt.json").read_text())["data"]
+    assert json.loads(command("predict", tmp_path / "h.pt", copy, "--json")[1])["own-data"] is None
+
+
+def test_an_npz_of_the_run_is_recognized(run: Run, command: Command, tmp_path: Path) -> None:
+    g, file = np.random.default_rng(0), tmp_path / "d.npz"
+    x, y = g.normal(size=(60, 3)).astype(np.float32), np.arange(60) % 2
+    np.savez(file, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
+    path = run(dataset=f"npz:{file}", num_server_rounds=1).path
+    assert command("export", path, "--output", tmp_path / "g.pt")[0] == 0
+    out = command("predict", tmp_path / "g.pt", file)[1]
+    assert out.splitlines()[-1].endswith("on 10 samples; these samples are the run's own data")

@@ -46,7 +46,7 @@ def test_paths_and_folders_of_runs_are_found_each_once(tmp_path: Path, monkeypat
     assert f"{tmp_path / 'c' / 'bad'} is not a run folder" in bad and "not valid TOML" in bad
     assert lines == [
         f"{tmp_path / 'logs'}: this run folder holds no run (no config.toml), and neither do its folders",
-        f"{tmp_path / 'nowhere'}: this run folder does not exist",
+        f"{tmp_path / 'nowhere'}: no such file or directory",
     ]
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 
+import corolla
 from corolla import cli
 from corolla.experiments import compare, cost_to_target, significance
 from corolla.experiments.runs import RecordedRun
 from corolla.report.page import write_report
 from fl_app.config import parse
+from fl_app.errors import UserError
 from fl_app.metrics import Metric
 from fl_app.tasks import ACCURACY
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
+from tests.conftest import Command
 
 
 def write_run(root: Path, name: str, final: list[float], before: list[float] | None = None, **changes: object) -> Path:
@@ -161,6 +166,11 @@ def test_clients_are_listed_by_their_names_where_all_runs_have_the_same(tmp_path
         (run / "clients.json").write_text(json.dumps({"0": {"name": "Basel"}, "1": {"name": run.name}}))
     lines = significance.clients_table(groups(tmp_path))
     assert [client for client, _ in lines] == ["client", "Basel", "1", "2", "3", "4", "5"]
+    frame = corolla.compare(tmp_path)
+    assert frame["client-names"][1] == {0: "Basel"} and list(frame["by-client"][1]) == [0, 1, 2, 3, 4, 5]
+    for run in tmp_path.iterdir():
+        (run / "clients.json").unlink()
+    assert "client-names" not in corolla.compare(tmp_path).columns
 
 
 def test_two_pairs_that_differ_equally_decide_nothing(tmp_path: Path) -> None:
@@ -252,6 +262,49 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit):
         cli.main()
     assert "no table of differences: there is only one row" in capsys.readouterr().out
+
+
+def test_a_row_is_the_reference_by_its_method_its_values_or_its_runs(tmp_path: Path, command: Command) -> None:
+    for name, settings in {
+        "a": {"method": "fedavg"},
+        "b": {"method": "local"},
+        "c": {"method": "fedcac", "fedcac.tau": 0.1},
+        "d": {"method": "fedcac", "fedcac.tau": 0.3},
+    }.items():
+        write_run(tmp_path, name, [0.5, 0.6, 0.7], **settings)
+
+    def first(reference: str) -> list[str]:
+        code, out, err = command("compare", tmp_path, "--reference", reference)
+        assert code == 0, err
+        return out.splitlines()[1].split()[:2]
+
+    assert first("local") == first("b") == first(str(tmp_path / "b")) == first("local, –") == ["local", "–"]
+    assert first("fedcac, 0.3") == first("d") == ["fedcac", "0.3"]
+    frame = corolla.compare(tmp_path, reference="d")
+    assert list(frame["fedcac.tau"].fillna(0)) == [0.3, 0, 0, 0.1] and frame["verdict"][0] == "(first)"
+
+    rows = "the rows are: fedavg, – (a); local, – (b); fedcac, 0.1 (c); fedcac, 0.3 (d)"
+    for reference, why in {"locl": "no row has this name", "fedcac": "names 2 of the rows"}.items():
+        code, _, err = command("compare", tmp_path, "--reference", reference)
+        assert code == 2 and f"--reference {reference}: {why}" in err and rows in err
+        with pytest.raises(UserError, match=f"--reference {reference}: {why}"):
+            corolla.compare(tmp_path, reference=reference)
+    code, _, err = command("compare", tmp_path, "--reference", "local", "--paper")
+    assert code == 2 and "--reference local: not with --paper" in err
+
+
+def test_printed_rows_have_only_columns_with_values(tmp_path: Path) -> None:
+    for name, method in (("a", "fedavg"), ("b", "local")):
+        write_run(tmp_path, name, [0.5, 0.6, 0.7], method=method)
+    frame = corolla.compare(tmp_path)
+    assert frame["low-over-seeds"].isna().all() and "low-over-seeds" in frame.columns
+    with pandas.option_context("display.width", 1000, "display.max_columns", 100):
+        table, _, last = repr(frame).rpartition("\n")
+    assert "final-accuracy " in table and "final-accuracy-std" not in table and "-over-seeds" not in table
+    assert last == "no values: final-accuracy-std, low, high, wilcoxon, low-over-seeds, high-over-seeds"
+    assert "final-accuracy-std</th>" not in frame._repr_html_() and last in frame._repr_html_()
+    pandas.testing.assert_frame_equal(pickle.loads(pickle.dumps(frame)), frame)
+    assert "no values" not in repr(frame[["method", "n"]])
 
 
 def test_a_metric_whose_low_values_are_good(

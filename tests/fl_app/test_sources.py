@@ -33,11 +33,11 @@ def test_paths_in_values() -> None:
 
 
 def test_documentation_says_what_sources_take_and_tell() -> None:
-    own = {f"`{name}:" for name, source in SOURCES.items() if source.path and not source.known}
-    tasks, privacy = ((DOCS / f"{page}.md").read_text() for page in ("tasks", "privacy"))
+    own = {f"`dataset={name}:" for name, source in SOURCES.items() if source.path and not source.known}
+    data, privacy = ((DOCS / f"{page}.md").read_text() for page in ("data", "privacy"))
     # wherever its lines are broken
     privacy = " ".join(privacy.split())
-    assert all(f"- {start}" in tasks for start in own) and f"- `{NODE}`" in tasks
+    assert all(f"| {start}" in data for start in own) and f"| `dataset={NODE} " in data
     told = privacy[privacy.index("the class names of") :].partition(";")[0]
     assert {name for name in SOURCES if f"`{name}:`" in told} == {
         name for name, source in SOURCES.items() if source.tells_classes

@@ -83,7 +83,7 @@ def test_paths_that_are_no_runs_are_all_named(fedavg: Path, tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         report.write_report([fedavg, tmp_path / "gone", tmp_path / "hollow", tmp_path / "bad"], tmp_path / "out")
     for word in (
-        "gone: this run folder does not exist",
+        "gone: no such file or directory",
         "hollow: this run folder holds no run",
         "bad is not a run folder",
     ):

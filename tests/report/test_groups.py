@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from corolla.experiments import compare
 from corolla.experiments.grouping import by_settings, mean_std
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import identity
-from corolla.report import groups
+from corolla.report import clients, groups
 from corolla.report.arrays import read_run, read_runs
 from fl_app.config import RunConfig, parse
 from fl_app.keys import specs
@@ -125,7 +127,7 @@ def test_the_mean_over_seeds_by_hand(tmp_path: Path) -> None:
     assert curve.low == pytest.approx([0.3 - std, 0.6]) and curve.high == pytest.approx([0.3 + std, 0.6])
     nbytes, accuracy = groups.exchanged(group)
     assert nbytes.tolist() == [40, 180] and accuracy == pytest.approx([0.3, 0.6])
-    assert groups.all_clients(group)[0] == pytest.approx([0.5, 0.5, 0.7, 0.7])
+    assert groups.all_clients(group)[0] == pytest.approx([0.5, 0.7])
     assert group.row.means["best"] == (pytest.approx(0.6), pytest.approx(0.0))
 
 
@@ -153,3 +155,23 @@ def test_seeds_are_one_row_that_opens_and_one_curve(tmp_path: Path) -> None:
     assert page.count("<tbody>") == 2 and page.count('<tr class="single">') == 3
     assert ">3 runs</button>" in page and '70.00<span class="std">± 10.00</span>' in page
     assert "± one sample standard deviation" in page and "2.1" not in page
+
+
+def test_few_clients_are_listed_with_their_figures_in_each_row(tmp_path: Path) -> None:
+    runs = [
+        folder(tmp_path / f"{method}{seed}", two_rounds(0.3, final + 0.1 * seed), method=method, seed=seed)
+        for method, final in (("fedavg", 0.5), ("local", 0.4))
+        for seed in range(2)
+    ]
+    names = {"0": {"name": "Bern", "train-samples": 90, "test-samples": 30}, "1": {"name": "Chur"}}
+    (runs[0] / "clients.json").write_text(json.dumps(names))
+    section = clients.clients_section(groups.grouped(read_runs(runs)))
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", section)]
+    bern, chur = (row for row in rows if row)
+    # final is the mean over both seeds of the last round, before training; local's is 10 points lower
+    assert bern == ["Bern", "90", "30", "55.00", "55.00", "50.00", "45.00", "45.00", "50.00", "1 fedavg"]
+    assert chur == ["Chur", "–", "–", "75.00", "75.00", "50.00", "65.00", "65.00", "50.00", "1 fedavg"]
+    assert "each figure is the mean over the seeds" in section
+
+    alone = clients.clients_section(groups.grouped(read_runs(runs[:1])))
+    assert "final (%)" in alone and ">best<" not in alone and "mean over the seeds" not in alone

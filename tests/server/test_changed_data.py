@@ -86,7 +86,7 @@ def test_a_run_does_not_go_on_with_other_data(command: Command, tmp_path: Path, 
     metrics = (tmp_path / "one" / "metrics.jsonl").read_bytes()
     write_data(data, 1)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and "resume: its data set (sha256 " in " ".join((out + err).split())
+    assert code == 2 and f"resume: {data}: its data set (sha256 " in " ".join((out + err).split())
     assert (tmp_path / "one" / "metrics.jsonl").read_bytes() == metrics
     write_data(data, 0)
     code, _, err = command(*again(tmp_path, 2))
@@ -111,7 +111,7 @@ def test_a_run_does_not_go_on_with_another_partition(command: Command, tmp_path:
     assert command(*arguments(tmp_path, data, "one", *mine))[0] == 0
     parts(10)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and "resume: its partition (sha256 " in " ".join((out + err).split())
+    assert code == 2 and f"resume: {tmp_path / 'mine.npz'}: its partition (sha256 " in " ".join((out + err).split())
 
 
 def test_a_run_does_not_go_on_with_other_initial_weights(run: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,22 @@ def test_every_table_has_it(
         cli.main()
     out = capsys.readouterr().out
     assert f"{shown} (2 of 3 clients)" in out and NOTE in out and "chosen on test data" in out
+
+
+def test_a_summary_names_the_clients_that_a_metric_leaves_out(
+    run: Run, hospitals: dict[str, Any], command: Command
+) -> None:
+    path = run(**hospitals, metrics="auc").path
+    code, out, _ = command("summary", path)
+    assert code == 0 and out.splitlines()[-1] == NOTE
+    assert json.loads(command("summary", path, "--json")[1])["undefined"] == {
+        "auc": [{"client": 2, "reason": "one class"}]
+    }
+    facts = json.loads((path / "clients.json").read_text())
+    facts["2"]["name"] = "Chur"
+    (path / "clients.json").write_text(json.dumps(facts))
+    assert command("summary", path)[1].splitlines()[-1] == NOTE.replace("(2:", "(Chur:")
+    assert json.loads(command("summary", path, "--json")[1])["undefined"]["auc"][0]["name"] == "Chur"
 
 
 def test_compare_by_another_metric_than_the_headline(run: Run, hospitals: dict[str, Any], command: Command) -> None:

@@ -44,7 +44,7 @@ def no_run_folder(raw: dict[str, Any]) -> bool:
         ({"initial_weights": "/no/such.safetensors"}, "initial-weights /no/such.safetensors: no such file"),
         ({"dataset": "npz:/no/such.npz"}, "/no/such.npz"),
         ({"dataset": "folder:/no/such/folder"}, "/no/such/folder"),
-        ({"partition": "file:/no/such.npz"}, "partition: no file /no/such.npz"),
+        ({"partition": "file:/no/such.npz"}, "partition: /no/such.npz: no such file or directory"),
         ({"partition": "pathological", "classes_per_client": 11}, "classes-per-client"),
         ({"train_samples": 100_000}, "train-samples"),
         ({"num_clients": 3, "min_available_clients": 4}, "min-available-clients"),

@@ -44,6 +44,7 @@ def export(
     if onnx != (output.suffix == ".onnx"):
         raise UserError(f"--output: {output} must {'end' if onnx else 'not end'} in .onnx; --onnx selects the format")
     facts = {**model_card.about(model), **loading.described(model, data_path)}
+    facts["data"] |= loading.data_hashes(model)
     if model.missing:
         facts["missing"] = list(model.missing)
     try:

@@ -21,10 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from corolla.experiments.exported.model_card import Card
+from corolla.experiments.exported.model_card import FILE_HASH, Card
 from corolla.experiments.exported.run_models import Trained, networks
 from fl_app import config as configs
 from fl_app import data, plugins, tasks
+from fl_app.checksums import sha256_of
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import DatasetInfo
@@ -32,7 +33,7 @@ from fl_app.data.encoding import Encoding
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
 from fl_app.server.run_folder import DATA, NORMALIZED_BY, READ_BY
-from fl_app.sources import NODE
+from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
 from fl_app.tasks.task import Inputs
 
@@ -142,6 +143,27 @@ def described(trained: Trained, data_path: str) -> Card:
         "features": [name for fields in table["encodings"] for name in Encoding.from_json(fields).names],
         "table": table if table["encodings"] else {},
     }
+
+
+def data_hashes(trained: Trained) -> Card:
+    """Return the hash of a run's data, and that of their file if it is one file and still holds these data.
+
+    Empty for data that stay on the clients. `predict` recognizes the run's own file by its hash.
+    """
+    run, config = trained.run, trained.config
+    if not run.data_sha256:
+        return {}
+    found: Card = {"sha256": run.data_sha256}
+    file = Path(path_in("dataset", config.dataset))
+    if not file.is_file():
+        return found
+    try:
+        if data.prepare_for(config).sha256 == run.data_sha256:
+            found[FILE_HASH] = sha256_of(file)
+    # the data have changed so that they cannot be read
+    except UserError:
+        pass
+    return found
 
 
 def _of_client(trained: Trained) -> DatasetInfo:

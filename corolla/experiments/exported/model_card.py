@@ -15,7 +15,7 @@ from corolla.experiments.exported.run_models import Trained
 from fl_app import tasks
 from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
-from fl_app.files import publish_text
+from fl_app.files import no_such, publish_text
 from fl_app.server.properties import SAMPLES
 from fl_app.server.run_folder import NAME
 
@@ -23,6 +23,8 @@ Card = dict[str, Any]
 
 FORMAT = 1
 _OWN = "card-sha256"
+# key of `data`: the hash of the run's data file
+FILE_HASH = "file-sha256"
 # keys that hold a path on the run's machine
 _PATHS = ("initial-weights",)
 # keys with values that may contain a path: `kind:/path`
@@ -122,9 +124,8 @@ def read(file: Path) -> Card:
     path = beside(file)
     for needed in (file, path):
         if not needed.is_file():
-            raise UserError(
-                f"{needed}: no such file" + (f"; {file.name} needs its card beside it" if needed is path else "")
-            )
+            more = f"{needed}: no such file or directory; {file.name} needs its card beside it"
+            raise UserError(more if needed is path else no_such(needed))
     card: Card = {}
     try:
         text = path.read_text(encoding="utf-8")

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corolla.experiments.exported.loading import Answers, answers_of
-from corolla.experiments.exported.model_card import Card
+from corolla.experiments.exported.model_card import FILE_HASH, Card
 from fl_app import tasks
+from fl_app.checksums import sha256_of
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import arrays, npz, table, table_files
@@ -69,6 +70,20 @@ def read_inputs(inputs: Sequence[Path], card: Card) -> Inputs:
     resize = bool(wanted["image-size"])
     samples = np.stack([read_image(path, tuple(wanted["shape"]), resize=resize) for path in inputs])
     return Inputs([str(path) for path in inputs], samples)
+
+
+def are_own_data(inputs: Sequence[Path], card: Card) -> bool | None:
+    """Return whether the samples come from the data file of the model's run; None if the card lacks its hash."""
+    known = card["data"].get(FILE_HASH)
+    return known and any(sha256_of(path) == known for path in inputs)
+
+
+def on_own_data(card: Card) -> str:
+    """Return the words that a figure needs if its samples come from the run's own file."""
+    if not card.get("table"):
+        return "these samples are the run's own data"
+    share = "most" if card["settings"].get("test-ratio", 0) < 0.5 else "some"
+    return f"these rows are the run's own data, {share} of them training rows: the run's own figures are over test rows"
 
 
 def _from_table(path: Path, card: Card) -> Inputs:
