@@ -133,7 +133,8 @@ def _compared(groups: Sequence[Group], drawn: Sequence[Group], spreads: dict[str
         def mean(
             value: Callable[[Spread], float], own: Sequence[list[Spread]] = of_group, at: list[int] = rounds
         ) -> Floats:
-            return np.mean([[value(s) for s in each if s.round in at] for each in own], axis=0)
+            values = np.array([[value(s) for s in each if s.round in at] for each in own])
+            return values.mean(axis=0)
 
         look, last = style[group.number], max(last, rounds[-1])
         name = short(group.label, 60)
@@ -266,7 +267,7 @@ def _local_values(rows: Sequence[Sequence[LocalValues]]) -> Figure:
             axes.set_title(found.name, fontsize=9)
             axes.ticklabel_format(axis="x", useOffset=False, style="plain")
             axes.locator_params(axis="x", nbins=4)
-            axes.yaxis.get_major_locator().set_params(integer=True)
+            axes.locator_params(axis="y", integer=True)
             if k == 0:
                 axes.set_ylabel("clients")
             if line == len(rows) - 1:
