@@ -133,8 +133,8 @@ def _compared(groups: Sequence[Group], drawn: Sequence[Group], spreads: dict[str
         def mean(
             value: Callable[[Spread], float], own: Sequence[list[Spread]] = of_group, at: list[int] = rounds
         ) -> Floats:
-            values = np.array([[value(s) for s in each if s.round in at] for each in own])
-            return values.mean(axis=0)
+            means: Floats = np.mean([[value(s) for s in each if s.round in at] for each in own], axis=0)
+            return means
 
         look, last = style[group.number], max(last, rounds[-1])
         name = short(group.label, 60)
