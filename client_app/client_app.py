@@ -15,6 +15,7 @@ from client_app.client import CorollaClient
 from client_app.session import Session
 from fl_app.debugging import Place, refuse_breakpoints
 from fl_app.errors import UserError
+from fl_app.files import without_near_names
 from fl_app.wire import ERROR, IN_PROCESS, PRIVATE_KEYS, SEED_KEYS, SIMULATED, evaluate_reply, fit_reply, instructions
 
 # Flower loads this module before it starts Ray, in `flwr run .` too. By default Ray listens on all of a machine's
@@ -63,7 +64,13 @@ class CorollaApp(ClientApp):
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message."""
+        """Answer a message. At a site, no error names files beside those that the message names."""
+        if _place(context) is not Place.DEPLOYMENT:
+            return self._answer(message, context)
+        with without_near_names():
+            return self._answer(message, context)
+
+    def _answer(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
         if kind == MessageType.TRAIN:
             return Message(fit_reply(*client_of(context).fit(*instructions(message.content, "fit"))), reply_to=message)

@@ -43,6 +43,7 @@ from fl_app import refusal
 from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.errors import UserError, describe
+from fl_app.files import without_near_names
 from fl_app.keys import NoParams, Scalar, specs
 from fl_app.plugins import is_reference
 
@@ -315,6 +316,7 @@ class Gate:
         return None
 
 
+@without_near_names()
 def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
     """Return the number of training samples that a run's config gives this client. Raises UserError if unreadable."""
     if is_reference(task := str(config.get("task", ""))):

@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,7 @@ from fl_app.keys import closest
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 FORMAT = 1  # of directories that are built once
+_names_shown: ContextVar[bool] = ContextVar("names_shown", default=True)
 
 
 def opener(path: str, flags: int) -> int:
@@ -46,13 +48,33 @@ def no_such(path: Path, shown: Path | None = None) -> str:
 
 
 def nearest_path(path: Path) -> Path | None:
-    """Return the path of the closest name in a missing file's directory; None if none is close."""
+    """Return the path of the closest name in a missing file's directory.
+
+    Return None if none is close, and in code that `without_near_names` runs.
+    """
+    if not names_are_shown():
+        return None
     try:
         names = sorted(found.name for found in path.parent.iterdir() if not found.name.startswith("."))
     except OSError:
         return None
     close = closest(path.name, names)
     return path.parent / close if close else None
+
+
+def names_are_shown() -> bool:
+    """Return whether errors may name files that exist beside a missing one."""
+    return _names_shown.get()
+
+
+@contextmanager
+def without_near_names() -> Iterator[None]:
+    """Keep the names of files out of errors about others: a site's errors go to the server, its file names do not."""
+    before = _names_shown.set(False)
+    try:
+        yield
+    finally:
+        _names_shown.reset(before)
 
 
 def make_directory(path: Path, *, exist_ok: bool = True) -> None:

@@ -14,10 +14,10 @@ _CPUS = Path("/proc/cpuinfo")
 _MEMORY = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
 _GROUPS_ROOT = Path("/sys/fs/cgroup")
-# Files of a control group, version 2 and 1: its limit, its use, and in `memory.stat` the files that it can drop.
+# Files of a control group, version 2 and 1: its limit, its use, and in `memory.stat` the memory that the kernel can free.
 _LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
 )
 
 
@@ -84,6 +84,6 @@ def _left_in(group: Path) -> float:
         with contextlib.suppress(OSError, ValueError):
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             # "max", no number, is no limit
-            left = int((group / limit).read_text()) - int((group / use).read_text()) + int(stat.get(droppable, 0))
-            return max(0.0, float(left))
+            left = int((group / limit).read_text()) - int((group / use).read_text())
+            return max(0.0, float(left + sum(int(stat.get(name, 0)) for name in droppable)))
     return math.inf

@@ -123,21 +123,22 @@ def run(
     # again: the number of clients is known here
     method.check(config)
     assert roster.shape is not None
-    partly: list[str] = []
+    # for the run's log, which begins with its folder
+    remarks: list[str] = []
     weights_file = config.initial_weights
-    module = method.network(config, **roster.shape._asdict(), initial_weights=weights_file, told=partly.append)
+    module = method.network(config, **roster.shape._asdict(), initial_weights=weights_file, told=remarks.append)
     layout, initial = Layout.of(module), weights.read(module)
     # its values are in `initial`, which the strategy keeps as long as it needs it
     del module
     shared = method.travelling(config, layout)
     trial = method.strategy(config, config.params, layout, initial, shared, RunFolder(Path(), ""))
-    config = _fitted(config, grid, trial)
+    config = _fitted(config, grid, trial, remarks.append)
     del trial
     folder, agreed = _opened_folder(config, roster, layout)
     run_log = RunLog(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
-        for line in partly:
+        for line in remarks:
             log.warning("%s", line)
         counted = method.reports_counts(config)
         folder.write_clients(_facts(roster.properties, counted))
@@ -170,20 +171,24 @@ def run(
         folder.close()
 
 
-def _fitted(config: RunConfig, grid: Grid, strategy: PersonalizedStrategy[Any]) -> RunConfig:
+def _fitted(
+    config: RunConfig, grid: Grid, strategy: PersonalizedStrategy[Any], told: Callable[[str], None]
+) -> RunConfig:
     """Return the config, with a smaller `server-memory-limit` if this machine has too little memory for the given one.
 
-    strategy: a new one. Raises UserError if the memory of a run whose clients train on this machine cannot fit.
+    strategy: a new one. told: gets a line about a smaller limit. Raises UserError if the memory of a run whose clients
+    train on this machine cannot fit.
     """
     # else it is Ray's, or a deployment's
     own = isinstance(grid, InProcessGrid)
     at_once = grid.clients_at_once if isinstance(grid, InProcessGrid) else int(os.environ.get(SIMULATION) or 0)
     if not at_once:
         return config
+    at_once = min(at_once, config.drawn(config.num_clients))
     need = needed(strategy, strategy.protocol.expected(), at_once, ray=not own)
     limit = fitting_limit(strategy, need, available_memory(), type(grid) is InProcessGrid)
     if limit != config.server_memory_limit:
-        log.info("server-memory-limit: lowered to %.3g GB, because this machine has no more memory left", limit)
+        told(f"server-memory-limit: lowered to {limit:.3g} GB, because this machine has no more memory left")
     return dataclasses.replace(config, server_memory_limit=limit)
 
 

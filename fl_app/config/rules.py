@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
-from fl_app.files import nearest_path
+from fl_app.files import names_are_shown, nearest_path
 from fl_app.keys import Scalar, nearest
 from fl_app.known_names import BY_COLUMN, FIXED_SIZES, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS, UNBALANCED
 from fl_app.plugins import is_reference
@@ -23,15 +23,26 @@ LONGEST_NAME = 200
 def _source_for(dataset: str) -> str:
     """Return the end of an error about a path without a source's prefix, or with an unknown one: the sources that read it.
 
-    A missing file is replaced by the closest name in its directory. Returns "" for a value that is no path.
+    A missing file is replaced by the closest name in its directory. Returns "" for a value that is no path, and where
+    errors must not name files.
     """
+    if not names_are_shown():
+        return ""
     prefix, colon, rest = dataset.partition(":")
     path = Path(rest if colon else prefix)
-    if not path.exists():
-        path = nearest_path(path) or path
-    kind = FOLDER if path.is_dir() and not colon else path.suffix.lower()
+    try:
+        if not path.exists():
+            path = nearest_path(path) or path
+        kind = FOLDER if path.is_dir() and not colon else path.suffix.lower()
+    except OSError:
+        # too long, or in a directory that this account must not read
+        return ""
     meant = [f"{source.prefix}:{path}" for source in SOURCES.values() if kind and kind in source.reads]
     return f"; did you mean {either(meant)}?" if meant else ""
+
+
+def _looks_like_a_path(dataset: str) -> bool:
+    return "/" in dataset or bool(Path(dataset).suffix)
 
 
 def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
@@ -60,7 +71,7 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         forms = ", ".join(source.form for source in SOURCES.values() if source.path)
         if source is not None and source.path:
             problems.append(f"dataset: {source.prefix} needs its path: {source.form}, got {dataset!r}")
-        elif hint := _source_for(dataset):
+        elif (_looks_like_a_path(dataset) or not nearest(dataset, words)) and (hint := _source_for(dataset)):
             problems.append(f"dataset: {dataset!r} names no source of data{hint}")
         else:
             refuse("dataset", words, f" or {forms}", path_prefixes("dataset"))

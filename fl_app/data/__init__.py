@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -289,7 +290,7 @@ def prepare_site(request: DataRequest) -> Prepared:
 def _prepare(request: DataRequest) -> Prepared:
     source = source_of(request.dataset)
     if source.path:
-        if not request.path.exists():
+        if not os.path.exists(request.path):
             raise UserError(f"dataset: {no_such(request.path)}")
         _refuse_another_kind(source, request.path)
     return _ask(source, request)

@@ -32,19 +32,36 @@ _RAY_SERVER, _RAY_CLIENT = 9, 11
 class Needed:
     """Bytes that a run needs beside its programs.
 
-    server: in the server's process. limited: the part of it that `server-memory-limit` bounds. client: in the process
-    of a client. at_once: clients that train at the same time.
+    fixed: in the server's process, whatever its limit. stack, kept: a round's uploads, and the models that the server
+    keeps for clients. limit: `server-memory-limit`, inf without one. client: in the process of a client. at_once:
+    clients that train at the same time.
     """
 
-    server: float
-    limited: float
+    fixed: float
+    stack: float
+    kept: float
+    limit: float
     client: float
     at_once: int
+
+    @property
+    def limited(self) -> float:
+        """Bytes of the stack and the kept models that lie in memory."""
+        return self.under(self.limit)
+
+    @property
+    def server(self) -> float:
+        """Bytes in the server's process."""
+        return self.fixed + self.limited
 
     @property
     def total(self) -> float:
         """Bytes in all processes."""
         return self.server + self.at_once * self.client
+
+    def under(self, limit: float) -> float:
+        """Return the bytes of the stack and the kept models in memory under a limit. A small stack stays there."""
+        return (self.stack if self.stack <= max(limit, SMALL) else 0) + min(self.kept, limit)
 
 
 def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool = False) -> Needed:
@@ -64,19 +81,17 @@ def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool 
     """
     config, whole = server.config, server.full_layout
     v, m = 4 * (server.layout.d + server.layout.b), 4 * (whole.d + whole.b)
-    fixed, limited = (_SERVER + _SUMS) * v, 0.0
+    fixed, stack, kept, limit = (_SERVER + _SUMS) * v, 0.0, 0.0, config.server_memory_limit * 1e9 or math.inf
     if not config.private and not (streams(type(server)) and not why_kept(config, expected)):
-        limit = config.server_memory_limit * 1e9 or math.inf
         upload = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in expected.shapes().values())
         stack = config.drawn(config.num_clients) * upload
         keeps_models = type(server).model_for is not ServerHalf.model_for
-        limited = stack if stack <= max(limit, SMALL) else 0
-        limited += min(config.num_clients * v, limit) if keeps_models else 0
+        kept = config.num_clients * v if keeps_models else 0
         fixed = _SERVER * v
     client = _CLIENT + (2 if config.optimizer == "adamw" else 1 if config.momentum else 0)
     if ray:
         fixed, client = fixed + _RAY_SERVER * v, client + _RAY_CLIENT
-    return Needed(fixed + limited, limited, client * m, at_once)
+    return Needed(fixed, stack, kept, limit, client * m, at_once)
 
 
 def fitting_limit(server: ServerHalf[Any], need: Needed, available: float, one_process: bool) -> float:
@@ -88,12 +103,13 @@ def fitting_limit(server: ServerHalf[Any], need: Needed, available: float, one_p
     config = server.config
     if need.total <= available:
         return config.server_memory_limit
-    # the stack and the kept models take up to the limit each
-    room = (available - (need.total - need.limited)) / 2
-    if config.server_memory_limit and room > 0:
-        return room / 1e9
+    # for the stack and the kept models, which take up to the limit each
+    room = available - (need.total - need.limited)
+    fitting = [limit for limit in (room / 2, room - need.stack) if limit > 0 and need.under(limit) <= room]
+    if config.server_memory_limit and fitting:
+        return fitting[0] / 1e9
     ways = ["a smaller model", "more memory"]
-    if need.limited and room > 0:
+    if fitting:
         ways.insert(0, "a server-memory-limit, so that clients' models go to the disk")
     if not one_process:
         ways.insert(0, "--in-process, where one trains at a time")

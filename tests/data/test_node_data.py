@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.compat.common import recorddict_compat as compat
+from flwr.compat.common.typing import GetPropertiesIns
 from PIL import Image
 
 from client_app.client_app import app
@@ -14,8 +17,10 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.roster import QUERY
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
+from fl_app.wire import IN_PROCESS
 from strategies import METHOD_PARAMS
 
 
@@ -83,3 +88,18 @@ def test_sites_with_other_image_sizes_are_named(tmp_path: Path) -> None:
         start(tmp_path, [site(tmp_path / "one", "abc"), site(tmp_path / "two", "abc", size=12)])
     folder = start(tmp_path, [site(tmp_path / "three", "abc"), site(tmp_path / "four", "abc", size=12)], image_size=8)
     assert read_summary(folder.path)["rounds"] == 2
+
+
+@pytest.mark.parametrize("form", ["table:{}/patient.csv", "{}/patient.csv", "csv:{}/patient.csv", "npz:{}/patient.npz"])
+def test_a_sites_error_does_not_name_other_files(tmp_path: Path, form: str) -> None:
+    (tmp_path / "patients.csv").write_text("a,y\n1,0\n")
+    (tmp_path / "patients.npz").write_text("")
+    config: dict[str, Scalar] = {"method": "fedavg", "target": "y", "dataset": form.format(tmp_path), "num-clients": 1}
+    texts = {}
+    for place in ({}, {IN_PROCESS: True}):
+        context = Context(1, 1, {"partition-id": 0, "num-partitions": 1, **place}, RecordDict(), dict(config))
+        query = compat.getpropertiesins_to_recorddict(GetPropertiesIns({}))
+        message = Message(query, dst_node_id=1, message_type=QUERY)
+        texts[bool(place)] = str(app(message, context).content)
+    assert "patient." in texts[False] and "patients." not in texts[False]
+    assert "did you mean" in texts[True] and "patients." in texts[True]

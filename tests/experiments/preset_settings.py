@@ -240,7 +240,8 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "classes-per-client": 20,
         "pathological-assignment": "blocks",
         "train-samples": 0,
-        "test-samples": 0,
+        "test-samples": -1,
+        "test-ratio": 0.25,
         "feddac.tau": 0.7,
     },
     "feddac/emnist-pathological-2/pfedme": DAC_TEXT

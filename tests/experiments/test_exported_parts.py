@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from corolla.api.settings import look_for_plugins
 from corolla.experiments.exported.export import export
@@ -71,6 +72,15 @@ def test_what_did_not_train_is_in_the_file_too(run: Run, tmp_path: Path, adapted
     with torch.no_grad():
         want = module(torch.from_numpy(samples).float() / 255)
     np.testing.assert_allclose(answers(file, samples)[0], want.numpy(), atol=1e-5)
+
+
+def test_a_backbone_from_a_file_without_a_head(run: Run, tmp_path: Path, adapted: dict[str, Any]) -> None:
+    tensors = load_file(adapted["initial_weights"])
+    save_file({k: v for k, v in tensors.items() if k.startswith("backbone")}, tmp_path / "part.safetensors")
+    part = {"initial_weights": str(tmp_path / "part.safetensors"), "initial_weights_partial": True}
+    folder = run(method="fedavg", **adapted | part, **TINY)
+    file, _ = export(folder.path, METHODS, None, tmp_path / "x.pt", onnx=False)
+    torch.testing.assert_close(torch.load(file)["backbone.weight"], tensors["backbone.weight"])
 
 
 def test_another_backbone_is_refused(run: Run, tmp_path: Path, adapted: dict[str, Any]) -> None:

@@ -121,9 +121,21 @@ def test_unknown_words(name: str, value: str, hint: str) -> None:
     assert line.startswith(f"{name}: must be one of ") and f"got '{value}'" in line and line.endswith(hint)
 
 
+def test_a_name_is_meant_rather_than_a_folder_of_this_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "digits-sweep").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (line,) = problems(dataset="digit")
+    assert line.endswith("did you mean digits?")
+    (line,) = problems(dataset="digits-sweeq/")
+    assert "did you mean folder:digits-sweep" in line
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("dataset", "x" * 400),
         ("dataset", "folder:"),
         ("dataset", "npz:"),
         ("dataset", "tiny-imagenet"),

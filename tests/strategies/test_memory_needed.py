@@ -135,7 +135,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_ways_out() -> None:
         "--cpus-per-client, so that at most 2 clients train at once; --in-process, where one trains at a time; a smaller "
         "model; more memory"
     )
-    unlimited = half(config(method="fedcac", num_clients=8, server_memory_limit=0), layout)
+    unlimited = half(config(method="fedcac", num_clients=40, server_memory_limit=0), layout)
     need = needed(unlimited, unlimited.protocol.expected(), 1)
     with pytest.raises(
         UserError, match="out: a server-memory-limit, so that clients' models go to the disk; a smaller model"
@@ -150,6 +150,13 @@ def test_a_limit_is_lowered_before_a_run_is_refused() -> None:
     fixed = 12 * 4e6
     assert need.total - need.limited == fixed
     assert fitting_limit(strategy, need, fixed + 100e6, False) == pytest.approx(0.05)
+    # a small stack stays in memory for any limit: 12 uploads of 4.1 MB and 30 MB of kept models
+    few = half(config(method="fedcac", num_clients=12), flat_layout([1_000_000]))
+    need = needed(few, few.protocol.expected(), 2)
+    assert need.stack == 12 * 4.125e6
+    assert fitting_limit(few, need, fixed + need.stack + 30e6, False) == pytest.approx(0.03)
+    with pytest.raises(UserError, match="needs about 0.145 GB"):
+        fitting_limit(few, need, fixed + need.stack, False)
 
 
 def test_a_run_is_refused_before_its_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +204,7 @@ def test_the_memory_that_linux_says_is_left(tmp_path: Path, monkeypatch: pytest.
     # version 2: no limit of its own, one of the group above; dropped pages of files are no use
     group("a/b", max="max", current="700", stat="anon 1\ninactive_file 3")
     assert machine.available_memory() == 6000 * 1024
-    for file, text in {"max": "5000", "current": "3000", "stat": "inactive_file 500"}.items():
+    for file, text in {"max": "5000", "current": "3000", "stat": "anon 9\nactive_file 300\ninactive_file 200"}.items():
         (tmp_path / "fs" / "a" / f"memory.{file}").write_text(text)
     assert machine.available_memory() == 2500
     # version 1

@@ -195,7 +195,7 @@ def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names:
 
     module = build()
     if initial:
-        weights.write(module, weights.initial_model(module, initial))
+        weights.write(module, weights.initial_model(module, initial, partial=config.initial_weights_partial))
     if config.train:
         trainable_tensors.freeze(module, config.train)
     yield module
