@@ -178,6 +178,36 @@ def aggregate_layers(
     return work.run(), [LayerSplit(layer.num_high, len(layer.members)) for layer in work.layers]
 
 
+@dataclass(frozen=True)
+class Division:
+    """How one layer is divided over N clients, before any mean is taken.
+
+    high: bool [M], the parameters of high dispersion. micro: uint8 [N, M], Micro-Classes, 0 where dispersion is low.
+    macro: int64 [N], each client's Macro-Class, numbered from 0 by their first clients; all 0 if no parameter is high.
+    """
+
+    high: NDArray[np.bool_]
+    micro: NDArray[np.uint8]
+    macro: NDArray[np.int64]
+
+
+def divide(W: Stack, params: FedPakeParams, draw: Draw = _of_no_round) -> Division:
+    """Return the Micro-Classes and Macro-Classes of one layer, as `aggregate_layers` finds them (Eq. 2-8).
+
+    W: float32 [N, M], the clients' values of the layer. Raises ValueError naming the argument that is out of range.
+    """
+    _check(W, [W.shape[1]], params)
+    work = _Aggregation(W, [W.shape[1]], params, draw)
+    work.divide()
+    (layer,) = work.layers
+    macro = np.zeros(len(W), np.int64)
+    for j, members in enumerate(layer.members):
+        macro[members] = j
+    # classes are written only in layers with some above 1
+    micro = work.classes if layer.highest > 1 else np.ones_like(work.classes)
+    return Division(work.high, micro * work.high, macro)
+
+
 def _check(W: Stack, sizes: Sequence[int], params: FedPakeParams) -> None:
     if W.ndim != 2 or not W.shape[0]:
         raise ValueError(f"W must be [N, d] with at least one row, got shape {W.shape}")
@@ -247,6 +277,17 @@ class _Aggregation:
 
     def run(self) -> NDArray[np.float32]:
         """Return the new parameters."""
+        self.divide()
+        for block, votes in self.through(self.vote, [b for b in self.blocks if b.layer.num_high]):
+            block.layer.votes += votes
+        for layer in self.layers:
+            layer.weights = self.weights(layer)
+        for _ in self.through(self.combine, [b for b in self.blocks if b.layer.num_high]):
+            pass
+        return self.merged
+
+    def divide(self) -> None:
+        """Find the means, the parameters of high dispersion, and the Micro- and Macro-Classes."""
         for block, _ in self.through(self.measure, self.blocks):
             layer = block.layer
             layer.lowest_cv, layer.highest_cv = (
@@ -260,13 +301,6 @@ class _Aggregation:
         drawn = self.draw("fedpake-macro").integers(self.params.num_macro, size=(len(self.layers), len(self.W)))
         for layer, groups in zip(self.layers, drawn, strict=True):
             layer.members = self.macro_classes(layer, groups)
-        for block, votes in self.through(self.vote, [b for b in self.blocks if b.layer.num_high]):
-            block.layer.votes += votes
-        for layer in self.layers:
-            layer.weights = self.weights(layer)
-        for _ in self.through(self.combine, [b for b in self.blocks if b.layer.num_high]):
-            pass
-        return self.merged
 
     def through(self, work: Callable[[_Block], T], items: list[_Block]) -> Iterator[tuple[_Block, T]]:
         """Return an iterator over pairs (block, work(block)), computed on a few threads."""

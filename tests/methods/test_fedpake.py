@@ -28,6 +28,7 @@ from strategies.fedpake import (
     LayerSplit,
     aggregate,
     aggregate_layers,
+    divide,
     macro_classes,
 )
 from strategies.micro_classes import most_frequent, num_differing
@@ -287,6 +288,23 @@ def test_against_the_naive_reference(scale: float, meaning: Any, divisor: Any, c
     p = FedPakeParams(0.3, 5, 3, 0.55, meaning, divisor, cv, normalize)
     got = aggregate_layers(stack, sizes, p)[0]
     np.testing.assert_allclose(got, reference(stack, sizes, p), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("meaning", "macro"), [("similarity", [0, 0, 0]), ("distance", [0, 0, 1])])
+def test_division_of_the_golden_round(meaning: Any, macro: list[int]) -> None:
+    found = divide(W, FedPakeParams(delta_meaning=meaning))
+    assert found.high.tolist() == [False, True, True, True]
+    assert found.micro.tolist() == [[0, 4, 1, 1], [0, 4, 1, 1], [0, 4, 4, 4]]
+    assert found.macro.tolist() == macro
+
+
+def test_a_layer_in_class_1_and_one_without_dispersion_are_divided() -> None:
+    # a tenth of the golden deviations: all squares are at most 0.04, and C = 4 has its first bin up to 0.25
+    found = divide(1 + (W - 1) / 10, FedPakeParams())
+    assert found.micro.tolist() == [[0, 1, 1, 1]] * 3 and found.macro.tolist() == [0, 0, 0]
+    # one parameter has no other to be normalised by
+    alone = divide(W[:, 1:2], FedPakeParams())
+    assert alone.high.tolist() == [False] and not alone.micro.any() and not alone.macro.any()
 
 
 @pytest.mark.parametrize("divisor", ["found", "limit"])
