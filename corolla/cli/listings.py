@@ -125,7 +125,8 @@ def show_columns(found: Iterable[Preset], seconds: Mapping[str, float | None] | 
             escape(f"  {column or cells[0].name:{width}}  {count}  {told}{cells[0].label}".rstrip()), soft_wrap=True
         )
     console.print(
-        "\n`corolla presets 'COLUMN/*'` lists a column's presets, `corolla sweep --preset 'COLUMN/*' --seeds 0,1,2` runs them",
+        "\n`corolla presets 'COLUMN/*'` lists a column's presets of all tables, "
+        "`corolla sweep --preset 'COLUMN/*' --seeds 0,1,2` runs them",
         soft_wrap=True,
     )
     if seconds is not None and None in seconds.values():

@@ -79,7 +79,7 @@ def sweep(
         str | None,
         typer.Option(
             metavar="PATTERN",
-            help="Instead of a file: all presets that match, as `corolla presets PATTERN` lists them; COLUMN/* is a column.",
+            help="Instead of a file: a preset's whole name, or all presets that match; COLUMN/* is a column.",
             autocompletion=columns_of,
         ),
     ] = None,
@@ -125,8 +125,9 @@ def sweep(
     log_file: LogFileOption = None,
 ) -> None:
     """Run all combinations of a sweep file, or all presets that match. Started again, it does only the unfinished runs."""
-    if forecast and (slurm or only is not None):
-        raise UserError(f"--forecast and {'--slurm' if slurm else '--only'} exclude each other")
+    for option, given_too in (("--slurm", slurm), ("--only", only is not None), ("--dry-run", dry_run)):
+        if forecast and given_too:
+            raise UserError(f"--forecast and {option} exclude each other")
     given = parse_set(set_ or [])
     asked = planned(file, preset, seeds, given)
     plan, title = asked.plan, asked.title
@@ -172,7 +173,7 @@ def sweep(
     with sweeping.locked(directory):
         todo = unfinished_points(directory, points)
         try:
-            todo = say_how_long(
+            todo, failed = say_how_long(
                 directory,
                 points,
                 todo,
@@ -181,8 +182,8 @@ def sweep(
                 needed=forecast,
             )
             if forecast:
-                return
-            if jobs > 1:
+                pass
+            elif jobs > 1:
                 words = ["--in-process"] if in_process else options
                 failed = sweeping.run_parallel(todo, directory, jobs, words, announce, interrupted)
             else:
@@ -190,7 +191,8 @@ def sweep(
         except KeyboardInterrupt:
             errors.print("the same command continues the sweep, unfinished runs from their checkpoints")
             raise
-        show_sweep(directory, points, title, plan.scale, failed, by)
+        if not forecast:
+            show_sweep(directory, points, title, plan.scale, failed, by)
     if failed:
         for name, message in failed.items():
             errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)
@@ -361,10 +363,10 @@ def say_how_long(
     points: Sequence[Point],
     todo: list[Point],
     jobs: int,
-    run_first: Callable[[Sequence[Point]], object],
+    run_first: Callable[[Sequence[Point]], dict[str, str]],
     needed: bool = False,
-) -> list[Point]:
-    """Print a forecast of the sweep's duration, and return the runs left to do.
+) -> tuple[list[Point], dict[str, str]]:
+    """Print a forecast of the sweep's duration. Return the runs left to do, and the errors of those that it began.
 
     Settings without recorded rounds are measured first: `run_first` runs the first rounds of one run each, unless the
     sweep is too short to bother. These runs resume from there. needed: also print that no estimate is possible.
@@ -375,12 +377,13 @@ def say_how_long(
         runs = finished | {key: RecordedRun(folder) for folder, key in unfinished.items()}
         return finished, unfinished, Forecast(points, runs)
 
+    failed: dict[str, str] = {}
     unmeasured = {sweeping.identity(point.parsed) for point in known()[2].unmeasured()}
     if first := [point for point in todo if sweeping.identity(point.parsed) in unmeasured]:
         console.print(
             f"to estimate the duration, first {forecasting.FIRST} rounds of {counted(len(first), 'run')}, which resume later:"
         )
-        run_first(first)
+        failed = run_first(first)
     finished, unfinished, forecast = known()
     if first:
         todo = prepare_remaining(points, finished, unfinished, begun_now=True)
@@ -389,11 +392,13 @@ def say_how_long(
         console.print(
             f"about {forecasting.duration(seconds)} for {counted(len(todo), 'run')}{at_once}, at the speed of the rounds so far"
         )
-    elif todo and needed:
+    elif needed and not todo:
+        console.print("all runs are finished")
+    elif needed and not failed:
         console.print(
             f"no estimate: no round is recorded, and fewer than {forecasting.WORTH * forecasting.FIRST} are left of each setting"
         )
-    return todo
+    return todo, failed
 
 
 def announce(k: int, total: int, name: str) -> None:

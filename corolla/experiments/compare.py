@@ -23,7 +23,7 @@ from corolla.experiments.table import Row, row_of, setting
 from corolla.presets import Preset, all_presets, small
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, listed
-from fl_app.keys import Scalar, nearest
+from fl_app.keys import Scalar, nearest, specs
 from fl_app.metrics import Record
 from fl_app.server.run_folder import SUMMARY
 
@@ -207,9 +207,11 @@ def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: st
         if same_data and theirs.task == config.task:
             cut = small(theirs) if config.scale == "small" else {}
             ours = settings(config, preset.metric)
-            distance = len(differing_values(ours, settings(parse({**preset.settings, **cut}, methods), preset.metric)))
+            apart = differing_values(ours, settings(parse({**preset.settings, **cut}, methods), preset.metric))
+            # among equally many differences, those about the data count less: the paper ran the method in this way
+            distance = len(apart), sum(key not in _ABOUT_DATA for key, _, _ in apart)
             found.append((distance, preset, differing_values(ours, settings(theirs, preset.metric))))
-    nearest = min((distance for distance, _, _ in found), default=0)
+    nearest = min((distance for distance, _, _ in found), default=(0, 0))
     return [
         Line(
             runs,
@@ -221,6 +223,9 @@ def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: st
         for distance, preset, diffs in found
         if distance == nearest
     ]
+
+
+_ABOUT_DATA = {spec.name for spec in specs(RunConfig) if spec.about == "data"}
 
 
 def _split(config: RunConfig) -> tuple[str, float]:
@@ -247,8 +252,10 @@ def with_reference(groups: Sequence[list[RecordedRun]], reference: str) -> list[
         return list(groups)
 
     def named(k: int) -> bool:
-        paths = (name for run in groups[k] for name in (run.path.name, str(run.path)))
-        return reference in (groups[k][0].method, names[k], *paths)
+        paths = (run.path.resolve() for run in groups[k])
+        return reference in (groups[k][0].method, names[k]) or any(
+            Path(reference).resolve() == path or reference.rstrip("/") == path.name for path in paths
+        )
 
     found = [k for k in range(len(groups)) if named(k)]
     if len(found) != 1:

@@ -60,7 +60,9 @@ def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> d
     are left out: they would hide which figure a paper prints. Empty if fewer than two lines remain.
     """
     names = [name for name in found[0] if all(name in one for one in found)]
-    pairs = [(line.preset.published, one) for line, one in zip(lines, found, strict=True) if not line.preset.ran]
+    # runs beside several presets, of tables that repeat a figure, count once
+    own = {id(line.runs): (line, one) for line, one in zip(lines, found, strict=True) if not line.preset.ran}
+    pairs = [(line.preset.published, one) for line, one in own.values()]
     away = {name: [abs(100 * one[name][0] - published.mean) for published, one in pairs if published] for name in names}
     return {name: statistics.median(values) for name, values in away.items() if len(values) > 1}
 

@@ -52,7 +52,8 @@ def reasons(line: Line) -> list[str]:
     else:
         found += [f"{mine} rounds, in print {theirs}" for key, mine, theirs in line.differences if key == ROUNDS]
     if preset.repeats and preset.repeats != len(line.runs):
-        found.append(f"{counted(len(line.runs), 'seed')}, in print the mean of {preset.repeats} runs")
+        in_print = "one run" if preset.repeats == 1 else f"the mean of {preset.repeats} runs"
+        found.append(f"{counted(len(line.runs), 'seed')}, in print {in_print}")
     return found
 
 

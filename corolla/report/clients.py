@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from corolla.experiments.significance import other_samples
 from corolla.report.arrays import MANY, ReportedRun, last_known
 from corolla.report.groups import Group, by_client, judged_by, short
 from corolla.report.recorded import class_names
@@ -27,9 +28,11 @@ Line = list[Cell]
 def clients_section(groups: Sequence[Group]) -> str:
     """Return tables of single clients; empty if no client is known.
 
-    Groups with at most MANY clients share tables. Of each other group they list the first run's clients.
+    Groups with at most MANY clients share tables if these clients have the same samples. Of each other group they list
+    the first run's clients.
     """
-    parts = _of_few([group for group in groups if 0 < len(last_known(group.first)[0]) <= MANY])
+    few = [group for group in groups if 0 < len(last_known(group.first)[0]) <= MANY]
+    parts = [part for own in _with_the_same_samples(few) for part in _of_few(own)]
     room = MOST_LINES
     for group in groups:
         head, lines = client_lines(group.first)
@@ -40,6 +43,21 @@ def clients_section(groups: Sequence[Group]) -> str:
     if not parts:
         return ""
     return '<h2 id="single-clients"><a href="#single-clients">Single clients</a></h2>\n' + "\n".join(parts)
+
+
+def _with_the_same_samples(groups: Sequence[Group]) -> list[list[Group]]:
+    """Return groups divided so that the clients of each part have the same samples, as far as the runs recorded them."""
+    parts: list[list[Group]] = []
+    for group in groups:
+        for part in parts:
+            first, own = part[0].first.clients, group.first.clients
+            other_clients = first and own and first.keys() != own.keys()
+            if not other_clients and not other_samples(group.runs, part[0].runs):
+                part.append(group)
+                break
+        else:
+            parts.append([group])
+    return parts
 
 
 def _of_few(groups: Sequence[Group]) -> list[str]:
@@ -65,10 +83,11 @@ def _of_few(groups: Sequence[Group]) -> list[str]:
             facts = groups[0].first.clients.get(i, {})
             line = [Cell(escape(plain(groups[0].first.client_name(i))), int(i))]
             line += [_number(facts.get(name)) for name in ("train-samples", "test-samples")]
-            line += [_score(metric, known.get(i)) for known in columns.values()]
+            line += [_score(metric, figures.get(i)) for figures in columns.values()]
             if len(judged) > 1:
-                best = metric.best([known[i] for known in finals.values() if i in known])
-                whose = [short(group.label, 30) for group in judged if finals[group.number].get(i) == best]
+                known = [figures[i] for figures in finals.values() if i in figures]
+                best = metric.best(known) if known else None
+                whose = [short(group.label, 30) for group in judged if known and finals[group.number].get(i) == best]
                 line.append(Cell(escape(", ".join(whose))))
             lines.append([line])
         seeds = "; each figure is the mean over the seeds" if any(len(group.runs) > 1 for group in judged) else ""

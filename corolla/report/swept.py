@@ -70,11 +70,22 @@ def _maps(
     for method in dict.fromkeys(group.method for group in groups):
         own = [group for group in groups if group.method == method]
         together = [pair for pair in itertools.combinations(keys, 2) if any(map(is_grid, lines_over(own, pair)))]
-        if together:
-            several = [line for line in lines_over(own, together[0]) if line.known]
-            maps.setdefault(together[0], []).extend(several)
-            mapped[method] = {key for pair in together for key in pair}
+        for pair, covered in _joined(together):
+            several = [line for line in lines_over(own, pair) if line.known and is_grid(line)]
+            maps.setdefault(pair, []).extend(several)
+            mapped.setdefault(method, set()).update(covered)
     return {pair: lines for pair, lines in maps.items() if lines}, mapped
+
+
+def _joined(pairs: Sequence[tuple[str, str]]) -> list[tuple[tuple[str, str], set[str]]]:
+    """Return the first pair of each set of keys that pairs join, with the set."""
+    found: list[tuple[tuple[str, str], set[str]]] = []
+    for pair in pairs:
+        touching = [one for one in found if one[1] & set(pair)]
+        first = touching[0][0] if touching else pair
+        found = [one for one in found if one not in touching]
+        found.append((first, set(pair).union(*(keys for _, keys in touching))))
+    return found
 
 
 def _name(metric: Metric, *keys: str) -> str:

@@ -14,7 +14,8 @@ from tests.client_app.test_train import data_of, mlp
 from tests.conftest import Run, config
 
 TRAINING = """
-import resource, torch
+import ctypes, resource, torch
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page would hide faults
 from benchmarks.training import client_data, configure
 from client_app.process import prepare_training
 from client_app.trainer import LocalTrainer

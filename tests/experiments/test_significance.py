@@ -279,6 +279,7 @@ def test_a_row_is_the_reference_by_its_method_its_values_or_its_runs(tmp_path: P
         return out.splitlines()[1].split()[:2]
 
     assert first("local") == first("b") == first(str(tmp_path / "b")) == first("local, –") == ["local", "–"]
+    assert first("b/") == first(f"{tmp_path}/b/") == ["local", "–"]
     assert first("fedcac, 0.3") == first("d") == ["fedcac", "0.3"]
     frame = corolla.compare(tmp_path, reference="d")
     assert list(frame["fedcac.tau"].fillna(0)) == [0.3, 0, 0, 0.1] and frame["verdict"][0] == "(first)"

@@ -264,6 +264,7 @@ def test_a_pattern_of_presets_needs_no_file(tmp_path: Path, monkeypatch: pytest.
         ("--preset", "demo", "--seeds", ""): "must be distinct integers >= 0",
         ("--preset", "demo", "--seeds", "1", "--set", "seed=2"): "--seeds and --set seed exclude each other",
         ("--preset", "demo", "--forecast", "--slurm"): "--forecast and --slurm exclude each other",
+        ("--preset", "demo", "--forecast", "--dry-run"): "--forecast and --dry-run exclude each other",
     }.items():
         code, _, err = command("sweep", *words)
         assert code == 2 and problem in err, err
@@ -302,6 +303,11 @@ def test_a_pattern_is_measured_first_and_goes_on_from_there(
     assert f"resumes {folder} after round 2" in out and len(stamps(directory)) == 2
     again = command("sweep", "--preset", "demo", "--seeds", "0,1", "--output-dir", directory, *own)[1]
     assert "2 runs, 2 finished before, 0 to do" in again
+    assert "all runs are finished" in command("sweep", "--preset", "dem?", "--seeds", "0,1", *own, "--forecast")[1]
+    # rounds that fail are no estimate
+    bad = ("--set", "learning-rate=1e30", "--set", "round-retries=0")
+    code, out, err = command("sweep", "--preset", "dem?", *own, *bad, "--output-dir", "bad", "--forecast")
+    assert code == 1 and "failed:" in err and "no estimate" not in out
 
 
 def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:

@@ -65,7 +65,7 @@ def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
             other = {bool: not key.default, str: "elsewhere"}.get(key.type, 7)
             if key.choices:
                 other = next(word for word in key.choices if word != key.default)
-            elsewhere[key.name] = "tensorboard" if key.name == "track" else other
+            elsewhere[key.name] = {"track": "tensorboard", "keep-uploads": "every 2"}.get(key.name, other)
     assert {"collect-personal-models", "keep-state", "round-timeout", "state-dir"} <= elsewhere.keys()
     here = [folder(tmp_path / "a", ONE, seed=1), folder(tmp_path / "b", ONE, seed=2, **elsewhere)]
     runs, folders = [RecordedRun(path, METHOD_PARAMS) for path in here], read_runs(here)
@@ -152,7 +152,7 @@ def test_seeds_are_one_row_that_opens_and_one_curve(tmp_path: Path) -> None:
     runs.append(folder(tmp_path / "other", two_rounds(0.2, 0.3), method="local"))
     page, names = write(tmp_path / "out", *runs)
     assert {"accuracy", "accuracy-spread", "accuracy-seeds", "clients", "communication", "seconds"} == names
-    assert page.count("<tbody>") == 2 and page.count('<tr class="single">') == 3
+    assert page.partition('id="single-clients"')[0].count("<tbody>") == 2 and page.count('<tr class="single">') == 3
     assert ">3 runs</button>" in page and '70.00<span class="std">± 10.00</span>' in page
     assert "± one sample standard deviation" in page and "2.1" not in page
 
@@ -173,5 +173,26 @@ def test_few_clients_are_listed_with_their_figures_in_each_row(tmp_path: Path) -
     assert chur == ["Chur", "–", "–", "75.00", "75.00", "50.00", "65.00", "65.00", "50.00", "1 fedavg"]
     assert "each figure is the mean over the seeds" in section
 
+    # runs of other clients have a table of their own, without a best row
+    (runs[2] / "clients.json").write_text(json.dumps({"0": {"train-samples": 7}, "1": {}, "2": {}}))
+    apart = clients.clients_section(groups.grouped(read_runs([runs[0], runs[2]])))
+    assert apart.count("<table") == 2 and ">best<" not in apart
+
     alone = clients.clients_section(groups.grouped(read_runs(runs[:1])))
     assert "final (%)" in alone and ">best<" not in alone and "mean over the seeds" not in alone
+
+
+def test_a_client_that_no_row_has_a_figure_of(tmp_path: Path) -> None:
+    def rounds() -> list[dict[str, Any]]:
+        found = two_rounds(0.3, 0.5)
+        for one in found:
+            one["clients"]["0"]["auc-before"] = 0.7
+        return found
+
+    runs = [folder(tmp_path / method, rounds(), method=method) for method in ("fedavg", "local")]
+    for path in runs:
+        (path / "run.json").write_text(json.dumps({"metrics": [{"name": "accuracy"}, {"name": "auc"}]}))
+    section = clients.clients_section(groups.grouped(read_runs(runs)))
+    section = section[section.index("AUC of each client") :]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", section)]
+    assert [row[-1] for row in rows if row] == ["1 fedavg, 2 local", ""]

@@ -72,7 +72,7 @@ def test_a_methods_own_parameters_are_listed(here: Path, corolla: Command) -> No
     (here / "mentor.py").write_text(example())
     code, out, _ = corolla("methods", "mentor:METHOD")
     assert code == 0 and "Clients learn from a mentor" in out and "mentor.inertia = 0.9  (in [0, 1))  Part of" in out
-    assert corolla("methods", "fedcac")[1].count("fedcac.") == 9 and "fedprox" in corolla("methods")[1]
+    assert corolla("methods", "fedcac")[1].count("fedcac.") == 10 and "fedprox" in corolla("methods")[1]
     assert "did you mean fedcac?" in corolla("methods", "fedcax")[2]
 
 
