@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_named(corolla, exported: Path, tmp_path: Path) -> 
     assert "size.png has 7x9 pixels, the model takes 8x8" in complaint("size.png")
     assert "colour.png is in colour, the model takes grayscale images" in complaint("colour.png")
     assert "text.png cannot be read as an image" in complaint("text.png")
-    assert "missing.png cannot be read as an image ([Errno 2]" in complaint("missing.png")
+    assert "missing.png: no such file or directory" in complaint("missing.png")
     assert "x holds samples uint8 [1, 9, 9], but the model takes uint8 [1, 8, 8]" in complaint("shape.npz")
     assert "x holds samples float32 [1, 8, 8], but the model takes uint8 [1, 8, 8]" in complaint("dtype.npz")
     assert "class 10 must be below 10, the number of classes" in complaint("labels.npz")
