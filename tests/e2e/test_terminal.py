@@ -55,6 +55,7 @@ def on_a_terminal(
         preexec_fn=log_in,
     )
     text, since, todo, deadline = "", 0, list(typing), time.monotonic() + 240
+    key, typed = "", 0.0
     try:
         while time.monotonic() < deadline:
             if select.select([master], [], [], 0.1)[0]:
@@ -62,8 +63,12 @@ def on_a_terminal(
             elif process.poll() is not None:
                 break
             if todo and todo[0][0](text[since:]):
-                since = len(text)
-                os.write(master, todo.pop(0)[1].encode())
+                since, key, typed = len(text), todo.pop(0)[1], time.monotonic()
+                os.write(master, key.encode())
+            elif key == CTRL_C and len(text) == since and time.monotonic() - typed > 10:
+                # one that comes just before Python waits for a line has no effect until the next key
+                typed = time.monotonic()
+                os.write(master, key.encode())
         assert process.poll() is not None, f"it did not end\n{text[-2000:]}"
     finally:
         if process.poll() is None:
