@@ -179,13 +179,13 @@ def _fitted(
     strategy: a new one. told: gets a line about a smaller limit. Raises UserError if the memory of a run whose clients
     train on this machine cannot fit.
     """
-    # else it is Ray's, or a deployment's
-    own = isinstance(grid, InProcessGrid)
+    ray = not isinstance(grid, InProcessGrid)
     at_once = grid.clients_at_once if isinstance(grid, InProcessGrid) else int(os.environ.get(SIMULATION) or 0)
     if not at_once:
+        # a deployment, or clients on other machines
         return config
     at_once = min(at_once, config.drawn(config.num_clients))
-    need = needed(strategy, strategy.protocol.expected(), at_once, ray=not own)
+    need = needed(strategy, strategy.protocol.expected(), at_once, ray=ray)
     limit = fitting_limit(strategy, need, available_memory(), type(grid) is InProcessGrid)
     if limit != config.server_memory_limit:
         told(f"server-memory-limit: lowered to {limit:.3g} GB, because this machine has no more memory left")

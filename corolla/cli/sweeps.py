@@ -181,12 +181,10 @@ def sweep(
                 lambda first: run_points(first, how, verbose, forecasting.FIRST),
                 needed=forecast,
             )
-            if forecast:
-                pass
-            elif jobs > 1:
+            if jobs > 1 and not forecast:
                 words = ["--in-process"] if in_process else options
                 failed = sweeping.run_parallel(todo, directory, jobs, words, announce, interrupted)
-            else:
+            elif not forecast:
                 failed = run_points(todo, how, verbose)
         except KeyboardInterrupt:
             errors.print("the same command continues the sweep, unfinished runs from their checkpoints")
