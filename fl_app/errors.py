@@ -15,6 +15,10 @@ class RunFailed(RuntimeError):
     """A started run did not finish. The message states the known reason."""
 
 
+class RoundFailed(UserError):
+    """A round failed in every attempt. The message gives each client's reason."""
+
+
 class Diverged(UserError):
     """Training ended with numbers beyond all bounds."""
 

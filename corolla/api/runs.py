@@ -102,13 +102,25 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
             "--gpus-per-client: not with --in-process: set the key device for where clients train, and --clients-at-once for "
             f"how many train together, got {how.gpus_per_client:g}"
         )
-    if how.resume and (preset or how.output_dir is not None or how.scale is Scale.small):
-        raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
+    base: dict[str, Scalar] = {}
+    if how.resume:
+        base = saved_config(how.resume)
+        others = {
+            str(preset): bool(preset),
+            "--output-dir": how.output_dir is not None,
+            "--scale": how.scale is Scale.small,
+        }
+        if given_too := [name for name, is_given in others.items() if is_given]:
+            raise UserError(
+                f"--resume takes its configuration from the run folder {how.resume}: leave out {' and '.join(given_too)}; "
+                "--set changes keys"
+            )
     given = with_clients(given, how.clients)
     for key, by in SET_BY_US.items():
         if key in given:
             raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
-    base = saved_config(how.resume) if how.resume else scaled(read_preset(preset) if preset else {}, how.scale)
+    if not how.resume:
+        base = scaled(read_preset(preset) if preset else {}, how.scale)
     if how.resume and (how.overwrite or given.get("overwrite")):
         raise UserError("--resume and --overwrite exclude each other")
     options: dict[str, Scalar] = {} if how.output_dir is None else {"output-dir": how.output_dir}

@@ -14,7 +14,7 @@ from corolla.api.settings import look_for_plugins
 from corolla.api.waiting import waiting
 from corolla.cli.as_json import show_json
 from corolla.cli.completion import clients_of
-from corolla.cli.options import JsonOption, QuietOption
+from corolla.cli.options import JsonOption, QuietOption, checked_set, parse_set
 from corolla.cli.tables import show_table, size
 from corolla.experiments.exported.run_models import client_id
 from corolla.experiments.runs import RecordedRun, existing
@@ -90,6 +90,15 @@ def predict(
             help="Image files, a table with the run's columns, or an .npz with x (and y).",
         ),
     ],
+    given: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Read the table another way than the run did: separator or na-values.",
+            callback=checked_set,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print an exported model's predictions for images, a table's rows or an .npz: class and probability, or numbers."""
@@ -103,7 +112,7 @@ def predict(
 
         look_for_plugins(own_files(file), file.parent)
         known = model_card.read(file)
-        asked = predict.read_inputs(inputs, known)
+        asked = predict.read_inputs(inputs, known, {key: str(value) for key, value in parse_set(given or []).items()})
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)
     own_data = predict.are_own_data(inputs, known)
     measured = None if asked.targets is None else predict.measure(outputs, asked.targets, known)

@@ -31,11 +31,12 @@ class Places:
     """Places of a table's rows in its file.
 
     number: from a row to its number in errors. written: from a column and a row to the file's text there; "" if it is
-    unknown.
+    unknown. of_model: whether the rows are for a trained model, which needs all of its columns.
     """
 
     number: Callable[[int], int] = lambda row: row
     written: Callable[[str, int], str] = lambda column, row: ""
+    of_model: bool = False
 
     def shown(self, column: str, row: int) -> str:
         """Return the file's text of a missing value, for an error; "" if the cell is empty or unknown."""
@@ -115,13 +116,19 @@ def _days(values: NDArray[Any]) -> NDArray[np.float64]:
 
 def no_number(values: NDArray[Any], name: str, places: Places) -> str:
     """Return the end of an error: the values that a column holds instead of numbers, and the remedy."""
-    leave = f"leave it out (add {name!r} to exclude)"
+    ways = [] if places.of_model else [f"leave it out (add {name!r} to exclude)"]
+
+    def ending(found: str, *mend: str) -> str:
+        remedies = ", or ".join([*mend, *ways])
+        return f"{found}; {remedies}" if remedies else found
+
     if values.dtype.kind == "m":
-        return f"durations ({values[0]} in row {places.number(0)}); turn them into numbers such as hours, or {leave}"
+        durations = f"durations ({values[0]} in row {places.number(0)})"
+        return ending(durations, "turn them into numbers such as hours")
     if values.dtype.kind not in "OUS" or not len(values):
-        return f"{values.dtype}; {leave}"
+        return ending(str(values.dtype))
     if values.ndim > 1 or first_structure(values) >= 0:
-        return f"{shape_of(values, places)}; {leave}"
+        return ending(shape_of(values, places))
     gone = missing(values)
     numeric = np.array([none or _is_number(value) for value, none in zip(values, gone, strict=True)])
     dates = gone | _are_dates(values)
@@ -136,15 +143,17 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
     if fitting.mean() > 0.5:
         unfit = np.count_nonzero(~fitting)
         mend = "correct it" if unfit == 1 else f"correct these {unfit} rows"
-        return f"{found}; {mend}, name the word in na-values, or {leave}"
+        remedies = [mend, "name the word in na-values", *ways]
+        return f"{found}; {', '.join(remedies[:-1])}, or {remedies[-1]}"
     if _OTHER_DATE.fullmatch(text):
-        return f"the date {found}; write dates as year-month-day, 2024-12-31, or {leave}"
+        return ending(f"the date {found}", "write dates as year-month-day, 2024-12-31")
     if re.fullmatch(r"\s*-?\d+,\d+\s*", text):
         return f"{found}, a decimal comma; write numbers with a point"
     words = {word(value) for value, none in zip(values, gone, strict=True) if not none}
     if len(words) > max(len(values) / 2, 10):
-        return f"{found}, and {len(words)} words in {len(values)} rows; {leave}"
-    return f"{found}; encode it (add {name!r} to categorical: a feature for each word), or {leave}"
+        return ending(f"{found}, and {len(words)} words in {len(values)} rows")
+    encode = [] if places.of_model else [f"encode it (add {name!r} to categorical: a feature for each word)"]
+    return ending(found, *encode)
 
 
 def _is_number(value: Any) -> bool:

@@ -25,6 +25,9 @@ from fl_app.errors import UserError
 VERSION = 6
 """Version of the rules that read columns. Conversions of other versions are not used."""
 
+# more numbers than this are hardly meant as classes
+_MANY = 20
+
 
 def prepare(request: DataRequest) -> Prepared:
     """Open a table. A site's own may lack classes."""
@@ -199,6 +202,11 @@ def _outputs(
         arrays.refuse_one_class(path, column, y_train, names)
     if task.has_classes:
         remarks = arrays.spellings(f"column {request.target!r}", names, "class")
+        if len(names) > _MANY and y[0].dtype.kind in "iuf":
+            remarks.append(
+                f"column {request.target!r}: it holds {len(names)} numbers, and each counts as a class; to predict the number "
+                "itself, set task = regression"
+            )
     elif not request.classes:
         names = request.targets
     return Outputs(y_train, y_test, names, stored.shift, remarks)

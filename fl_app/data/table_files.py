@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +48,8 @@ def read_rows(path: Path, separator: str = "", na_values: Sequence[str] = ()) ->
 
 
 def places_in(path: Path, separator: str = "") -> Places:
-    """Return the places of the rows of a CSV or Parquet file, as a spreadsheet counts them."""
-    return places(DataRequest("table", path, Path(), separator=separator))
+    """Return the places of a trained model's rows in a CSV or Parquet file, as a spreadsheet counts them."""
+    return dataclasses.replace(places(DataRequest("table", path, Path(), separator=separator)), of_model=True)
 
 
 def read(request: DataRequest, notes: list[str]) -> Columns:

@@ -17,7 +17,7 @@ import numpy as np
 from flwr.app import Message
 
 from fl_app import stopping, tasks, wire
-from fl_app.errors import UserError, listed
+from fl_app.errors import RoundFailed, UserError, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, undefined_note
@@ -176,7 +176,7 @@ class Rounds:
         """Run one round and return its record.
 
         With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
-        models. Raises UserError after the last attempt.
+        models. Raises RoundFailed after the last attempt.
         """
         spoilt: list[Attempt] = []
         without: frozenset[int] = frozenset()
@@ -188,7 +188,7 @@ class Rounds:
                 attempt.spoilt_by, without = str(error), without | error.absent
                 spoilt.append(attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
-        raise UserError(self._why_it_failed(round, spoilt))
+        raise RoundFailed(self._why_it_failed(round, spoilt))
 
     def train_once(self, attempt: Attempt, watch: Stopwatch) -> Record:
         """Make one attempt at a round and return the round's record.

@@ -44,6 +44,14 @@ def keywords() -> dict[str, object]:
     return {key.replace("-", "_"): int(value) if value.isdecimal() else value for key, value in pairs}
 
 
+def test_what_a_resumed_run_does_not_take_is_named(corolla: Command, stopped: Path) -> None:
+    Path("own.toml").write_text('method = "ditto"\n')
+    code, _, err = corolla("run", "own.toml", "--in-process", "--resume", "k3", "--scale", "small")
+    assert code == 2 and "from the run folder runs/k3: leave out own.toml and --scale; --set changes keys" in err
+    code, _, err = corolla("run", "own.toml", "--in-process", "--resume", "k4")
+    assert code == 2 and "resume: k4 is not a run folder" in err
+
+
 @pytest.mark.parametrize("name", ["k3", "runs/k3", "runs/k3/"])
 def test_a_run_is_named_as_it_is_called_or_by_its_path(corolla: Command, stopped: Path, name: str) -> None:
     code, out, err = corolla("run", "--in-process", "--resume", name)

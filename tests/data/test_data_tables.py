@@ -252,6 +252,16 @@ def test_odd_spellings_are_said(tmp_path: Path) -> None:
     ]
 
 
+def test_numbers_that_are_hardly_classes_are_said(tmp_path: Path) -> None:
+    (line,) = opened(tmp_path, csv(FRAME.assign(y=np.arange(ROWS) % 21))).info.remarks
+    assert line == (
+        "column 'y': it holds 21 numbers, and each counts as a class; to predict the number itself, set task = regression"
+    )
+    assert not opened(tmp_path, csv(FRAME.assign(y=np.arange(ROWS) % 20))).info.remarks
+    words = [f"class {k % 21}" for k in range(ROWS)]
+    assert not opened(tmp_path, csv(FRAME.assign(y=words))).info.remarks
+
+
 def test_labels_of_0_0_and_1_0_get_the_right_advice(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="float64; if 0, 1 are classes, write them as whole numbers, without a point"):
         opened(tmp_path, csv(FRAME.assign(y=[0.0, 1.0] * (ROWS // 2))))

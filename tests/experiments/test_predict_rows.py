@@ -147,6 +147,38 @@ def test_rows_of_a_file_are_numbered_as_a_spreadsheet_does(
         assert code == 2 and words in said
 
 
+def test_a_table_is_read_as_one_asks(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    table, frame = tmp_path / "other.csv", patients(40)
+    frame.astype({"age": object}).assign(age=["old", *frame.age[1:].astype(str)]).to_csv(table, index=False)
+    code, _, said = command("predict", str(file), str(table))
+    # the model needs the column: to leave it out is no way
+    assert (
+        code == 2 and "got 'old' in row 2; correct it, or name the word in na-values" in said and "exclude" not in said
+    )
+    code, _, said = command("predict", str(file), str(table), "--set", "na-values=old")
+    assert code == 2 and "column age must have a number in every row, row 2 has none" in said
+    frame.to_csv(table, index=False, sep=";")
+    code, _, said = command("predict", str(file), str(table))
+    assert code == 2 and "set separator = ';' if that separates them" in said
+    code, out, said = command("predict", str(file), str(table), "--set", "separator=;")
+    assert code == 0, said
+    assert answers(out) == corolla.load(trained.path).model().predict(frame).tolist()
+    code, _, said = command("predict", str(file), str(table), "--set", "exclude=age")
+    assert code == 2 and "--set: predict takes separator and na-values, got exclude" in said
+
+
+def test_json_has_every_class(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    patients(30).to_csv(tmp_path / "some.csv", index=False)
+    code, out, said = command("predict", str(file), str(tmp_path / "some.csv"), "--json")
+    assert code == 0, said
+    found = [row["probabilities"] for row in json.loads(out)["predictions"]]
+    expected = corolla.load(trained.path).model().probabilities(patients(30))
+    assert [list(row) for row in found] == [["no", "yes"]] * 30
+    np.testing.assert_allclose([list(row.values()) for row in found], expected, rtol=1e-5)
+
+
 def test_answers_need_no_targets(trained: RunFolder, command: Command, tmp_path: Path) -> None:
     """A label that is written in another way leaves the answers unmeasured; it is no reason to give none."""
     file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")

@@ -45,6 +45,9 @@ METHOD = Method("own_printing", NoParams, Server, Client, all_tensors)
 """
 
 
+RUN_OWN = ["run", "--in-process", "--clients", "2", "--set", "method=own_printing:METHOD", "--set", "train-samples=20"]
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Any]:
     """Write the user's method."""
@@ -117,17 +120,7 @@ def test_the_command_shows_the_users_frames_of_its_server_half(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(server="self.global_model.params = uploads.W[0]")
-    words = [
-        "run",
-        "--in-process",
-        "--clients",
-        "2",
-        "--set",
-        "method=own_printing:METHOD",
-        "--set",
-        "train-samples=20",
-    ]
-    code, _, err = command(*words)
+    code, _, err = command(*RUN_OWN)
     assert code == 1 and err.count("File") <= 2 and "own_printing.py" in err
     assert err.endswith(
         "error: FrozenInstanceError: cannot assign to field 'params' (own_printing.py:14, in personalize)"
@@ -153,3 +146,14 @@ def test_python_sees_the_error_not_the_frames(start: Start, write: Any) -> None:
     with pytest.raises(AttributeError) as own:
         start(method=write(server="uploads.nothing"))
     assert frames(own.value) <= 5 and "personalize" in debugging.place_of(own.value)
+
+
+def test_the_command_ends_as_failed_if_clients_cannot_train(
+    write: Any, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(failing=1)
+    code, _, err = command(*RUN_OWN, "--set", "min-results=1")
+    assert code == 1, err
+    assert "error: round 1 failed in 2 attempts (round-retries)" in err
+    assert "KeyError: 'lost' (own_printing.py:8, in train)" in err

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from fl_app.errors import UserError
 from fl_app.tasks import Metric
 
 BATCH = 512
+READING = ("separator", "na-values")
+"""Keys with which `predict` reads a table, as a run does."""
 # names of an .npz file's arrays: samples, and targets if it has any
 _ARRAYS = (("x", "y"), ("x_test", "y_test"))
 
@@ -48,12 +51,15 @@ class Inputs:
     remark: str = ""
 
 
-def read_inputs(inputs: Sequence[Path], card: Card) -> Inputs:
+def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] = MappingProxyType({})) -> Inputs:
     """Read the samples for a model.
 
-    inputs: image files, one table with a header, or one .npz with `x` or `x_test` (and `y` or `y_test`). Raises
-    UserError naming the mismatch if they do not fit the model.
+    inputs: image files, one table with a header, or one .npz with `x` or `x_test` (and `y` or `y_test`). reading: values
+    of `separator` and `na-values` for the table; of the run's where they are not given. Raises UserError naming the
+    mismatch if they do not fit the model.
     """
+    if unknown := [name for name in reading if name not in READING]:
+        raise UserError(f"--set: predict takes {' and '.join(READING)}, got {listed(unknown)}")
     if not inputs:
         raise UserError("give image files, a table or an .npz file")
     if any(path.suffix in (".npz", *table_files.SUFFIXES) for path in inputs):
@@ -61,7 +67,7 @@ def read_inputs(inputs: Sequence[Path], card: Card) -> Inputs:
             raise UserError(
                 f"one table or .npz file at a time, or image files, got {listed([str(path) for path in inputs])}"
             )
-        return _from_npz(inputs[0], card) if inputs[0].suffix == ".npz" else _from_table(inputs[0], card)
+        return _from_npz(inputs[0], card) if inputs[0].suffix == ".npz" else _from_table(inputs[0], card, reading)
     from fl_app.data.decode import read_image
 
     wanted = card["input"]
@@ -86,8 +92,8 @@ def on_own_data(card: Card) -> str:
     return f"these rows are the run's own data, {share} of them training rows: the run's own figures are over test rows"
 
 
-def _from_table(path: Path, card: Card) -> Inputs:
-    settings = card["settings"]
+def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
+    settings = {**card["settings"], **reading}
     separator, na_values = str(settings.get("separator", "")), split_names(str(settings.get("na-values", "")))
     rows, places = table_files.read_rows(path, separator, na_values), table_files.places_in(path, separator)
     samples = from_columns(path, rows, card, places)
@@ -266,7 +272,7 @@ class Predictor(nn.Module):
         where = Path(type(data).__name__)
         if hasattr(data, "columns"):
             rows = {str(name): np.asarray(data[name]) for name in data.columns}
-            samples = from_columns(where, rows, self.card, Places())
+            samples = from_columns(where, rows, self.card, Places(of_model=True))
         else:
             samples = from_array(where, "it", np.asarray(data), self.card)
             if not len(samples):
@@ -317,16 +323,19 @@ def predictions_table(names: Sequence[str], predictions: NDArray[np.float32], ca
 
 
 def predictions_rows(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[dict[str, Any]]:
-    """Return predictions as `predictions_table`, one mapping per input, with numbers that are not rounded."""
+    """Return predictions as `predictions_table`, one mapping per input, with numbers that are not rounded.
+
+    With classes it also has the probability of each.
+    """
     words = answers_in_words(predictions, card)
-    if card["has-classes"]:
-        value = "probability" if len(card["outputs"]) > 1 else "output"
-        best = predictions.max(1)
-        return [
-            {"input": name, "class": word, value: float(top)}
-            for name, word, top in zip(names, words, best, strict=True)
-        ]
     classes: list[str] = card["classes"]
+    if card["has-classes"]:
+        single = len(card["outputs"]) == 1
+        return [
+            {"input": name, "class": word, "output" if single else "probability": float(row.max())}
+            | ({} if single else {"probabilities": dict(zip(classes, map(float, row), strict=True))})
+            for name, word, row in zip(names, words, predictions, strict=True)
+        ]
     return [
         {"input": name, **dict(zip(classes, map(float, row), strict=True))}
         for name, row in zip(names, words, strict=True)
