@@ -195,7 +195,7 @@ def _epsilon(history: list[tuple[float, float, int]], delta: float) -> float:
         return float(accountant.get_epsilon(delta=delta))
 
 
-class _Accountant(RDPAccountant):
+class _Accountant(RDPAccountant):  # type: ignore[misc]
     """Opacus's accountant, which computes each kind of step once: a search and a run ask for the same kinds often."""
 
     @classmethod
