@@ -23,7 +23,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from opacus.accountants import RDPAccountant
+from opacus.accountants import RDPAccountant, register_accountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import GradSampleModule
@@ -156,22 +156,15 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[
             target_delta=delta,
             sample_rate=rate,
             steps=steps,
-            accountant="rdp",
+            accountant=_Accountant.mechanism(),
             epsilon_tolerance=tolerance,
         )
     if not before:
         return float(found)
     low = high = float(found)
 
-    orders = RDPAccountant.DEFAULT_ALPHAS
-    with quiet():
-        # computed once: the search below needs it many times
-        past = sum(compute_rdp(q=r, noise_multiplier=n, steps=taken, orders=orders) for (n, r), taken in before)
-
     def spent(noise: float) -> float:
-        with quiet():
-            ahead = compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=orders)
-            return float(get_privacy_spent(orders=orders, rdp=past + ahead, delta=delta)[0])
+        return _epsilon([*((n, r, taken) for (n, r), taken in before), (noise, rate, steps)], delta)
 
     while spent(high) > epsilon:
         low, high = high, 2 * high
@@ -191,10 +184,39 @@ def promised_before(config: RunConfig, epsilon: float, delta: float) -> str:
 
 def epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
     """Return the epsilon of steps of these kinds together."""
-    accountant = RDPAccountant()
-    accountant.history = [(*kind, taken) for kind, taken in steps.items()]
+    return _epsilon([(*kind, taken) for kind, taken in steps.items()], delta) if steps else 0.0
+
+
+def _epsilon(history: list[tuple[float, float, int]], delta: float) -> float:
+    """Return the epsilon of (noise multiplier, sampling rate, steps) together."""
+    accountant = _Accountant()
+    accountant.history = history
     with quiet():
-        return float(accountant.get_epsilon(delta=delta)) if steps else 0.0
+        return float(accountant.get_epsilon(delta=delta))
+
+
+class _Accountant(RDPAccountant):  # type: ignore[misc]
+    """Opacus's accountant, which computes each kind of step once: a search and a run ask for the same kinds often."""
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "corolla-rdp"
+
+    def get_privacy_spent(self, *, delta: float, alphas: list[float] | None = None) -> tuple[float, float]:
+        orders = alphas or self.DEFAULT_ALPHAS
+        rdp = sum(_of_one_step(noise, rate, tuple(orders)) * steps for noise, rate, steps in self.history)
+        epsilon, order = get_privacy_spent(orders=orders, rdp=rdp, delta=delta)
+        return float(epsilon), float(order)
+
+
+register_accountant(_Accountant.mechanism(), _Accountant, force=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_one_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the Rényi divergence of one step at each of these orders. Not to be written to."""
+    divergence: NDArray[np.float64] = compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=list(orders))
+    return divergence
 
 
 @contextlib.contextmanager

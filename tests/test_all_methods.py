@@ -34,7 +34,7 @@ from strategies.base import Method
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
 
 CLIENTS = 4
-MODELS = {"plain": "mlp", "batchnorm": "resnet8", "convolutional": "cnn"}
+MODELS = {"plain": "mlp", "batchnorm": "tests.small_models:batchnorm", "residual": "resnet8", "convolutional": "cnn"}
 
 
 def start(directory: Path, name: str, answer: Answer = first, **config: Scalar) -> tuple[RunFolder, RunConfig]:
@@ -130,8 +130,9 @@ def assert_reports_are_sent(method: Method, rounds: list[dict[str, Any]]) -> Non
     [
         pytest.param("plain", 1.0, id="plain-full"),
         pytest.param("plain", 0.5, id="plain-partial"),
-        pytest.param("batchnorm", 1.0, id="batchnorm-full", marks=pytest.mark.nightly),
         pytest.param("batchnorm", 0.5, id="batchnorm-partial", marks=pytest.mark.long),
+        pytest.param("residual", 1.0, id="residual-full", marks=pytest.mark.nightly),
+        pytest.param("residual", 0.5, id="residual-partial", marks=pytest.mark.nightly),
         pytest.param("convolutional", 1.0, id="convolutional-full", marks=pytest.mark.nightly),
         pytest.param("convolutional", 0.5, id="convolutional-partial", marks=pytest.mark.nightly),
     ],

@@ -60,6 +60,8 @@ class Cluster:
     inside: Sequence[str] = ()
     # the SuperLink keeps its nodes in a file: without one they end when it is restarted
     database: bool = False
+    # SuperNodes fork their applications from a process that has imported PyTorch (deploy.supernode --warm)
+    warm: bool = False
     fleet: str = ""
     port: int = 0
     processes: dict[str, psutil.Popen] = field(default_factory=dict)
@@ -96,11 +98,12 @@ class Cluster:
         node += "".join(f' {name.replace("_", "-")}="{value}"' for name, value in config.items())
         address = ["--superlink", self.fleet, "--port", str(free_ports(1)[0]), "--node-config", node]
         where = self.inside if inside is None else inside
-        self._start(
-            f"supernode-{client_id}",
-            [*where, script("flower-supernode"), "--insecure", *address],
-            COROLLA_GATE=str(self.gate(client_id)),
-        )
+        name, command = f"supernode-{client_id}", [script("flower-supernode")]
+        environment = {"COROLLA_GATE": str(self.gate(client_id))}
+        if self.warm:
+            environment["COROLLA_STATE_HOME"] = str(self.home.parent / "nodes")
+            command = [sys.executable, "-P", "-m", "deploy.supernode", "--name", name, "--warm", "--"]
+        self._start(name, [*where, *command, "--insecure", *address], **environment)
 
     def start_site(self, client_id: int, num_clients: int, rules: str) -> None:
         """Start a SuperNode behind a site's gate, with a site.toml of this text."""
@@ -201,6 +204,13 @@ def own_cluster(directory: Path, **environment: str) -> Iterator[Cluster]:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with own_cluster(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def warm_cluster(cluster: Cluster) -> Cluster:
+    """The cluster, where a client's process starts in a fraction of a second."""
+    cluster.warm = True
+    return cluster
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 Every test works on real SuperLink and SuperNode processes on loopback. Its clients train a model that stops in the middle of
 training for as long as the test needs (gated.py). At the end the digest is compared with an undisturbed run in one process
-that aggregates the same replies (conftest.replay): whoever missed rounds has the right model and its own state.
+that aggregates the same replies (conftest.replay): whoever missed rounds has the right model and its own state. Where the
+fixture is `warm_cluster`, SuperNodes fork their clients from a warm process, which saves most of a round's time.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def assert_nothing_is_lost(run: BackgroundRun, tmp_path: Path) -> None:
     assert digest is not None and digest == replay(run, tmp_path)
 
 
+@pytest.mark.usefixtures("warm_cluster")
 def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it_returns(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -59,6 +61,7 @@ def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it
     assert_nothing_is_lost(run, tmp_path)
 
 
+@pytest.mark.usefixtures("warm_cluster")
 @pytest.mark.parametrize(
     "repeated",
     [pytest.param(False, id="round-goes-on"), pytest.param(True, id="round-is-repeated", marks=pytest.mark.nightly)],
@@ -75,6 +78,7 @@ def test_killed_client_process(cluster: Cluster, tmp_path: Path, repeated: bool)
     assert_nothing_is_lost(run, tmp_path)
 
 
+@pytest.mark.usefixtures("warm_cluster")
 def test_killed_and_restarted_supernode(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     cluster.hold(0, training=2)
@@ -89,6 +93,7 @@ def test_killed_and_restarted_supernode(cluster: Cluster, tmp_path: Path) -> Non
     assert_nothing_is_lost(run, tmp_path)
 
 
+@pytest.mark.usefixtures("warm_cluster")
 def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start_superlink()
     for client_id in (0, 1):

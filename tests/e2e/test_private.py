@@ -13,6 +13,7 @@ from tests.privacy.keys import make
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
+@pytest.mark.usefixtures("warm_cluster")
 def test_a_killed_client_costs_one_repeat_among_the_others(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start_superlink()
     for client_id, key in enumerate(make(tmp_path / "keys", 4)):

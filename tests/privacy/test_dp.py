@@ -38,6 +38,7 @@ def test_the_documentation_names_the_methods() -> None:
 # the plan
 
 
+@pytest.mark.usefixtures("all_orders")
 @pytest.mark.parametrize(
     ("samples", "batch", "rounds", "epochs", "epsilon", "noise"),
     [(500, 100, 500, 5, 8.0, 14.3), (10_000, 100, 50, 1, 8.0, 0.79), (50_000, 250, 50, 1, 8.0, 0.68)],
@@ -76,6 +77,7 @@ def budget_of(site: Path, wanted: RunConfig, **changes: Any) -> Budget:
     return Budget(notes(site, **changes), wanted, site / "state")
 
 
+@pytest.mark.usefixtures("all_orders")
 def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
     wanted = config(dp_epsilon=2.0, num_server_rounds=3)
     plan = Plan.of(wanted, 100, 1)

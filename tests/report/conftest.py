@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from client_app.client_app import app as client_app
+from corolla.report.figures import Panel
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.server.inprocess import InProcessGrid
@@ -53,3 +54,9 @@ def fedavg(start: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def local(start: Callable[..., Path]) -> Path:
     return start("local-run", method="local", num_server_rounds=3)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave every picture empty, for tests of what stands around pictures: drawing is most of a report's time."""
+    monkeypatch.setattr(Panel, "render", lambda panel, kind="png", dark=False: b"")

@@ -63,6 +63,7 @@ def test_the_page_is_self_contained_and_every_picture_decodes(
     assert "Mean overlap: " in page and 'class="warn"' in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(
     fedcac: Path, fedavg: Path, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(
     assert 'class="warn"' not in page and "collaborators" not in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
     fedavg: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -89,6 +91,7 @@ def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
     assert told == [("drawing pictures", done, 12) for done in range(12)]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(
     fedavg: Path, local: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -157,6 +160,7 @@ def test_a_report_needs_no_code_of_the_method(fedcac: Path, tmp_path: Path) -> N
     assert {"overlap-1", "collaborators-1"} <= names and "One run: a-stranger" in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_was_tested_instead_of_the_received_model_is_said(
     start: Callable[..., Path], fedavg: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +171,7 @@ def test_what_was_tested_instead_of_the_received_model_is_said(
     assert f"ditto is an exception: {escape(OWN_MODEL)}." in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_older_than_the_declarations_take_those_of_their_method(fedcac: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(fedcac, copy)
@@ -176,6 +181,7 @@ def test_runs_older_than_the_declarations_take_those_of_their_method(fedcac: Pat
     assert (tmp_path / "out" / report.PICTURES / "overlap-1.png").is_file()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_link_of_the_page_leads_somewhere(fedcac: Path, fedavg: Path, tmp_path: Path) -> None:
     page, names = write(tmp_path, fedcac, fedavg)
     anchors = re.findall(r' id="([^"]+)"', page)
@@ -200,6 +206,7 @@ def test_every_picture_comes_as_png_svg_and_pdf_too_always_the_same_bytes(fedavg
         report.write_report([fedavg], tmp_path / "out", figures=tmp_path / "file")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_numbers_come_as_csv(fedcac: Path, fedavg: Path, tmp_path: Path) -> None:
     report.write_report([fedcac, fedavg], tmp_path / "out", tables=tmp_path / "tables")
     rounds = list(csv.DictReader((tmp_path / "tables" / "rounds.csv").open()))

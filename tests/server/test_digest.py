@@ -103,7 +103,7 @@ def test_statistics_that_differ_make_another_digest(run: Run) -> None:
 def test_every_method_hashes_all_that_it_evaluates(run: Run, method: str) -> None:
     """Collected models are those that were evaluated: parameters, statistics, and classifiers that the method computes."""
     own = IN_TWO_ROUNDS.get(method, {})
-    folder = run(method=method, model="resnet8", collect_personal_models=True, **own)
+    folder = run(method=method, model="tests.small_models:batchnorm", collect_personal_models=True, **own)
     clients = last_evaluation(folder)["clients"]
     for i in range(3):
         model = run_models.load(folder.path, i, METHODS)
