@@ -33,7 +33,6 @@ from fl_app.sources import NODE
 log = logging.getLogger("corolla")
 
 POLL_SECONDS = 0.1
-QUERY = "get_properties"
 # Seconds after which the log reports that nodes have not answered.
 _SILENT_SECONDS = 60
 # Most queries to a node that answers with an error, or too late.
@@ -335,7 +334,7 @@ class Roster:
             self._seat_anew()
 
     def _ask(self, nodes: Iterable[int]) -> None:
-        new = [Message(wire.encode_query(), node, QUERY) for node in sorted(nodes)]
+        new = [Message(wire.encode_query(), node, wire.QUERY) for node in sorted(nodes)]
         if not new:
             return
         # nodes that are known from the start need no identity
