@@ -15,6 +15,10 @@ class RunFailed(RuntimeError):
     """A started run did not finish. The message states the known reason."""
 
 
+class MethodFault(UserError):
+    """A method's server half failed. No client is to blame."""
+
+
 class Diverged(UserError):
     """Training ended with numbers beyond all bounds."""
 
