@@ -269,7 +269,7 @@ def test_a_fault_of_the_methods_is_no_clients_fault(run: Run, monkeypatch: pytes
 
     monkeypatch.setattr(FedAvg, "weights", weights)
     with pytest.raises(
-        UserError, match=r"method fedavg: weights or summed failed \(TypeError: .*with streams = True they get"
+        UserError, match=r"method fedavg: weights or summed failed \(IndexError: .*with streams = True they get"
     ):
         run()
 
