@@ -16,7 +16,18 @@ from client_app.session import Session
 from fl_app.debugging import Place, refuse_breakpoints
 from fl_app.errors import UserError
 from fl_app.files import without_near_names
-from fl_app.wire import ERROR, IN_PROCESS, PRIVATE_KEYS, SEED_KEYS, SIMULATED, evaluate_reply, fit_reply, instructions
+from fl_app.wire import (
+    ERROR,
+    IN_PROCESS,
+    PRIVATE_KEYS,
+    QUERY,
+    SEED_KEYS,
+    SIMULATED,
+    evaluate_reply,
+    fit_reply,
+    instructions,
+    properties_reply,
+)
 
 # Flower loads this module before it starts Ray, in `flwr run .` too. By default Ray listens on all of a machine's
 # addresses and runs any code sent there. The first variable declares that no other machine joins: Ray then listens on
@@ -57,7 +68,7 @@ def client_of(context: Context) -> NumPyClient:
 
 
 class CorollaApp(ClientApp):
-    """Flower's ClientApp, which decodes the messages of rounds and evaluations itself.
+    """Flower's ClientApp, which decodes the server's messages itself.
 
     Flower's own way makes half a dozen objects of each message, and keeps its bytes beside the arrays while a client
     trains.
@@ -77,6 +88,8 @@ class CorollaApp(ClientApp):
         if kind == MessageType.EVALUATE:
             found = client_of(context).evaluate(*instructions(message.content, "evaluate"))
             return Message(evaluate_reply(*found), reply_to=message)
+        if kind == QUERY:
+            return Message(properties_reply(client_of(context).get_properties({})), reply_to=message)
         return super().__call__(message, context)
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from client_app import at_once
 from client_app.batches import Batches, Part
 from client_app.fisher import fisher_diagonal
-from client_app.flat import FlatModule
+from client_app.flat import FlatModule, set_mode
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -125,7 +125,7 @@ class LoadedModel:
     def load_for_evaluation(self, model: Model) -> None:
         """Put a model's values into the module, in evaluation mode."""
         self.load(model)
-        self.module.eval()
+        set_mode(self.module, training=False)
 
     @torch.no_grad()
     def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

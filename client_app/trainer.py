@@ -21,7 +21,7 @@ from client_app import at_once
 from client_app.batches import Batch
 from client_app.captured import Differentiate, Step, launched
 from client_app.device_model import LoadedModel
-from client_app.flat import SGD, AdamW, FlatModule
+from client_app.flat import SGD, AdamW, FlatModule, set_mode
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
@@ -189,7 +189,7 @@ class LocalTrainer(LoadedModel):
 
     def train_mode(self) -> None:
         """Put the module into training mode, except BatchNorm layers with frozen statistics."""
-        self.module.train()
+        set_mode(self.module, training=True)
         for layer in self._frozen_batchnorms:
             layer.eval()
 

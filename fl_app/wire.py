@@ -21,7 +21,7 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.compat.common import recorddict_compat as compat
-from flwr.compat.common.typing import Code, Config, GetPropertiesIns
+from flwr.compat.common.typing import Code, Config
 from numpy.typing import NDArray
 
 from fl_app.errors import plain
@@ -34,6 +34,8 @@ from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
 Array = NDArray[np.generic]
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 ARRAYS, ERROR = "arrays", "error"
+# Type of the message that asks a node for its properties.
+QUERY = "get_properties"
 # Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # Metric: the generation of state that this message made, "" without any.
@@ -232,13 +234,13 @@ def payload_bytes(content: RecordDict) -> int:
 
 def encode_query() -> RecordDict:
     """Encode the question for a node's properties."""
-    return compat.getpropertiesins_to_recorddict(GetPropertiesIns({}))
+    return RecordDict({"getpropertiesins.config": ConfigRecord({})})
 
 
 def decode_properties(content: RecordDict) -> dict[str, Scalar]:
     """Return a node's properties. Raises WireError if they are missing or malformed."""
     try:
-        return _scalars(compat.recorddict_to_getpropertiesres(content).properties)
+        return _scalars(_record_of(content, "getpropertiesres.properties", ConfigRecord))
     except Exception as error:  # Flower's decoder may raise any error
         raise WireError(f"malformed properties: {error!r:.{_LINE}}") from None
 
@@ -405,6 +407,16 @@ def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Config) -> Re
             "fitres.num_examples": MetricRecord({"num_examples": num_examples}),
             "fitres.parameters": _record([_sent(_dump(array)) for array in arrays]),
             "fitres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
+        }
+    )
+
+
+def properties_reply(properties: Config) -> RecordDict:
+    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `get_properties`."""
+    return RecordDict(
+        {
+            "getpropertiesres.properties": ConfigRecord(dict(properties)),
+            "getpropertiesres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
         }
     )
 

@@ -17,8 +17,8 @@ Deviations:
 
 - xi_ii is taken as printed, negative or not. A run in which it is negative warns once. `scaling = "convex"` (ours)
   scales the others' weights if their sum exceeds 1.
-- Partial participation: the server keeps every client's last w_i. Its u_i mixes it with the last round's uploads. A
-  client that never took part is sent the initial model, and starts from it.
+- Partial participation: the server keeps every client's last w_i. Its u_i mixes it with the uploads of the
+  last round before it is sent. A client that never took part is sent the initial model, and starts from it.
 - w_i keeps its own BatchNorm statistics. The cloud model's statistics are mixed with the same weights.
 
 Distances grow with the model, so sigma must grow too. With sigma = 1 and clients that are far apart, xi is the identity
@@ -28,16 +28,21 @@ and training is local.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.errors import listed
 from fl_app.figures import Matrix
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Model
+from fl_app.wire import Expected
 from strategies import aggregate
+from strategies.aggregate import Stack
 from strategies.base import (
     OWN_MODEL,
     ClientState,
@@ -50,6 +55,7 @@ from strategies.base import (
     all_tensors,
     local_epochs,
 )
+from strategies.base.uploads import Intake
 from strategies.fedprox import proximal
 
 log = logging.getLogger("corolla")
@@ -97,9 +103,7 @@ class FedAMPParams:
         return self.alpha * self.alpha_decay ** ((round - 1) // self.alpha_decay_every)
 
 
-def attention(
-    W: aggregate.Stack, *, sigma: float, alpha: float, convex: bool = True, neighbours: int = 0
-) -> NDArray[np.float64]:
+def attention(W: Stack, *, sigma: float, alpha: float, convex: bool = True, neighbours: int = 0) -> NDArray[np.float64]:
     """Return the weights of all clients in each client's cloud model, xi, float64 [N, N]. Rows sum to 1.
 
     W: float32 [N, d]. sigma, alpha > 0. convex: scale a row to sum 1 if its other clients would weigh more than 1
@@ -164,12 +168,18 @@ def shared_out(weights: NDArray[np.float64], convex: bool) -> tuple[NDArray[np.f
 
 
 class FedAMP(PersonalizedStrategy[FedAMPParams]):
-    """Server half: keeps every client's own model and its cloud model. There is no global model."""
+    """Server half: keeps every client's own model, and the cloud models of the last round's clients. There is no global model.
+
+    An absent client's cloud model changes with every round, and is computed when the client is sent it.
+    """
 
     warned = False
+    # the last round's uploads, and the absent clients' cloud models that were computed last
+    _last: tuple[Stack, Stack] | None = None
+    _computed: Mapping[int, Model] = MappingProxyType({})
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mix the round's uploads for all clients that ever took part."""
+        """Mix the round's uploads for its clients."""
         p, alpha = self.params, self.params.alpha_in(round + 1)  # of the next round
         convex = p.scaling == "convex"
         weights = attention(uploads.W, sigma=p.sigma, alpha=alpha, convex=convex, neighbours=p.neighbours)
@@ -180,40 +190,64 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
             cloud = {"cloud-params": params[i], "cloud-buffers": buffers[i]}
             self.keep_for(client_id, params=uploads.W[i], buffers=uploads.B[i], **cloud)
             self.note(client_id, "attention", np.round(weights[i], 6).tolist())
-        absent = sorted(self.personal.keys() - set(uploads.ids))
-        # few at a time: their models are read into memory
-        width = _AT_ONCE if len(self.personal) >= aggregate.MANY else 1
-        for start in range(0, len(absent), width):
-            ids = absent[start : start + width]
-            owns = [Model(self.personal[i]["params"], self.personal[i]["buffers"]) for i in ids]
-            clouds = [self.cloud_of(owns[0], uploads, alpha)] if width == 1 else self.clouds_of(owns, uploads, alpha)
-            for client_id, own, cloud in zip(ids, owns, clouds, strict=True):
-                self.keep_for(client_id, params=own.params, buffers=own.buffers, **cloud)
+        for client_id in set(self._with_cloud()) - set(uploads.ids):
+            own = self.last_personal(client_id)
+            self.keep_for(client_id, params=own.params, buffers=own.buffers)
+        absent = len(self.personal) > len(uploads.ids)
+        self._last, self._computed = (uploads.W, uploads.B) if absent else None, {}
 
-    def cloud_of(self, own: Model, uploads: Uploads, alpha: float) -> dict[str, NDArray[np.float32]]:
+    def _with_cloud(self) -> list[int]:
+        """Return the last round's clients, sorted."""
+        return sorted(i for i, kept in self.personal.items() if "cloud-params" in kept)
+
+    def _absent(self, client_id: int) -> Model:
+        """Return the cloud model of a client that was not in the last round."""
+        if client_id not in self._computed:
+            absent = sorted(self.personal.keys() - set(self._with_cloud()))
+            # few at a time: their models are read into memory
+            width = _AT_ONCE if len(self.personal) >= aggregate.MANY else 1
+            start = absent.index(client_id) // width * width
+            ids = absent[start : start + width]
+            owns, alpha = [self.last_personal(i) for i in ids], self.params.alpha_in(self.round + 1)
+            W, B = self._last_uploads()
+            clouds = [self.cloud_of(owns[0], W, B, alpha)] if width == 1 else self.clouds_of(owns, W, B, alpha)
+            self._computed = dict(zip(ids, clouds, strict=True))
+        return self._computed[client_id]
+
+    def _last_uploads(self) -> tuple[Stack, Stack]:
+        """Return the last round's uploads, in a resumed run from the models kept for its clients."""
+        if self._last is None:
+            limit, ids = self.config.server_memory_limit * 1e9, self._with_cloud()
+            stacks = Intake.of(ids, Expected.of(self.layout), limit, self.folder.path)
+            for row, client_id in enumerate(ids):
+                stacks.W[row], stacks.B[row] = self.personal[client_id]["params"], self.personal[client_id]["buffers"]
+            self._last = stacks.W, stacks.B
+        return self._last
+
+    def cloud_of(self, own: Model, W: Stack, B: Stack, alpha: float) -> Model:
         """Return the cloud model of a client that was not in the round: its last model mixed with the round's uploads."""
         p = self.params
-        distances = np.zeros((1, len(uploads.ids) + 1))
-        distances[0, 1:] = aggregate.distances_of_pairs([(own.params, w) for w in uploads.W])
+        distances = np.zeros((1, len(W) + 1))
+        distances[0, 1:] = aggregate.distances_of_pairs([(own.params, w) for w in W])
         attracted = strongest(attraction(distances, sigma=p.sigma, alpha=alpha), p.neighbours)
         weights = own_share(attracted, p.scaling == "convex")
         mixed = [
             aggregate.mix(np.concatenate([mine[None], stack]), weights)[0]
-            for mine, stack in ((own.params, uploads.W), (own.buffers, uploads.B))
+            for mine, stack in ((own.params, W), (own.buffers, B))
         ]
-        return {"cloud-params": mixed[0], "cloud-buffers": mixed[1]}
+        return Model(mixed[0], mixed[1])
 
-    def clouds_of(self, owns: list[Model], uploads: Uploads, alpha: float) -> list[dict[str, NDArray[np.float32]]]:
+    def clouds_of(self, owns: list[Model], W: Stack, B: Stack, alpha: float) -> list[Model]:
         """Return `cloud_of` several clients, by one matrix product for all of them."""
         p = self.params
-        V, stacks = np.stack([own.params for own in owns]), (uploads.W, uploads.B)
-        pulls = pull(aggregate.distances_between(V, uploads.W), sigma=p.sigma, alpha=alpha)
+        V = np.stack([own.params for own in owns])
+        pulls = pull(aggregate.distances_between(V, W), sigma=p.sigma, alpha=alpha)
         others, shares = shared_out(strongest(pulls, p.neighbours), p.scaling == "convex")
-        params, buffers = (aggregate.mix(stack, others) for stack in stacks)
+        params, buffers = (aggregate.mix(stack, others) for stack in (W, B))
         own_share = shares.astype(np.float32)[:, None]
         params += own_share * V
         buffers += own_share * np.stack([own.buffers for own in owns])
-        return [{"cloud-params": params[k], "cloud-buffers": buffers[k]} for k in range(len(owns))]
+        return [Model(params[k], buffers[k]) for k in range(len(owns))]
 
     def warn_of_negative(self, round: int, ids: list[int], weights: NDArray[np.float64]) -> None:
         """Warn, once in a run, of clients with a negative weight of their own."""
@@ -224,13 +258,15 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
                 "round %d: fedamp: clients %s have a negative weight of their own, because the others' weights sum to more "
                 "than 1; fedamp.alpha <= fedamp.sigma / (N - 1) avoids this, fedamp.scaling = convex scales the sum to 1",
                 round,
-                negative,
+                f"[{listed(list(map(str, negative)))}]",
             )
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's cloud model; the initial model if it never took part."""
         mine = self.personal.get(client_id)
-        return self.global_model if mine is None else Model(mine["cloud-params"], mine["cloud-buffers"])
+        if mine is None:
+            return self.global_model
+        return Model(mine["cloud-params"], mine["cloud-buffers"]) if "cloud-params" in mine else self._absent(client_id)
 
     def personal_model(self, client_id: int) -> Model:
         """Return the client's own model."""

@@ -23,7 +23,7 @@ from corolla.api.console import errors
 from corolla.api.settings import look_for_plugins
 from corolla.cli import completion, examples, listings, products, results, runs, sweeps, verify
 from fl_app import debugging, exit_codes
-from fl_app.errors import RoundFailed, RunFailed, UserError
+from fl_app.errors import MethodFault, RoundFailed, RunFailed, UserError
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -104,7 +104,7 @@ def main() -> None:
         if not ours or consoles.verbose:
             errors.print(escape(debugging.trace_of(error)), soft_wrap=True)
         errors.print(f"[bold red]error:[/] {escape(debugging.reason(error))}", soft_wrap=True)
-        bad_input = isinstance(error, UserError) and not isinstance(error, RoundFailed)
+        bad_input = isinstance(error, UserError) and not isinstance(error, (RoundFailed, MethodFault))
         raise SystemExit(exit_codes.BAD_INPUT if bad_input else exit_codes.FAILED) from None
 
 

@@ -25,7 +25,7 @@ from flwr.common.constant import ErrorCode
 from fl_app.errors import plain
 from fl_app.forking import Warm
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.roster import QUERY
+from fl_app.wire import QUERY
 
 # seconds to wait for a reply
 _WAIT = 0.5

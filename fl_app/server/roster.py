@@ -33,7 +33,6 @@ from fl_app.sources import NODE
 log = logging.getLogger("corolla")
 
 POLL_SECONDS = 0.1
-QUERY = "get_properties"
 # Seconds after which the log reports that nodes have not answered.
 _SILENT_SECONDS = 60
 # Most queries to a node that answers with an error, or too late.
@@ -96,6 +95,8 @@ class Roster:
         # node id -> the client it claims to be, why it cannot take part
         self._refused: dict[int, tuple[str, str]] = {}
         self._logged: set[tuple[int, str]] = set()  # refusals that were logged
+        # nodes that had not answered when a meeting ended
+        self._silent: set[int] = set()
         self._unlogged: list[int] = []
         # node id -> time of the next query, after an error
         self._again: dict[int, float] = {}
@@ -183,10 +184,12 @@ class Roster:
         nodes = [self._unmet.pop(i) for i in client_ids if i in self._unmet]
         if not nodes:
             return all(i in self.node_of for i in client_ids)
+        # those that were silent when they were needed first: no later meeting waits for them
+        silent = self._unanswered
         self._ask(nodes)
         heard = time.monotonic()
-        while self._pending and time.monotonic() - heard <= self.config.available_timeout:
-            self.progress("clients queried", len(nodes) - len(self._asked) - len(self._again), len(nodes))
+        while (left := self._left_of(silent)) and time.monotonic() - heard <= self.config.available_timeout:
+            self.progress("clients queried", len(nodes) - left, len(nodes))
             if self._take_answers():
                 heard = time.monotonic()
             else:
@@ -256,8 +259,13 @@ class Roster:
         return [{"who": who, "cause": why} for who, why in sorted(self._refused.values())]
 
     def _warn_of_silent(self, waited: float) -> None:
-        for node in sorted({*self._asked.values(), *self._again}):
-            log.warning("%s has not answered within %.0f s: the run starts without it", self._name(node), waited)
+        if silent := self._unanswered - self._silent:
+            goes_on = "goes on" if self._started else "starts"
+            known = {node: f"client {client_id}" for client_id, node in self._known.items()}
+            for node in sorted(silent):
+                who = known.get(node) or self._name(node)
+                log.warning("%s has not answered within %.0f s: the run %s without it", who, waited, goes_on)
+        self._silent = self._unanswered
 
     def _name(self, node: int) -> str:
         who = self._who.get(node)
@@ -269,6 +277,16 @@ class Roster:
     def _pending(self) -> bool:
         """Whether a node has yet to answer."""
         return bool(self._asked or self._again)
+
+    @property
+    def _unanswered(self) -> set[int]:
+        """Nodes that have yet to answer."""
+        return {*self._asked.values(), *self._again}
+
+    def _left_of(self, silent: set[int]) -> int:
+        """Return the number of nodes that have yet to answer, without those that were silent before."""
+        left = len(self._asked) + len(self._again)
+        return left - len(silent & self._unanswered) if silent else left
 
     def _start(self) -> None:
         """Fix the facts that clients agree on.
@@ -335,7 +353,7 @@ class Roster:
             self._seat_anew()
 
     def _ask(self, nodes: Iterable[int]) -> None:
-        new = [Message(wire.encode_query(), node, QUERY) for node in sorted(nodes)]
+        new = [Message(wire.encode_query(), node, wire.QUERY) for node in sorted(nodes)]
         if not new:
             return
         # nodes that are known from the start need no identity

@@ -17,7 +17,7 @@ import numpy as np
 from flwr.app import Message
 
 from fl_app import stopping, tasks, wire
-from fl_app.errors import RoundFailed, UserError, listed
+from fl_app.errors import MethodFault, RoundFailed, UserError, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, undefined_note
@@ -288,6 +288,8 @@ class Rounds:
             attempt.intake.accept(client_id, upload, metrics, nbytes)
             self.spent[client_id] = spent
             self._warn_of(client_id, metrics)
+        except MethodFault:
+            raise
         except Exception as error:
             attempt.intake.skip(client_id)
             attempt.fail(client_id, f"round {attempt.round}", "dropped", error)

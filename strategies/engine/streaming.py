@@ -18,6 +18,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from fl_app.config import RunConfig
+from fl_app.errors import MethodFault, UserError, describe
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.wire import Expected, Upload
@@ -36,11 +37,16 @@ _HOOKS = ("personalize", "weights", "averaging_of", "compared", "summed")
 
 
 def streams(half: type[ServerHalf[Any]]) -> bool:
-    """Return whether a method declares `streams`, and no later override may need a stack."""
+    """Return whether a method declares `streams`, and no later override may need a stack.
+
+    Raises UserError, naming the class, if the declaration is neither True nor False.
+    """
 
     def owner(name: str) -> type:
         return next(each for each in half.__mro__ if name in vars(each))
 
+    if not isinstance(half.streams, bool):
+        raise UserError(f"method class {half.__name__}: streams must be True or False, got {half.streams!r:.80}")
     return half.streams and all(issubclass(owner("streams"), owner(hook)) for hook in _HOOKS)
 
 
@@ -136,10 +142,16 @@ class FoldedIntake(Intake):
     def _add(self, row: int) -> None:
         upload, client_id = self._taken(row), self.ids[row]
         one = Uploads([client_id], self.W, self.B, self.sizes[row : row + 1], None, {}, [self.metrics[client_id]])
-        weight = float(self.server.weights(one)[0])
+        try:
+            weight, more = float(self.server.weights(one)[0]), self.server.summed(upload)
+        except Exception as error:
+            raise MethodFault(
+                f"method {self.server.config.method}: weights or summed failed ({describe(error)}); with streams = True they get "
+                "one upload at a time, and no stack"
+            ) from error
         self._W.add(upload.model.params, weight)
         self._B.add(upload.model.buffers, weight)
-        for name, array in self.server.summed(upload).items():
+        for name, array in more.items():
             self._summed.setdefault(name, RowSum(array.size, COLUMNS)).add(array)
 
     # Uploads that wait

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from client_app.flat import set_mode
 from client_app.trainer import LocalTrainer
 from fl_app import models, rng, weights
 from fl_app.config import RunConfig
@@ -372,3 +373,20 @@ def test_evaluating_does_not_change_training() -> None:
     t.evaluate(start)
     assert bits(start) == before
     assert bits(t.train(start)) == alone
+
+
+def test_the_mode_is_set_as_torch_sets_it() -> None:
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Frozen:
+            return super().train(False)
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), Frozen(nn.Dropout(), nn.Linear(2, 2)), nn.Sequential(nn.BatchNorm1d(2)))
+
+    ours, torchs = network(), network()
+    for training in (False, True, False):
+        set_mode(ours, training)
+        torchs.train(training)
+        modes = [module.training for module in ours.modules()]
+        assert modes == [module.training for module in torchs.modules()]
+        assert modes[0] == training and not modes[2]

@@ -17,10 +17,9 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.roster import QUERY
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
-from fl_app.wire import IN_PROCESS
+from fl_app.wire import IN_PROCESS, QUERY
 from strategies import METHOD_PARAMS
 
 

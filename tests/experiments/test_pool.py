@@ -26,8 +26,8 @@ from fl_app.errors import UserError
 from fl_app.forking import Warm
 from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.roster import QUERY
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from fl_app.wire import QUERY
 from strategies import METHOD_PARAMS
 from tests.conftest import PLUGINS, SMALL, Command
 
@@ -212,7 +212,7 @@ import sys
 from client_app import worker
 from corolla.experiments.pool import Pool, PoolGrid
 from fl_app import wire
-from fl_app.server.roster import QUERY
+from fl_app.wire import QUERY
 from flwr.app import Message
 setup = worker.Setup.of({"method": "fedavg", "model": "mlp"}, 2)
 with Pool(2, worker.COMMAND, setup.to_json()) as pool:

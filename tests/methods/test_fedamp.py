@@ -161,6 +161,30 @@ def test_absent_clients_of_many_are_mixed_together_as_one_by_one(
         np.testing.assert_allclose(at_once, singly, rtol=1e-5)
 
 
+@pytest.mark.parametrize("many", [2, 100])
+def test_a_resumed_server_sends_the_same_cloud_models(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    monkeypatch.setattr(aggregate, "MANY", many)
+    strategy, resumed = server(alpha=0.5, alpha_decay_every=2), server(alpha=0.5, alpha_decay_every=2)
+    for round, ids, rows in ((1, [0, 1, 2], [0, 1, 2]), (2, [1], [1]), (3, [1, 3], [1, 2])):
+        strategy.round = round
+        play(strategy, round, ids, rows)
+    resumed.round = 3
+    resumed.personal = {i: {name: array.copy() for name, array in own.items()} for i, own in strategy.personal.items()}
+    for i in (3, 0, 2, 1, 9):
+        sent, again = strategy.model_for(i), resumed.model_for(i)
+        assert sent.params.tobytes() == again.params.tobytes() and sent.buffers.tobytes() == again.buffers.tobytes()
+
+
+def test_a_round_changes_only_its_clients_arrays() -> None:
+    # a checkpoint writes what changed: clients 0 and 2 keep the arrays of round 1, and lose their cloud models
+    strategy = server()
+    play(strategy, 1, [0, 1, 2], [0, 1, 2])
+    before = {i: own["params"] for i, own in strategy.personal.items()}
+    play(strategy, 2, [1], [1])
+    assert {i: set(strategy.personal[i]) for i in (0, 2)} == dict.fromkeys((0, 2), {"params", "buffers"})
+    assert strategy.personal[0]["params"] is before[0] and strategy.personal[1]["params"] is not before[1]
+
+
 def test_what_is_exported_is_the_clients_own_model() -> None:
     strategy = server()
     play(strategy, 1, [0, 1, 2], [0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fl_app.server import discovery
 from fl_app.server.run_folder import CLIENTS, RunFolder, read_clients, read_metrics, read_summary
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
-from tests.server.fake_grid import FakeGrid, exchange, three
+from tests.server.fake_grid import SILENT, FakeGrid, exchange, three
 
 N = 6
 DRAWN: dict[str, Any] = {"num_clients": N, "fraction_train": 0.4, "discover": "drawn"}
@@ -192,3 +193,18 @@ def test_a_node_that_says_it_is_another_client_is_refused() -> None:
     with pytest.raises(UserError, match="client 2: its node is another client's"):
         e.roster.wait()
         e.meet([1])
+
+
+def test_a_silent_client_is_left_out_by_name_and_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    e = exchange(three() | {50: SILENT}, available_timeout=0.2, round_timeout=60.0, min_available_clients=1)
+    # nodes 50, 77 and 91 are clients 2, 0 and 1
+    e.roster.expect({0: 77, 1: 91, 2: 50})
+    with caplog.at_level("WARNING", "corolla"):
+        e.roster.wait()
+        assert not e.meet([0, 2])
+    assert e.client_ids == [0, 1]
+    assert caplog.messages[-1] == "client 2 has not answered within 0 s: the run goes on without it"
+    caplog.clear()
+    started = time.monotonic()
+    assert e.meet([0, 1])
+    assert time.monotonic() - started < 0.15 and not caplog.messages

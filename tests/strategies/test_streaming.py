@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder, read_summary
@@ -260,3 +261,24 @@ def test_a_run_that_adds_up_ends_as_one_that_keeps_a_stack(run: Run, monkeypatch
     monkeypatch.setattr("strategies.engine.plain.streams", lambda half: False)
     digests.append(read_summary(run(run_name="stack").path)["digest"])
     assert digests[0] == digests[1]
+
+
+def test_a_fault_of_the_methods_is_no_clients_fault(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights(self: Any, uploads: Uploads) -> Any:
+        return uploads.W[:, 0]
+
+    monkeypatch.setattr(FedAvg, "weights", weights)
+    with pytest.raises(
+        UserError, match=r"method fedavg: weights or summed failed \(IndexError: .*with streams = True they get"
+    ):
+        run()
+
+
+def test_streams_is_true_or_false() -> None:
+    class Asking(FedAvg[Any]):
+        @property
+        def streams(self) -> bool:  # type: ignore[override]
+            raise RuntimeError("not here")
+
+    with pytest.raises(UserError, match="method class Asking: streams must be True or False, got <property"):
+        streams(Asking)
