@@ -17,6 +17,8 @@ class RunFailed(RuntimeError):
 
 class RoundFailed(UserError):
     """A round failed in every attempt. The message gives each client's reason."""
+
+
 class MethodFault(UserError):
     """A method's server half failed. No client is to blame."""
 
