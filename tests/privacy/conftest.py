@@ -13,7 +13,7 @@ from fl_app import wire
 ALL_ORDERS = RDPAccountant.DEFAULT_ALPHAS
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def few_orders() -> Iterator[None]:
     """Let the accountant minimize over whole orders alone: still a bound, in a thirtieth of the time for a large rate."""
     with pytest.MonkeyPatch.context() as patch:
