@@ -23,7 +23,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +297,16 @@ def small(config: RunConfig) -> dict[str, Scalar]:
             allowed = (r for r in range(least, before[key.name] + 1) if key.rule is None or key.rule.admits(r))
             out[key.name] = next(allowed)
     return {name: value for name, value in out.items() if value != before[name]}
+
+
+def cut(flat: Mapping[str, Scalar], config: RunConfig) -> dict[str, Scalar]:
+    """Return a flat config with the changes of `small`, without keys that lose their effect with the partition.
+
+    config: flat, parsed.
+    """
+    changes = small(config)
+    after = replace(config, partition=changes.get("partition", config.partition))
+    lost = {
+        key.name for key, _ in config.own_keys() if key.divides(config.divisions) and not key.divides(after.divisions)
+    }
+    return {name: value for name, value in flat.items() if name not in lost} | changes
