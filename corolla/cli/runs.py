@@ -119,7 +119,9 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
     source = presets.all_presets().get(preset)
     if source is not None and source.paper:
         published = f"published: {source.published} %, " if source.published else ""
-        typer.echo("\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes)))
+        typer.echo(
+            "\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes_on(config)))
+        )
     typer.echo(dry_run.config_toml(config))
     shape = dry_run.known_shape(config)
     if shape is None and config.dataset != NODE:

@@ -269,6 +269,14 @@ def test_a_preset_warns_of_nothing_that_its_notes_do_not_tell(scale: Scale, caps
         assert any(note.startswith("feddac.alpha = 200 is the code's") for note in ALL[name].notes)
 
 
+def test_notes_name_keys_of_their_presets_and_no_figure_that_does_not_exist() -> None:
+    for preset in ALL.values():
+        assert all(set(keys) <= set(preset.settings) for keys in preset.bound.values()), preset.name
+        assert set(preset.notes_on(resolve(preset.settings))) == set(preset.notes), preset.name
+        if preset.published is None:
+            assert not [note for note in preset.notes if "the figure is" in note or "this figure" in note], preset.name
+
+
 def test_cutting_a_preset_takes_out_the_keys_of_its_former_partition() -> None:
     full = dict(ALL["fedpake/cifar10-dirichlet-0.1"].settings)
     lost = {"test-ratio", "min-samples", "dirichlet-balance"}
