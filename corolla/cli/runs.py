@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from corolla.api import backends
-from corolla.api.checks import check_locally
+from corolla.api.checks import check_files, check_locally
 from corolla.api.console import console
 from corolla.api.runs import AT_ONCE, CLIENTS, How, configure, simulating, start
 from corolla.api.settings import Scale, read_preset, resolve
@@ -105,6 +105,9 @@ def run(
     )
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
+        if superlink is None and parsed.dataset != NODE:
+            # in a deployment these files are on other machines
+            check_files(parsed)
         show_dry_run(parsed, preset or "")
         return
     finish([start(config, parsed, how)])
