@@ -319,7 +319,7 @@ def cut(flat: Mapping[str, Scalar], config: RunConfig) -> dict[str, Scalar]:
     config: flat, parsed.
     """
     changes = small(config)
-    after = replace(config, partition=changes.get("partition", config.partition))
+    after = replace(config, partition=str(changes.get("partition", config.partition)))
     lost = {
         key.name for key, _ in config.own_keys() if key.divides(config.divisions) and not key.divides(after.divisions)
     }

@@ -194,7 +194,8 @@ def _set_scale_near_one(axes: Axes, least: float) -> None:
 
     def backward(y: Floats) -> Floats:
         beyond = np.asarray(y, np.float64) - last
-        return 1 - np.where(beyond <= 0, 10.0 ** -np.minimum(y, last), least * (1 - 2 * beyond))
+        distance: Floats = np.where(beyond <= 0, 10.0 ** -np.minimum(y, last), least * (1 - 2 * beyond))
+        return 1 - distance
 
     axes.set_xscale("function", functions=(forward, backward))
 
@@ -205,7 +206,7 @@ def _set_limits(axes: Axes, values: Sequence[float]) -> None:
     matplotlib's own limits on a "function" scale count a horizontal line's ends, 0 and 1, as values.
     """
     first, last = (float(axes.transScale.transform((value, 0.5))[0]) for value in (values[0], values[-1]))
-    margin = axes.margins()[0] * (last - first)
+    margin = axes.get_xmargin() * (last - first)
     back = axes.transScale.inverted()
     axes.set_xlim(*(float(back.transform((end, 0.5))[0]) for end in (first - margin, last + margin)))
 
