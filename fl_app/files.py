@@ -84,6 +84,17 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
     path.mkdir(DIRECTORY_MODE, exist_ok=exist_ok)
 
 
+def refuse_unreadable(key: str, path: Path) -> None:
+    """Raise UserError unless a file exists and can be opened. key: the key to name."""
+    try:
+        with path.open("rb"):
+            pass
+    except FileNotFoundError:
+        raise UserError(f"{key}: {no_such(path)}") from None
+    except OSError as error:
+        raise UserError(f"{key}: cannot read {path}: {error.strerror}") from None
+
+
 def refuse_unwritable(key: str, directory: Path) -> None:
     """Raise UserError if nothing can be written under a directory, which need not exist. key: the key to name."""
     above = next(path for path in (directory, *directory.parents) if path.exists())

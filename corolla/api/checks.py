@@ -12,10 +12,10 @@ from corolla.api.waiting import waiting
 from fl_app import extras
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
-from fl_app.files import refuse_unwritable
+from fl_app.files import refuse_unreadable, refuse_unwritable
 from fl_app.keys import bears_on
 from fl_app.server.run_folder import check_data, check_state, read_about, read_hashes, refuse_fewer_rounds
-from fl_app.sources import NODE
+from fl_app.sources import NODE, path_in
 from strategies import METHODS
 from strategies.robust import ABLE
 
@@ -73,6 +73,16 @@ def check_locally(config: RunConfig) -> None:
     warn_of_data(info)
     for line in [*remarks, *unknown]:
         warn(line)
+
+
+def check_files(config: RunConfig) -> None:
+    """Raise UserError, naming the key, for a file that a key names and that cannot be opened, apart from the data."""
+    for key, path in (
+        ("partition", path_in("partition", config.partition)),
+        ("initial-weights", config.initial_weights),
+    ):
+        if path:
+            refuse_unreadable(key, Path(path))
 
 
 def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:

@@ -67,6 +67,11 @@ def command() -> str:
     return "corolla"
 
 
+def same_without(option: str) -> str:
+    """Return the command line that runs now, as its user would type it, without this option."""
+    return " ".join([command(), *(shlex.quote(word) for word in sys.argv[1:] if word != option)])
+
+
 def nearby(path: Path) -> str:
     """Return a path as a user would type it: relative if it lies under the current directory."""
     here = Path.cwd()

@@ -69,7 +69,7 @@ def number_of_clients(config: Mapping[str, Scalar]) -> int:
 
 def scaled(config: dict[str, Scalar], scale: Scale) -> dict[str, Scalar]:
     """Cut a config if scale is small."""
-    return config | presets.small(resolve(config)) if scale is Scale.small else config
+    return presets.cut(config, resolve(config)) if scale is Scale.small else config
 
 
 def with_clients(given: dict[str, Scalar], clients: int | None) -> dict[str, Scalar]:

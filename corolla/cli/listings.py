@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -15,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from corolla.api.checks import warn_of_data
-from corolla.api.console import console
+from corolla.api.console import command, console
 from corolla.api.runs import CLIENTS
 from corolla.api.settings import Scale, absolute_paths, number_of_clients, read_preset, resolve, scaled, with_clients
 from corolla.api.waiting import waiting
@@ -130,9 +131,17 @@ def show_columns(found: Iterable[Preset], seconds: Mapping[str, float | None] | 
         soft_wrap=True,
     )
     if seconds is not None and None in seconds.values():
+        first, cells = next(
+            (column, cells)
+            for (_, _, column), cells in columns.items()
+            if any(seconds[cell.name] is None for cell in cells)
+        )
+        pattern = f"{first}/*" if first else cells[0].name
         console.print(
-            "a sweep with --forecast runs the first rounds of what is not measured, and ends; they count when it goes on",
+            f"to measure what is not measured, for example: {command()} sweep --preset {shlex.quote(pattern)} --forecast "
+            "(it runs the first rounds, and ends; they count when the sweep goes on)",
             soft_wrap=True,
+            markup=False,
         )
 
 

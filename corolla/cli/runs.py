@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from corolla.api import backends
-from corolla.api.checks import check_locally
+from corolla.api.checks import check_files, check_locally
 from corolla.api.console import console
 from corolla.api.runs import AT_ONCE, CLIENTS, How, configure, simulating, start
 from corolla.api.settings import Scale, read_preset, resolve
@@ -105,6 +105,9 @@ def run(
     )
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
+        if superlink is None and parsed.dataset != NODE:
+            # in a deployment these files are on other machines
+            check_files(parsed)
         show_dry_run(parsed, preset or "")
         return
     finish([start(config, parsed, how)])
@@ -119,7 +122,9 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
     source = presets.all_presets().get(preset)
     if source is not None and source.paper:
         published = f"published: {source.published} %, " if source.published else ""
-        typer.echo("\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes)))
+        typer.echo(
+            "\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes_on(config)))
+        )
     typer.echo(dry_run.config_toml(config))
     shape = dry_run.known_shape(config)
     if shape is None and config.dataset != NODE:

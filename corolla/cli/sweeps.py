@@ -17,7 +17,7 @@ from rich.markup import escape
 from corolla.api import backends, runs
 from corolla.api.backends import Backend
 from corolla.api.checks import check_locally, check_resources, warn_of_settings
-from corolla.api.console import console, errors
+from corolla.api.console import console, errors, same_without
 from corolla.api.settings import Scale, look_for_plugins, name_plugins, ready, resolve
 from corolla.cli.completion import columns_of
 from corolla.cli.options import (
@@ -191,6 +191,9 @@ def sweep(
             raise
         if not forecast:
             show_sweep(directory, points, title, plan.scale, failed, by)
+        elif todo and not failed:
+            left = f"{counted(len(todo), 'run is', 'runs are')} not finished"
+            console.print(f"\nnext: {escape(same_without('--forecast'))}    # {left}: does them", soft_wrap=True)
     if failed:
         for name, message in failed.items():
             errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)

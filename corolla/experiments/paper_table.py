@@ -49,8 +49,7 @@ def reasons(line: Line) -> list[str]:
     found = [f"the authors ran another method under this name: {preset.ran}"] if preset.ran else []
     if config.scale != "full":
         found.append("ours was cut by --scale small: not comparable with print")
-    else:
-        found += [f"{mine} rounds, in print {theirs}" for key, mine, theirs in line.differences if key == ROUNDS]
+    found += [f"{mine} rounds, in print {theirs}" for key, mine, theirs in line.differences if key == ROUNDS]
     if preset.repeats and preset.repeats != len(line.runs):
         in_print = "one run" if preset.repeats == 1 else f"the mean of {preset.repeats} runs"
         found.append(f"{counted(len(line.runs), 'seed')}, in print {in_print}")
@@ -60,7 +59,7 @@ def reasons(line: Line) -> list[str]:
 def details(line: Line) -> list[str]:
     """Return the figure that is ours, the settings that differ from the paper's, and the preset's notes.
 
-    A setting without a meaning in our runs is left out.
+    Settings and notes without a meaning in our runs are left out.
     """
     reading = METRICS[line.preset.metric]
     tests = sorted({str(len(run.evaluations)) for run in line.runs}) if reading.of_tests else []
@@ -68,8 +67,10 @@ def details(line: Line) -> list[str]:
     found = [f"ours: {name}{reading.words}" + f"; tests: {', '.join(tests)}" * bool(tests)]
     for key, mine, theirs in line.differences:
         if mine is not None and key != ROUNDS:
-            found.append(f"{key} {setting(mine)} (paper: {setting(theirs)})")
-    return found + [note for note in line.preset.notes if not line.preset.ran or not note.endswith(line.preset.ran)]
+            where = "the key has no effect in the paper's setting" if theirs is None else f"paper: {setting(theirs)}"
+            found.append(f"{key} {setting(mine)} ({where})")
+    notes = line.preset.notes_on(line.runs[0].config)
+    return found + [note for note in notes if not line.preset.ran or not note.endswith(line.preset.ran)]
 
 
 def in_full(line: Line) -> list[str]:

@@ -43,7 +43,7 @@ from typing import Any
 
 from corolla.experiments.grouping import tells_runs_apart
 from corolla.experiments.runs import RecordedRun, inside
-from corolla.presets import named, read_preset, small
+from corolla.presets import cut, named, read_preset
 from fl_app import data, plugins
 from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.checksums import DataHashes
@@ -291,7 +291,7 @@ def _merge(
     asked = raw.get("num-clients") or overrides.get("num-clients")
     raw["num-clients"] = raw.get("num-clients") or 10
     if sweep.scale == "small":
-        raw |= small(parse(without_others(raw, named), methods))
+        raw = cut(raw, parse(without_others(raw, named), methods))
     raw |= overrides
     if raw.get("client") and not asked:
         config = parse(without_others(raw, named), methods)

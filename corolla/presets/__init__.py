@@ -10,7 +10,8 @@ A cell merges the `settings` of six layers, later ones winning: the file, the co
 entry, the table, the column, and the row's `methods` entry. Keys of other methods' tables are dropped.
 
 - `rows`: published figures in per cent, column by column: 86.82±1.18 or 87.02(0.17), "-" for none.
-- `notes`: settings that depart from the paper, or that it does not state.
+- `notes`: settings that depart from the paper, or that it does not state. A note that holds only while keys have the
+  preset's values is a table, `{ keys = ["test-ratio"], note = "..." }`.
 - `metric`: our figure that is compared (corolla/experiments/compare.py); "" if a run does not record it.
 - `repeats`: number of the paper's runs per cell; a table's own number wins.
 - `ran` of a method: the method that the table's authors ran instead, under this name.
@@ -23,7 +24,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ class Preset:
 
     paper, source: name the cell. table, column: its place; `column` is the part of its name without the method, and
     `label` the column's heading. row: its method, as the last part of a name. metric: name of our figure to compare.
-    repeats: number of the paper's runs. notes: departures from the paper. ran: the method that the authors ran instead
+    repeats: number of the paper's runs. notes: departures from the paper. bound: the keys whose values a note is about,
+    by note. ran: the method that the authors ran instead
     of the one they name; "" if they ran that one.
     """
 
@@ -79,12 +81,22 @@ class Preset:
     metric: str = ""
     repeats: int = 0
     notes: tuple[str, ...] = ()
+    bound: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ran: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The name, and for a paper's own method also the name in full: `<file>/<column>/<method>`."""
         return (self.name, f"{self.column}/{self.row}") if self.name == self.column else (self.name,)
+
+    def notes_on(self, config: RunConfig) -> list[str]:
+        """Return the notes that hold for a run: those on keys only if they act in it, with the preset's values."""
+        acting = {key.name: value for key, value in config.own_keys() if key.divides(config.divisions)}
+        return [
+            note
+            for note in self.notes
+            if all(acting.get(name) == self.settings[name] for name in self.bound.get(note, ()))
+        ]
 
 
 @functools.cache
@@ -113,6 +125,7 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                 for layer in layers:
                     settings |= flatten(layer.get("settings", {}))
                 ran = entry.get("ran", "")
+                every = [note for layer in layers[:-1] for note in layer.get("notes", ())]
                 other = [f"{paper['paper']}'s table ran another method under this name: {ran}"] if ran else []
                 method = str(settings["method"])
                 place, last = f"{stem}/{column['name']}", entry.get("name", method)
@@ -129,13 +142,14 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                     row=last,
                     metric=entry.get("metric", paper["metric"]),
                     repeats=table.get("repeats", paper["repeats"]),
-                    notes=(
-                        *(note for layer in layers[:-1] for note in layer.get("notes", ())),
-                        *other,
-                        *entry.get("notes", ()),
-                    ),
+                    notes=tuple(map(_text, [*every, *other, *entry.get("notes", ())])),
+                    bound={_text(note): tuple(note["keys"]) for note in every if isinstance(note, dict)},
                     ran=ran,
                 )
+
+
+def _text(note: str | Mapping[str, Any]) -> str:
+    return note if isinstance(note, str) else str(note["note"])
 
 
 def _published(cell: str) -> Published | None:
@@ -297,3 +311,16 @@ def small(config: RunConfig) -> dict[str, Scalar]:
             allowed = (r for r in range(least, before[key.name] + 1) if key.rule is None or key.rule.admits(r))
             out[key.name] = next(allowed)
     return {name: value for name, value in out.items() if value != before[name]}
+
+
+def cut(flat: Mapping[str, Scalar], config: RunConfig) -> dict[str, Scalar]:
+    """Return a flat config with the changes of `small`, without keys that lose their effect with the partition.
+
+    config: flat, parsed.
+    """
+    changes = small(config)
+    after = replace(config, partition=str(changes.get("partition", config.partition)))
+    lost = {
+        key.name for key, _ in config.own_keys() if key.divides(config.divisions) and not key.divides(after.divisions)
+    }
+    return {name: value for name, value in flat.items() if name not in lost} | changes

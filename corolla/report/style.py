@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib import rcParams
+import numpy as np
+from matplotlib import colormaps, rcParams
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, WINE, INDIGO = (
@@ -112,6 +113,13 @@ def tone(part: float) -> str:
 def shown(colour: str) -> str:
     """Return the variant of one of COLOURS for the current paper."""
     return ON_DARK[colour] if on_dark() else colour
+
+
+def colours_of(count: int) -> list[str]:
+    """Return this many different colours for the current paper: COLOURS, or a rainbow if these are too few."""
+    if count <= len(COLOURS):
+        return [shown(colour) for colour in COLOURS[:count]]
+    return [to_hex(colormaps["turbo"](place)) for place in np.linspace(0.04, 0.96, count)]
 
 
 def empty_cells() -> dict[str, Any]:

@@ -182,19 +182,33 @@ def _scale(values: Sequence[float]) -> tuple[str, str]:
 
 
 def _set_scale_near_one(axes: Axes, least: float) -> None:
-    """Make x logarithmic in the distance from 1. least: the smallest distance of a value below 1.
+    """Make x logarithmic in the distance from 1, and linear beyond the last value below 1.
 
-    1 itself lies half a decade beyond that value.
+    least: the distance of that value. 1 itself lies half a decade beyond it.
     """
+    last = -np.log10(least)
 
     def forward(x: Floats) -> Floats:
-        # matplotlib also asks for numbers above 1
-        return np.asarray(-np.log10(np.maximum(1 + 0.4 * least - x, 1e-3 * least)))
+        distance = 1 - np.asarray(x, np.float64)
+        return np.where(distance >= least, -np.log10(np.maximum(distance, least)), last + 0.5 * (1 - distance / least))
 
     def backward(y: Floats) -> Floats:
-        return np.asarray(1 + 0.4 * least - 10.0**-y)
+        beyond = np.asarray(y, np.float64) - last
+        distance: Floats = np.where(beyond <= 0, 10.0 ** -np.minimum(y, last), least * (1 - 2 * beyond))
+        return 1 - distance
 
     axes.set_xscale("function", functions=(forward, backward))
+
+
+def _set_limits(axes: Axes, values: Sequence[float]) -> None:
+    """Make x reach from the first to the last value with the usual margin, whatever else is drawn.
+
+    matplotlib's own limits on a "function" scale count a horizontal line's ends, 0 and 1, as values.
+    """
+    first, last = (float(axes.transScale.transform((value, 0.5))[0]) for value in (values[0], values[-1]))
+    margin = axes.get_xmargin() * (last - first)
+    back = axes.transScale.inverted()
+    axes.set_xlim(*(float(back.transform((end, 0.5))[0]) for end in (first - margin, last + margin)))
 
 
 def _key_axis(axes: Axes, key: str, values: Sequence[float], room: float) -> None:
@@ -206,6 +220,7 @@ def _key_axis(axes: Axes, key: str, values: Sequence[float], room: float) -> Non
         axes.set_xscale("symlog", linthresh=min(value for value in values if value > 0))
     elif scale == "near-one":
         _set_scale_near_one(axes, min(1 - value for value in values if value < 1))
+    _set_limits(axes, values)
     places = axes.transData.transform([(value, 0.0) for value in values])[:, 0]
     at = (room / 1.1) * (places - places[0]) / max(places[-1] - places[0], 1e-9)
     texts = [show(value) for value in values]

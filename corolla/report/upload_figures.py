@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from numpy.typing import NDArray
 
@@ -25,6 +27,7 @@ from corolla.report.style import (
     MARKERS,
     VERMILLION,
     Look,
+    colours_of,
     empty_cells,
     paper,
     shares,
@@ -42,6 +45,8 @@ MOST_MAPS, MOST_INPUTS = 3, 200
 # name of the entry for all tensors together
 MODEL = "whole model"
 NEIGHBOURS = "t-SNE"
+# width of the lines of largest deviations
+THIN = 0.8
 ANGLE, DEVIATION = "mean angle (degrees)", "squared deviation"
 
 
@@ -141,7 +146,7 @@ def _compared(groups: Sequence[Group], drawn: Sequence[Group], spreads: dict[str
         left.plot(rounds, mean(lambda s: s.angles[-1]), label=name, **look.line_style(len(rounds)))
         middle, top = mean(lambda s: s.deviations[-1]), mean(lambda s: s.largest)
         right.plot(rounds, middle, **look.line_style(len(rounds)))
-        right.plot(rounds, top, color=look.drawn(), linestyle=look.line, linewidth=0.8)
+        right.plot(rounds, top, color=look.drawn(), linestyle=look.line, linewidth=THIN)
     left.set_ylabel(ANGLE)
     left.set_title("Angle between updates")
     right.set_ylabel(DEVIATION)
@@ -149,6 +154,9 @@ def _compared(groups: Sequence[Group], drawn: Sequence[Group], spreads: dict[str
     _log_axis(right)
     for axes in (left, right):
         rounds_axis(axes, last)
+    ink: dict[str, Any] = {"color": tone(0.35), "markeredgecolor": paper()}
+    kinds = [Line2D([], [], marker="o", label="mean", **ink), Line2D([], [], linewidth=THIN, label="largest", **ink)]
+    right.legend(handles=kinds, fontsize=9)
     legend(picture, left)
     return picture
 
@@ -315,6 +323,11 @@ def _maps(
     picture = new_figure(0.7 + 3.3 * len(drawn))
     counts = class_counts(run)
     names = class_names(run, counts[1].shape[1]) if counts else ()
+    known = sorted({0} if not classes else set(classes))
+    style = {
+        c: (colour, MARKERS[k % len(MARKERS)])
+        for k, (c, colour) in enumerate(zip(known, colours_of(len(known)), strict=True))
+    }
     for line, (kind, points) in enumerate(drawn):
         # a square that holds the points of all rounds
         low, high = points.min(axis=0), points.max(axis=0)
@@ -323,7 +336,7 @@ def _maps(
             axes = picture.add_subplot(len(drawn), len(rounds), line * len(rounds) + k + 1, aspect="equal")
             axes.set(xlim=(middle[0] - half, middle[0] + half), ylim=(middle[1] - half, middle[1] + half))
             own = slice(ends[k], ends[k + 1])
-            _points(axes, points[own], classes[own], names)
+            _points(axes, points[own], classes[own], names, style)
             axes.set_title(f"{kind}, round {round}", fontsize=9.5)
             axes.tick_params(labelleft=k == 0)
             if kind == NEIGHBOURS:
@@ -343,17 +356,24 @@ def _maps(
     return picture
 
 
-def _points(axes: Axes, points: Floats, classes: Sequence[int], names: Sequence[str]) -> None:
+def _points(
+    axes: Axes,
+    points: Floats,
+    classes: Sequence[int],
+    names: Sequence[str],
+    style: Mapping[int, tuple[str, str]],
+) -> None:
+    """Draw clients' points. style: colour and mark of each class; of 0 if the classes are not known."""
     kinds: NDArray[np.int64] = np.array(classes if len(classes) else [0] * len(points))
     for c in np.unique(kinds).tolist():
-        at = kinds == c
+        at, (colour, marker) = kinds == c, style[c]
         label = (clipped(names[c]) if names else str(c)) if len(classes) else None
         axes.scatter(
             points[at, 0],
             points[at, 1],
             s=34,
-            color=shown(COLOURS[c % len(COLOURS)]),
-            marker=MARKERS[c % len(MARKERS)],
+            color=colour,
+            marker=marker,
             edgecolor=paper(),
             linewidth=0.5,
             label=label,

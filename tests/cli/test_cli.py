@@ -244,6 +244,25 @@ def test_exit_code_and_message_of_a_real_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("key", "prefix"), [("initial-weights", ""), ("partition", "file:")])
+def test_a_dry_run_opens_the_files_that_keys_name(corolla, tmp_path: Path, key: str, prefix: str) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "weights.pt").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+
+    def dry(name: str, *more: str) -> tuple[int, str]:
+        code, _, err = corolla("run", "--dry-run", "--set", f"{key}={prefix}{tmp_path / name}", *more)
+        return code, err
+
+    missing = (
+        f"error: {key}: {tmp_path / 'weight.pt'}: no such file or directory; did you mean {tmp_path / 'weights.pt'}?"
+    )
+    assert dry("weight.pt") == (2, missing)
+    assert dry("folder") == (2, f"error: {key}: cannot read {tmp_path / 'folder'}: Is a directory")
+    assert dry("weights.pt") == (0, "")
+    # on other machines
+    assert dry("weight.pt", "--superlink", "local") == (0, "")
+
+
 def test_a_misspelt_file_suggests_the_nearest(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "mine.toml").write_text("seed = 1\n")
     (tmp_path / "text.txt").write_text("seed = 1\n")

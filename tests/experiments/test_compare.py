@@ -237,8 +237,16 @@ def test_small_runs_find_their_preset_and_say_what_they_are(tmp_path: Path) -> N
     assert line.preset.name == name
     text = paper_table.in_full(line)
     assert any("--scale small: not comparable" in words for words in text) and paper_table.is_cut(line)
-    assert not any("rounds, in print" in words for words in text)
+    assert "20 rounds, in print 400" in text
     assert any("partition dirichlet-client (paper: dirichlet)" in words for words in text)
+    assert "test-samples 40 (the key has no effect in the paper's setting)" in text
+    # a note on a key that does not act in the run
+    quarter = "a quarter of each client's samples is its test set, as in the authors' logs; the text has an even split"
+    assert quarter in line.preset.notes and quarter not in text
+    (full,) = lines(run_folder(tmp_path, "full", name, {}))
+    assert quarter in paper_table.in_full(full)
+    (other,) = lines(run_folder(tmp_path, "other", name, {}, **{"test-ratio": 0.5}))
+    assert quarter not in paper_table.in_full(other) and "test-ratio 0.5 (paper: 0.25)" in paper_table.in_full(other)
 
 
 def test_another_split_or_data_set_has_no_counterpart(tmp_path: Path) -> None:

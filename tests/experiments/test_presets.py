@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from corolla import cli, presets
-from corolla.api.console import console
+from corolla.api.checks import warn_of_settings
+from corolla.api.console import begin_warnings, console
+from corolla.api.settings import Scale, resolve, scaled
 from corolla.experiments import dry_run
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -248,6 +250,43 @@ def test_small_scales_rounds_clients_samples_and_beta() -> None:
     assert drawn.partition == "dirichlet-fl-bench" and presets.small(drawn)["partition"] == "dirichlet-client"
     with pytest.raises(UserError, match="cannot cut the clients"):
         presets.small(parse({"partition": "file:/x.npz"}, METHOD_PARAMS))
+
+
+@pytest.mark.parametrize("scale", list(Scale))
+def test_a_preset_warns_of_nothing_that_its_notes_do_not_tell(scale: Scale, capsys: pytest.CaptureFixture[str]) -> None:
+    warned: dict[str, str] = {}
+    for preset in ALL.values():
+        begin_warnings()
+        config = scaled(dict(preset.settings), scale)
+        warn_of_settings([], [(resolve(config), config)])
+        if text := capsys.readouterr().err:
+            warned[preset.name] = text
+    alpha = 200 if scale is Scale.full else 20
+    assert sorted(warned) == ["feddac/cifar10-dirichlet-0.1-code", "feddac/cifar10-pathological-2-code"]
+    for name, text in warned.items():
+        assert text.startswith(f"warning: feddac.alpha = {alpha} is not below num-server-rounds = {alpha}")
+        assert text.count("warning:") == 1
+        assert any(note.startswith("feddac.alpha = 200 is the code's") for note in ALL[name].notes)
+
+
+def test_notes_name_keys_of_their_presets_and_no_figure_that_does_not_exist() -> None:
+    for preset in ALL.values():
+        assert all(set(keys) <= set(preset.settings) for keys in preset.bound.values()), preset.name
+        assert set(preset.notes_on(resolve(preset.settings))) == set(preset.notes), preset.name
+        if preset.published is None:
+            assert not [note for note in preset.notes if "the figure is" in note or "this figure" in note], preset.name
+
+
+def test_cutting_a_preset_takes_out_the_keys_of_its_former_partition() -> None:
+    full = dict(ALL["fedpake/cifar10-dirichlet-0.1"].settings)
+    lost = {"test-ratio", "min-samples", "dirichlet-balance"}
+    assert full["partition"] == "dirichlet" and lost <= set(full)
+    small = scaled(full, Scale.small)
+    assert small["partition"] == "dirichlet-client" and small["dirichlet-alpha"] == full["dirichlet-alpha"]
+    assert set(full) - set(small) == lost
+    # what the user chose stays, also if it never had an effect
+    iid = {"partition": "iid", "test-ratio": 0.5}
+    assert scaled(dict(iid), Scale.small).items() >= iid.items()
 
 
 def test_a_wrong_name_suggests_the_nearest() -> None:

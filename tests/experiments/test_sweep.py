@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -294,6 +295,9 @@ def test_a_pattern_is_measured_first_and_goes_on_from_there(
     code, out, err = command("sweep", "--preset", "dem?", *own, "--set", "num-server-rounds=4", "--forecast")
     assert code == 0 and "no estimate: no round is recorded, and fewer than 40 are left" in out, err
     code, out, err = command("sweep", "--preset", "dem?", *own, "--forecast")
+    # the end says how to go on, with all that was chosen
+    full = shlex.join(["corolla", "sweep", "--preset", "dem?", *own])
+    assert out.splitlines()[-1] == f"next: {full}    # 1 run is not finished: does them"
     assert code == 0 and "first 2 rounds of 1 run" in out and "for 1 run, at the speed of the rounds so far" in out, err
     directory = tmp_path / "runs" / "dem"
     (folder,) = (path.parent for path in directory.glob("*/config.toml"))
@@ -303,7 +307,8 @@ def test_a_pattern_is_measured_first_and_goes_on_from_there(
     assert f"resumes {folder} after round 2" in out and len(stamps(directory)) == 2
     again = command("sweep", "--preset", "demo", "--seeds", "0,1", "--output-dir", directory, *own)[1]
     assert "2 runs, 2 finished before, 0 to do" in again
-    assert "all runs are finished" in command("sweep", "--preset", "dem?", "--seeds", "0,1", *own, "--forecast")[1]
+    done = command("sweep", "--preset", "dem?", "--seeds", "0,1", *own, "--forecast")[1]
+    assert done.splitlines()[-1] == "all runs are finished"
     # rounds that fail are no estimate
     bad = ("--set", "learning-rate=1e30", "--set", "round-retries=0")
     code, out, err = command("sweep", "--preset", "dem?", *own, *bad, "--output-dir", "bad", "--forecast")

@@ -109,6 +109,43 @@ def test_an_axis_is_logarithmic_where_its_values_span_two_decades(
     assert_drawn_whole(panel)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("key", "values", "steps"),
+    [
+        # decades have the same length; 1 is half a decade beyond the last value
+        ("fedobp.quantile", (0.9, 0.99, 0.999, 0.9999), (1, 1, 1)),
+        ("fedobp.quantile", (0.0, 0.9, 0.99, 1.0), (1, 1, 0.5)),
+        ("fedprox.mu", (0.001, 0.01, 0.1), (1, 1)),
+        ("fedprox.mu", (0.1, 0.2, 0.5), (0.1, 0.3)),
+    ],
+)
+def test_values_fill_the_axis_in_true_proportion_also_beside_a_level(
+    tmp_path: Path, key: str, values: tuple[float, ...], steps: tuple[float, ...], beside: bool
+) -> None:
+    method, name = key.split(".")
+    rows: list[tuple[float | None, dict[str, Any]]] = [
+        (0.5 + 0.1 * seed, {"method": method, method: {name: value}, "seed": seed})
+        for value in values
+        for seed in (0, 1)
+    ]
+    if beside:
+        rows += [(0.3 + 0.1 * seed, {"method": "fedavg", "seed": seed}) for seed in (0, 1)]
+    (panel,) = sweep(tmp_path, rows)
+    assert ("Horizontal lines" in panel.caption) == beside
+    axes = panel.draw().axes[0]
+    drawn = axes.get_xlim()
+    points = [(value, 0.5) for value in (*values, *drawn)]
+    places = axes.transAxes.inverted().transform(axes.transData.transform(points))[:, 0]
+    assert places[-2:] == pytest.approx([0, 1])
+    inside = places[:-2]
+    assert (inside[0], inside[-1]) == pytest.approx((0.05 / 1.1, 1.05 / 1.1))
+    np.testing.assert_allclose(np.diff(inside) / (inside[-1] - inside[0]), np.array(steps) / sum(steps))
+    # matplotlib draws with the inverse too: the scale's functions are inverses of each other
+    scale = axes.transScale
+    np.testing.assert_allclose(scale.inverted().transform(scale.transform(points))[:, 0], [*values, *drawn], atol=1e-12)
+
+
 def test_a_run_without_a_final_figure_is_a_gap(tmp_path: Path) -> None:
     for k, rate in enumerate((0.1, 0.2, 0.3, 0.4)):
         run = finished(tmp_path / str(k), None if k == 1 else 0.5, learning_rate=rate)

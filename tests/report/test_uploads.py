@@ -157,6 +157,34 @@ def wide(path: Path, layers: int, clients: int) -> Path:
     return run
 
 
+@pytest.mark.parametrize("look", [LIGHT, DARK], ids=["light", "dark"])
+def test_every_class_of_a_map_has_its_own_colour(tmp_path: Path, look: object) -> None:
+    run = read_run(wide(tmp_path / "run", layers=3, clients=20))
+    with rc_context(look):  # type: ignore[arg-type]
+        (panel,) = [one for one in of_uploads(run, spreads_of(run)) if one.name.startswith("upload-map")]
+        picture = panel.draw()
+    for axes in picture.axes:
+        colours = {tuple(points.get_facecolor()[0][:3].round(2)) for points in axes.collections}
+        assert len(axes.collections) == len(colours) == 10
+    first, second = ([tuple(p.get_facecolor()[0]) for p in axes.collections] for axes in picture.axes[:2])
+    assert first == second
+
+
+def test_the_lines_of_the_comparison_are_told_apart(tmp_path: Path) -> None:
+    groups = grouped([read_run(wide(tmp_path / name, layers=3, clients=3)) for name in ("a", "b")])
+    spreads = {run.number: spreads_of(run) for group in groups for run in group.runs}
+    (panel,) = of_all_uploads(groups, spreads)
+    right = panel.draw().axes[1]
+    told = right.get_legend()
+    assert told is not None
+    mean, largest = told.get_lines()
+    assert [text.get_text() for text in told.get_texts()] == ["mean", "largest"]
+    # each row has a line of either kind
+    drawn = [(line.get_linewidth(), line.get_marker() != "None") for line in right.get_lines()]
+    kinds = [(line.get_linewidth(), line.get_marker() != "None") for line in (mean, largest)]
+    assert drawn == kinds * len(groups) and kinds[0] != kinds[1]
+
+
 @pytest.mark.parametrize(("layers", "clients", "look"), [(3, 2, LIGHT), (30, 20, DARK)], ids=["few", "many-on-dark"])
 def test_nothing_is_cut(tmp_path: Path, layers: int, clients: int, look: object) -> None:
     paths = [wide(tmp_path / name, layers, clients) for name in ("a", "b")]
