@@ -28,7 +28,7 @@ REFUSALS = {
     ),
     "no-key": ("[code: 2001] SuperNode authentication is enabled", "started without a key", ""),
     "wrong-ca": ("CERTIFICATE_VERIFY_FAILED", "did not sign the SuperLink's certificate", ""),
-    "plaintext": ("Connection attempt failed", "plaintext meets TLS", "spoke plaintext to the TLS port"),
+    "plaintext": ("Connection attempt failed", "plaintext to a TLS port", "spoke plaintext to the TLS port"),
 }
 
 
