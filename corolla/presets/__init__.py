@@ -65,8 +65,7 @@ class Preset:
     paper, source: name the cell. table, column: its place; `column` is the part of its name without the method, and
     `label` the column's heading. row: its method, as the last part of a name. metric: name of our figure to compare.
     repeats: number of the paper's runs. notes: departures from the paper. bound: the keys whose values a note is about,
-    by note. ran: the method that the authors ran instead
-    of the one they name; "" if they ran that one.
+    by note. ran: the method that the authors ran instead of the one they name; "" if they ran that one.
     """
 
     name: str
@@ -125,8 +124,9 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                 for layer in layers:
                     settings |= flatten(layer.get("settings", {}))
                 ran = entry.get("ran", "")
-                every = [note for layer in layers[:-1] for note in layer.get("notes", ())]
-                other = [f"{paper['paper']}'s table ran another method under this name: {ran}"] if ran else []
+                notes = [note for layer in layers[:-1] for note in layer.get("notes", ())]
+                notes += [f"{paper['paper']}'s table ran another method under this name: {ran}"] if ran else []
+                notes += entry.get("notes", ())
                 method = str(settings["method"])
                 place, last = f"{stem}/{column['name']}", entry.get("name", method)
                 label = ", ".join(part for part in (dataset["label"], column.get("label", "")) if part)
@@ -142,8 +142,8 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                     row=last,
                     metric=entry.get("metric", paper["metric"]),
                     repeats=table.get("repeats", paper["repeats"]),
-                    notes=tuple(map(_text, [*every, *other, *entry.get("notes", ())])),
-                    bound={_text(note): tuple(note["keys"]) for note in every if isinstance(note, dict)},
+                    notes=tuple(map(_text, notes)),
+                    bound={_text(note): tuple(note["keys"]) for note in notes if isinstance(note, dict)},
                     ran=ran,
                 )
 
