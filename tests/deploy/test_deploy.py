@@ -246,10 +246,8 @@ def test_superlink_command_with_tls() -> None:
         "127.0.0.1",
         "--port",
         "8000",
-        "--health-server-address",
-        "127.0.0.1:5001",
     )
-    assert process.http == "https://127.0.0.1:8000/health" and process.ca == "/state/lab/keys/ca.crt"
+    assert process.health == "https://127.0.0.1:8000/health" and process.ca == "/state/lab/keys/ca.crt"
 
 
 def test_superlink_listens_on_loopback_alone_when_that_is_its_address() -> None:
@@ -283,12 +281,11 @@ def test_supernode_command_gpu_threads_and_data() -> None:
         "--host",
         "127.0.0.1",
         "--port",
-        "5002",
-        "--health-server-address",
-        "127.0.0.1:5003",
+        "5001",
         "--node-config",
         'partition-id=3 num-partitions=6 data-path="/site a" private-keys="/state/lab/keys/supernode-3.x25519"',
     )
+    assert process.health == "http://127.0.0.1:5001/health"
     assert process.environment == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
@@ -326,7 +323,7 @@ def test_supernodes_without_gpus_and_their_own_environment() -> None:
     assert second.environment["CUDA_VISIBLE_DEVICES"] == ""
     used = [word for process in (first, second) for word in process.command if word.startswith("50")]
     assert len(set(used)) == len(used)
-    assert commands.num_ports(lab, "local") == 5
+    assert commands.num_ports(lab, "local") == 2
 
 
 def test_tunnel_to_a_remote_superlink() -> None:
