@@ -64,13 +64,20 @@ def superlink(inventory: Inventory, place: Place) -> Process:
     The fleet API listens on all interfaces unless its address is loopback. The control API listens on loopback only.
     """
     link = inventory.superlink
-    command = [f"{place.scripts}/flower-superlink"]
+    command = [
+        link.python,
+        "-P",
+        "-m",
+        "deploy.superlink",
+        "--fleet",
+        host_port(bind_address(link), link.fleet_port),
+        "--",
+    ]
     if inventory.secure:
         command += ["--ssl-ca-certfile", f"{place.keys}/{CA}", "--ssl-certfile", f"{place.keys}/{SERVER}"]
         command += ["--ssl-keyfile", f"{place.keys}/{SERVER_KEY}", "--enable-supernode-auth"]
     else:
         command += ["--insecure"]
-    command += ["--fleet-api-address", host_port(bind_address(link), link.fleet_port)]
     command += ["--host", "127.0.0.1", "--port", str(link.control_port)]
     if link.database:
         command += ["--database", link.database]

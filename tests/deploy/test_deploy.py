@@ -232,7 +232,13 @@ PLACE = Place("/state/lab", "/venv/bin", tuple(range(5001, 5020)))
 def test_superlink_command_with_tls() -> None:
     process = commands.superlink(parsed(), PLACE)
     assert process.command == (
-        "/venv/bin/flower-superlink",
+        sys.executable,
+        "-P",
+        "-m",
+        "deploy.superlink",
+        "--fleet",
+        "0.0.0.0:9092",
+        "--",
         "--ssl-ca-certfile",
         "/state/lab/keys/ca.crt",
         "--ssl-certfile",
@@ -240,8 +246,6 @@ def test_superlink_command_with_tls() -> None:
         "--ssl-keyfile",
         "/state/lab/keys/server.key",
         "--enable-supernode-auth",
-        "--fleet-api-address",
-        "0.0.0.0:9092",
         "--host",
         "127.0.0.1",
         "--port",
@@ -254,7 +258,7 @@ def test_superlink_listens_on_loopback_alone_when_that_is_its_address() -> None:
     for address, bound in (("127.0.0.1", "127.0.0.1:9092"), ("localhost", "127.0.0.1:9092"), ("::1", "[::1]:9092")):
         link = {"fleet-address": address, "database": "/var/lab.db"}
         command = commands.superlink(parsed("hosts: [{host: local}]", superlink=link), PLACE).command
-        assert command[command.index("--fleet-api-address") + 1] == bound
+        assert command[command.index("--fleet") + 1] == bound
         assert "--insecure" in command and "--enable-supernode-auth" not in command
         assert command[-2:] == ("--database", "/var/lab.db")
     ipv6 = commands.superlink(parsed("hosts: [{host: local}]", superlink={"fleet-address": "fd00::2"}), PLACE).command

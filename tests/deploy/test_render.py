@@ -44,7 +44,7 @@ def test_a_shell_starts_what_the_launcher_would(tmp_path: Path) -> None:
     text = render.by_host(lab)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     link, first, second, third = arguments(text)
-    assert link[0] == "env" and "flower-superlink" in " ".join(link) and f"{tmp_path}/lab-keys/server.key" in link
+    assert link[0] == "env" and "deploy.superlink" in link and f"{tmp_path}/lab-keys/server.key" in link
     place = render._place(lab, "me@node2", "/opt/my corolla/bin/python")
     assert place.directory == f"{shell.variable('HOME')}/.local/state/corolla/clusters/lab"
     there = commands.Place("/home/me/.local/state/corolla/clusters/lab", place.scripts, place.ports)
