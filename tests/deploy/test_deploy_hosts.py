@@ -27,7 +27,10 @@ def test_hosts_have_the_same_versions(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("flwr", ["1.43.0", "1.43.0.dev20261026", "2.0.0"])
 def test_a_newer_flower_is_refused_by_name(flwr: str) -> None:
-    with pytest.raises(UserError, match=f"local: flwr {flwr} is newer than 1.42, .* anyone that reaches the port can run code on every node"):
+    with pytest.raises(
+        UserError,
+        match=f"local: flwr {flwr} is newer than 1.42, .* anyone that reaches the port can run code on every node",
+    ):
         host_checks.compare_versions({"local": found(flwr), "node2": found(flwr)}, print)
 
 
