@@ -43,7 +43,7 @@ _POLICY = 1008
 class FleetOnly:
     """An ASGI application that refuses, on the fleet port, all but POST requests of SuperNodes.
 
-    app: Flower's. port: the fleet's. The kernel says at which port a connection arrived, so no header can forge it.
+    app: Flower's. port: the fleet's. The kernel knows the port at which a connection arrived, so no header can forge it.
     Elsewhere, and for the application's own start and end, app is called as it is.
     """
 
@@ -72,7 +72,7 @@ class FleetOnly:
 def refused(scope: Scope) -> int:
     """Return the HTTP status that refuses a request at the fleet port; 0 if it may pass.
 
-    A request passes if it is a POST to a fleet path, as it came over the wire, without a query, and says how many bytes
+    A request passes if it is a POST to a fleet path, as it came over the wire, without a query, and declares how many bytes
     its body has: at most MOST_BYTES.
     """
     path = scope.get("raw_path")
@@ -106,7 +106,7 @@ def run(fleet: str, options: list[str]) -> None:
     host, port = address(fleet)
     for option in ("--fleet-api-address", "--fleet-api-type"):
         if any(word.split("=")[0] == option for word in options):
-            raise UserError(f"{option}: --fleet says where SuperNodes connect, got {fleet}; leave {option} out")
+            raise UserError(f"{option}: --fleet names the address of SuperNodes, got {fleet}; leave {option} out")
     flower = importlib.import_module(_MODULE)
     if serves_grpc(metadata.version("flwr")):
         options = [*options, "--fleet-api-address", fleet]

@@ -198,7 +198,7 @@ def test_addresses() -> None:
     for wrong in ("9092", "lab:", "lab:0", "lab:65536", ":9092", "lab:x", "[::", "[:9092"):
         with pytest.raises(UserError, match="--fleet: must be HOST:PORT"):
             superlink.address(wrong)
-    with pytest.raises(UserError, match="--fleet-api-address: --fleet says where SuperNodes connect"):
+    with pytest.raises(UserError, match="--fleet-api-address: --fleet names the address of SuperNodes"):
         superlink.run("lab:9092", ["--fleet-api-address=0.0.0.0:9092"])
 
 
