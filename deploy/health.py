@@ -25,4 +25,4 @@ def answers(url: str, ca: str = "", seconds: float = 2) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(0 if answers(*sys.argv[1:]) else 1)
+    raise SystemExit(0 if answers(sys.argv[1], "".join(sys.argv[2:3])) else 1)

@@ -136,7 +136,7 @@ def guard(flower: Any, host: str, port: int) -> None:
 
     Raises UserError if the module no longer calls `uvicorn.run`.
     """
-    uvicorn = getattr(flower, _SERVER, None)
+    uvicorn: Any = getattr(flower, _SERVER, None)
     if not callable(getattr(uvicorn, "run", None)):
         raise UserError(
             f"flwr {metadata.version('flwr')}: its SuperLink cannot be guarded ({_MODULE} has no {_SERVER}.run); use a version "
