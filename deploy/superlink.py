@@ -4,7 +4,8 @@ OPTIONS are flower-superlink's. Flower 1.39 serves SuperNodes over gRPC on a por
 SuperNodes, runs and control calls over HTTP on one port, so that whoever reaches it can submit code to every site. Here
 Flower's server listens on loopback alone. A second port, the fleet's, serves the same application behind `FleetOnly`.
 
-If Flower lacks the place for it, the SuperLink does not start.
+If Flower lacks the place for it, the SuperLink does not start. With `--grpc` a newer Flower serves SuperNodes of 1.39 at
+the fleet port, over gRPC as 1.39 does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import ipaddress
+import os
 import re
 import socket
 import sys
@@ -36,6 +38,8 @@ MOST_BYTES = 64 << 20
 """Most bytes of a request's body. Flower sends a message in pieces of at most 20 MB."""
 BACKLOG = 2048
 _FORBIDDEN, _TOO_LARGE = 403, 413
+# variables with which a newer Flower opens further ports: for control calls, and for SuperNodes over gRPC
+_CONTROL, _GRPC = "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"
 # of a closed web socket: against the server's policy
 _POLICY = 1008
 
@@ -89,29 +93,39 @@ def main() -> None:
     """Start a SuperLink."""
     parser = argparse.ArgumentParser(prog="deploy.superlink")
     parser.add_argument("--fleet", required=True, metavar="HOST:PORT")
+    parser.add_argument("--grpc", action="store_true", help="serve SuperNodes over gRPC, as Flower 1.39 does")
     parser.add_argument("flower", nargs="*")
     given = parser.parse_args()
     try:
-        run(given.fleet, given.flower)
+        run(given.fleet, given.flower, given.grpc)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
 
 
-def run(fleet: str, options: list[str]) -> None:
+def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     """Become a SuperLink with these options of flower-superlink.
 
-    fleet: HOST:PORT for SuperNodes. Raises UserError before anything listens.
+    fleet: HOST:PORT for SuperNodes. grpc: whether they connect over gRPC, which Flower 1.39 always uses. Raises
+    UserError before anything listens.
     """
-    host, port = address(fleet)
+    at = address(fleet)
+    for variable in (_CONTROL, _GRPC):
+        if variable in os.environ:
+            raise UserError(
+                f"{variable}: opens a port that is not guarded; unset it (--grpc serves SuperNodes over gRPC)"
+            )
     for option in ("--fleet-api-address", "--fleet-api-type"):
         if any(word.split("=")[0] == option for word in options):
             raise UserError(f"{option}: --fleet names the address of SuperNodes, got {fleet}; leave {option} out")
     flower = importlib.import_module(_MODULE)
-    if serves_grpc(metadata.version("flwr")):
+    old = serves_grpc(metadata.version("flwr"))
+    if not old:
+        guard(flower, None if grpc else at)
+    if grpc and not old:
+        os.environ[_GRPC] = "1"
+    if grpc or old:
         options = [*options, "--fleet-api-address", fleet]
-    else:
-        guard(flower, host, port)
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
 
@@ -131,10 +145,10 @@ def address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def guard(flower: Any, host: str, port: int) -> None:
-    """Let Flower's module serve its application on loopback, and at host and port behind `FleetOnly`.
+def guard(flower: Any, fleet: tuple[str, int] | None) -> None:
+    """Let Flower's module serve its application on loopback, and at the fleet's host and port behind `FleetOnly`.
 
-    Raises UserError if the module no longer calls `uvicorn.run`.
+    fleet: None if Flower serves SuperNodes over gRPC. Raises UserError if the module no longer calls `uvicorn.run`.
     """
     uvicorn: Any = getattr(flower, _SERVER, None)
     if not callable(getattr(uvicorn, "run", None)):
@@ -152,10 +166,10 @@ def guard(flower: Any, host: str, port: int) -> None:
             raise UserError(
                 f"flwr {metadata.version('flwr')}: its SuperLink starts its server in a way that is not known here"
             )
-        fleet = listening(host, port)
-        config = uvicorn.Config(FleetOnly(app, port), **options)
+        sockets = [listening(*fleet)] if fleet else []
+        config = uvicorn.Config(FleetOnly(app, fleet[1]) if fleet else app, **options)
         server = uvicorn.Server(config)
-        server.run(sockets=[config.bind_socket(), fleet])
+        server.run(sockets=[config.bind_socket(), *sockets])
         if not server.started:
             raise SystemExit(3)  # as uvicorn.run does
 

@@ -50,7 +50,7 @@ def ports() -> Iterator[tuple[int, int]]:
             servers.append(self)
 
     module = SimpleNamespace(uvicorn=SimpleNamespace(run=uvicorn.run, Config=uvicorn.Config, Server=Server))
-    superlink.guard(module, "127.0.0.1", fleet)
+    superlink.guard(module, ("127.0.0.1", fleet))
     run = {"app": flower, "host": "127.0.0.1", "port": own, "workers": 1, "reload": False, "log_level": "warning"}
     thread = threading.Thread(target=lambda: module.uvicorn.run(**run))
     thread.start()
@@ -169,7 +169,7 @@ def test_a_connection_without_a_port_is_the_fleets() -> None:
 def test_flowers_own_server_stays_on_loopback(host: str) -> None:
     (port,) = free_ports(1)
     module = SimpleNamespace(uvicorn=uvicorn)
-    superlink.guard(module, "127.0.0.1", port)
+    superlink.guard(module, ("127.0.0.1", port))
     with pytest.raises(UserError, match="--host: Flower's control calls must stay on loopback"):
         module.uvicorn.run(app=flower, host=host, port=0)
     with pytest.raises(OSError):  # nothing listens
@@ -181,13 +181,13 @@ def test_flowers_own_server_stays_on_loopback(host: str) -> None:
 )
 def test_a_flower_without_the_place_does_not_start(module: Any) -> None:
     with pytest.raises(UserError, match=r"its SuperLink cannot be guarded \(.*uvicorn.run\)"):
-        superlink.guard(module, "127.0.0.1", 1)
+        superlink.guard(module, ("127.0.0.1", 1))
 
 
 @pytest.mark.parametrize("options", [{"workers": 4}, {"reload": True}, {"uds": "/run/s"}, {"fd": 3}])
 def test_an_unknown_way_to_start_is_refused(options: dict[str, Any]) -> None:
     module = SimpleNamespace(uvicorn=uvicorn)
-    superlink.guard(module, "127.0.0.1", free_ports(1)[0])
+    superlink.guard(module, ("127.0.0.1", free_ports(1)[0]))
     with pytest.raises(UserError, match="in a way that is not known here"):
         module.uvicorn.run(app=flower, host="127.0.0.1", **options)
 
@@ -212,3 +212,10 @@ def test_a_port_in_use_is_named() -> None:
 def test_which_versions_serve_grpc() -> None:
     found = [superlink.serves_grpc(version) for version in ("1.39.0", "1.39.2", "1.40.0", "1.42.0", "2.0")]
     assert found == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("variable", ["FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"])
+def test_variables_that_open_ports_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(UserError, match=f"^{variable}: opens a port that is not guarded; unset it"):
+        superlink.run("127.0.0.1:9092", [])
