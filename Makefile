@@ -5,17 +5,35 @@ BIN := $(VENV)/bin
 
 NEXT := .venv-next
 
-.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
-  docs site site-serve wheel clean
+# the version of Flower: make install FLOWER=1.42; constraints/ has the packages of each
+FLOWER ?= 1.39
+FLOWERS := $(sort $(patsubst constraints/flwr-%.txt,%,$(wildcard constraints/flwr-*.txt)))
+ifeq ($(filter $(FLOWER),$(FLOWERS)),)
+  $(error FLOWER: must be one of $(FLOWERS), got $(FLOWER))
+endif
+INSTALLED := $(VENV)/.installed-$(FLOWER)
 
-install: $(VENV)/.installed ## into .venv, with all extras and what development needs
+.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
+  docs site site-serve wheel clean lock
+
+install: $(INSTALLED) ## into .venv, with all extras and what development needs; FLOWER=1.42: with that version of Flower
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-$(VENV)/.installed: pyproject.toml
-	@$(PYTHON) deploy/install.py $(VENV)
+$(INSTALLED): pyproject.toml constraints/flwr-$(FLOWER).txt
+	@$(PYTHON) deploy/install.py $(VENV) constraints/flwr-$(FLOWER).txt
+	@rm -f $(VENV)/.installed*
 	@touch $@
+
+# versions that a file has stay; UPGRADE=--upgrade takes the newest
+lock: install ## constraints/: the packages of each version of Flower, with hashes
+	@for version in $(FLOWERS); do \
+	  echo "flwr==$$version.*" > $(VENV)/flower.in; \
+	  $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
+	    --custom-compile-command "make lock" --constraint $(VENV)/flower.in $(UPGRADE) --output-file constraints/flwr-$$version.txt \
+	    || exit 1; \
+	done
 
 run: install ## install, then compare three methods on digits
 	$(BIN)/corolla demo
@@ -99,7 +117,7 @@ types: install ## mypy
 docs: install ## the reference of keys, and the tables and pictures of docs/results.md
 	$(BIN)/corolla reference
 	$(BIN)/python -m studies.results_page
-	touch $(VENV)/.installed
+	touch $(INSTALLED)
 
 # build/site: pages for a browser, with a search; a broken link or anchor ends it. NO_MKDOCS_2_WARNING: a notice of the theme's authors
 site: install ## the documentation as a site: build/site/index.html

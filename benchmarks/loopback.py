@@ -45,9 +45,9 @@ class Loopback:
         (self.directory / "config.toml").write_text(
             f'[superlink]\ndefault = "{NAME}"\n[superlink.{NAME}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        address = ["--host", "127.0.0.1", "--port", str(port), "--fleet-api-address", fleet]
+        guarded = [sys.executable, "-P", "-m", "deploy.superlink", "--fleet", fleet, "--"]
         try:
-            self._start("superlink", str(BIN / "flower-superlink"), "--insecure", *address)
+            self._start("superlink", *guarded, "--insecure", "--host", "127.0.0.1", "--port", str(port))
             wait_for_http(f"http://127.0.0.1:{port}/health", self._processes[0], self.directory / "superlink.log")
             for k in range(self.num_nodes):
                 node = f"partition-id={k} num-partitions={self.num_nodes}"

@@ -45,9 +45,8 @@ def up(
         _say(
             f"clients {', '.join(map(str, joined))} join by themselves: corolla cluster admit {inventory} CLIENT FILE.pub"
         )
-    _say(
-        f"{nodes} SuperNodes connected. Now: corolla run --superlink {found.name} --clients {clients} --set method=fedcac"
-    )
+    run = f"corolla run --superlink {found.name} --clients {clients} --set method=fedcac"
+    _say(f"{counted(nodes, 'SuperNode')} connected. Now: {run}")
 
 
 @app.command("commands")

@@ -36,15 +36,13 @@ class Place:
 class Process:
     """One process to start: its name, command line and added environment.
 
-    health: its gRPC health service, host:port. http: a URL that answers 200 if the process is well. ca: the CA's
-    certificate for it.
+    health: a URL that answers 200 if the process is well. ca: the CA's certificate for it.
     """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     health: str = ""
-    http: str = ""
     ca: str = ""
 
 
@@ -66,21 +64,27 @@ def superlink(inventory: Inventory, place: Place) -> Process:
     The fleet API listens on all interfaces unless its address is loopback. The control API listens on loopback only.
     """
     link = inventory.superlink
-    health = f"127.0.0.1:{place.ports[0]}"
-    command = [f"{place.scripts}/flower-superlink"]
+    command = [
+        link.python,
+        "-P",
+        "-m",
+        "deploy.superlink",
+        "--fleet",
+        host_port(bind_address(link), link.fleet_port),
+        "--",
+    ]
     if inventory.secure:
         command += ["--ssl-ca-certfile", f"{place.keys}/{CA}", "--ssl-certfile", f"{place.keys}/{SERVER}"]
         command += ["--ssl-keyfile", f"{place.keys}/{SERVER_KEY}", "--enable-supernode-auth"]
     else:
         command += ["--insecure"]
-    command += ["--fleet-api-address", host_port(bind_address(link), link.fleet_port)]
-    command += ["--host", "127.0.0.1", "--port", str(link.control_port), "--health-server-address", health]
+    command += ["--host", "127.0.0.1", "--port", str(link.control_port)]
     if link.database:
         command += ["--database", link.database]
     ca = f"{place.keys}/{CA}" if inventory.secure else ""
     # only at level info does gRPC log why it refused a connection (plaintext to the TLS port)
     environment = {"GRPC_VERBOSITY": "info"} | dict(link.environment)
-    return Process(SUPERLINK, tuple(command), environment, health, health_url(inventory), ca)
+    return Process(SUPERLINK, tuple(command), environment, health_url(inventory), ca)
 
 
 def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -> Process:
@@ -88,7 +92,7 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
 
     index: its position among its host's SuperNodes, which decides its ports.
     """
-    runtime, health = str(place.ports[2 * index + 1]), f"127.0.0.1:{place.ports[2 * index + 2]}"
+    port = str(place.ports[index])
     private = f"{place.keys}/{node.name}{KEY_SUFFIX}" if inventory.secure else ""
     config = node_config(node.client_id, inventory.num_clients, node.data_path, private)
     command = [node.python, "-P", "-m", "deploy.supernode", "--name", f"{inventory.name}/{node.name}"]
@@ -99,11 +103,11 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
     else:
         command += ["--insecure"]
     command += ["--superlink", host_port(inventory.superlink.fleet_address, inventory.superlink.fleet_port)]
-    command += ["--host", "127.0.0.1", "--port", runtime, "--health-server-address", health, "--node-config", config]
+    command += ["--host", "127.0.0.1", "--port", port, "--node-config", config]
     environment = {"OMP_NUM_THREADS": str(node.threads), "MKL_NUM_THREADS": str(node.threads)}
     if node.gpu is not None:
         environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": node.gpu}
-    return Process(node.name, tuple(command), environment | dict(node.environment), health)
+    return Process(node.name, tuple(command), environment | dict(node.environment), f"http://127.0.0.1:{port}/health")
 
 
 def node_config(client_id: int, num_clients: int, data_path: str, private_keys: str) -> str:
@@ -121,7 +125,7 @@ def tunnel(inventory: Inventory, ca: str) -> Process:
     port = inventory.superlink.control_port
     command = ["ssh", *SSH_OPTIONS, "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15", "-N"]
     command += ["-L", f"127.0.0.1:{port}:127.0.0.1:{port}", "--", inventory.superlink.host]
-    return Process(TUNNEL, tuple(command), {}, http=health_url(inventory), ca=ca)
+    return Process(TUNNEL, tuple(command), {}, health_url(inventory), ca)
 
 
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
@@ -133,5 +137,5 @@ def health_url(inventory: Inventory) -> str:
 
 
 def num_ports(inventory: Inventory, host: str) -> int:
-    """Return the number of free ports for a host: one for the SuperLink's health, two for each of its SuperNodes."""
-    return 1 + 2 * len([node for node in inventory.supernodes if node.host == host])
+    """Return the number of free ports for a host: one for each of its SuperNodes."""
+    return len([node for node in inventory.supernodes if node.host == host])

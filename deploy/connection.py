@@ -81,20 +81,34 @@ def require_known(name: str) -> None:
         )
 
 
+def address_of(name: str) -> tuple[str, int, bool] | None:
+    """Return the host and port of a connection's SuperLink, and whether it uses TLS; None without a usable address."""
+    table = _connection(name)
+    host, _, port = str(table.get("address", "")).rpartition(":")
+    if not host or not port.isdigit():
+        return None
+    return host.strip("[]"), int(port), not table.get("insecure")
+
+
+def _connection(name: str) -> dict[str, Any]:
+    path = config_path()
+    table = _parse(path, _text(path)).get("superlink", {}).get(name, {})
+    return table if isinstance(table, dict) else {}
+
+
 def bad_certificate(name: str, seconds: float = 5) -> str:
     """Return the fault of the certificate of a connection's SuperLink.
 
     Return "" if it has no fault, or if there is no answer. Flower's own commands report the fault as a network error.
     """
-    path = config_path()
-    table = _parse(path, _text(path)).get("superlink", {}).get(name, {})
-    if not isinstance(table, dict) or "address" not in table or table.get("insecure"):
+    table, found = _connection(name), address_of(name)
+    if found is None or not found[2]:
         return ""
-    host, _, port = str(table["address"]).rpartition(":")
+    host, port, _ = found
     try:
         context = ssl.create_default_context(cafile=table.get("root-certificates"))
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain:
-            context.wrap_socket(plain, server_hostname=host.strip("[]")).close()
+        with socket.create_connection((host, port), timeout=seconds) as plain:
+            context.wrap_socket(plain, server_hostname=host).close()
     except ssl.SSLCertVerificationError as error:
         return str(error.verify_message)
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Health checks: Flower's gRPC health service, and HTTP. As a command (a container's health check): exit 0 if serving.
+"""Health checks over HTTP. As a command (a container's health check): `URL`, or `URL CA` with the CA's certificate.
 
-Flower's service answers as soon as the process is up, before a SuperNode has reached its SuperLink. deploy.node checks
+Flower's `/health` answers as soon as the process is up, before a SuperNode has reached its SuperLink. deploy.node checks
 whether it is connected.
 """
 
@@ -9,20 +9,6 @@ from __future__ import annotations
 import ssl
 import sys
 import urllib.request
-
-
-def serving(address: str, seconds: float = 2) -> bool:
-    """Return whether a gRPC health service at host:port reports that it serves."""
-    import grpc
-    from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-    from grpc_health.v1.health_pb2_grpc import HealthStub
-
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            reply = HealthStub(channel).Check(HealthCheckRequest(), timeout=seconds)
-        except grpc.RpcError:
-            return False
-        return bool(reply.status == HealthCheckResponse.SERVING)
 
 
 def answers(url: str, ca: str = "", seconds: float = 2) -> bool:
@@ -39,4 +25,4 @@ def answers(url: str, ca: str = "", seconds: float = 2) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(0 if serving(sys.argv[1]) else 1)
+    raise SystemExit(0 if answers(sys.argv[1], "".join(sys.argv[2:3])) else 1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from fl_app.errors import UserError
 
 # The newest Flower that may run; docs/deployment.md gives the reason, and the way to a newer one.
-NEWEST = (1, 39)
+NEWEST = (1, 42)
 # seconds that a SuperNode's clock may be off: Flower's SYSTEM_TIME_TOLERANCE, and behind also TIMESTAMP_TOLERANCE
 MAX_AHEAD, MAX_BEHIND = 5.0, 305.0
 _NOTED_SECONDS = 2.0
@@ -37,14 +37,14 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]], say: Callable[[s
 
 
 def refuse_newer_flower(host: str, flwr: str) -> None:
-    """Raise UserError if a SuperLink of this Flower would accept runs from anyone that reaches the fleet port."""
+    """Raise UserError for a Flower whose SuperLink may take runs from anyone that reaches the fleet port."""
     found = re.match(r"(\d+)\.(\d+)", flwr)
     if found and (int(found[1]), int(found[2])) > NEWEST:
-        pinned = ".".join(map(str, NEWEST))
+        newest = ".".join(map(str, NEWEST))
         raise UserError(
-            f"{host}: flwr {flwr} is newer than {pinned}: from 1.40 on a SuperLink has one port for SuperNodes and for runs, "
-            "without a login, and anyone that reaches it could run code on every node; "
-            f"`pip install 'flwr[simulation]=={pinned}.*'` there (docs/deployment.md, \"Newer Flower\")"
+            f"{host}: flwr {flwr} is newer than {newest}, the newest whose fleet port deploy.superlink was tried to guard: "
+            "without the guard anyone that reaches the port can run code on every node; "
+            f"`pip install 'flwr[simulation]=={newest}.*'` there (docs/deployment.md, \"Newer Flower\")"
         )
 
 

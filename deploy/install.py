@@ -1,6 +1,7 @@
 """`make install`: a virtual environment with Corolla, made in steps, with progress at least every ten seconds.
 
-`python deploy/install.py .venv` needs only Python's standard library, because nothing is installed yet.
+`python deploy/install.py .venv constraints/flwr-1.39.txt` needs only Python's standard library, because nothing is
+installed yet. The file names every package with its version and its hashes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> None:
     """Install the clone in the current directory, with its test dependencies."""
     if sys.version_info < OLDEST:
         sys.exit(f"Python {'.'.join(map(str, OLDEST))} or newer is needed, this is {sys.version}")
-    venv = Path(sys.argv[1])
+    venv, constraints = Path(sys.argv[1]), sys.argv[2]
     python = str(venv / "bin" / "python")
     if not Path(python).exists():
         print(f"1/3 making the virtual environment {venv}", flush=True)
@@ -32,11 +33,9 @@ def main() -> None:
     else:
         print(f"1/3 the virtual environment {venv} exists", flush=True)
     print("2/3 fetching and installing packages (PyTorch among them: up to 5 GB, minutes)", flush=True)
-    run(
-        [python, "-m", "pip", "install", "--progress-bar", "off", "--editable", ".[dev]"],
-        "looking up packages",
-        summarize,
-    )
+    pip = [python, "-m", "pip", "install", "--progress-bar", "off"]
+    run([*pip, "--require-hashes", "--requirement", constraints], "looking up packages", summarize)
+    run([*pip, "--no-deps", "--no-build-isolation", "--editable", "."], "installing Corolla")
     print("3/3 testing the installation", flush=True)
     run([python, "-c", "import corolla.cli"], "importing Corolla for the first time")
     print(f"installed: {venv / 'bin' / 'corolla'} --help", flush=True)

@@ -102,10 +102,9 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
         raise UserError(
             f"{private} must be its owner's alone (mode 600), it is {mode:o}; others may have read it: make another"
         )
-    runtime, health = free_ports(2)
+    (port,) = free_ports(1)
     words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
-    words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(runtime)]
-    words += ["--health-server-address", f"127.0.0.1:{health}", "--node-config"]
+    words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(port), "--node-config"]
     private_keys = str(private.with_suffix(peers.KEY_SUFFIX))
     return [*words, commands.node_config(invitation.client, invitation.clients, data_path, private_keys)]
 

@@ -34,7 +34,6 @@ class Record:
     pid: int
     started: str
     health: str
-    http: str
     ca: str
 
 
@@ -62,7 +61,6 @@ def start(
     command: list[str],
     environment: Mapping[str, str],
     health: str = "",
-    http: str = "",
     ca: str = "",
 ) -> Record:
     """Start a process in its own session, its log in the directory. Raises UserError if one of this name runs."""
@@ -83,7 +81,7 @@ def start(
         except OSError as error:
             raise UserError(f"{name}: cannot start {command[0]}: {error.strerror}") from None
     # a zombie (ended at once) has no mark; its record then matches no process
-    record = Record(name, token, process.pid, start_mark(process.pid) or "ended", health, http, ca)
+    record = Record(name, token, process.pid, start_mark(process.pid) or "ended", health, ca)
     temporary = directory / f".{name}.json"
     temporary.write_text(json.dumps(dataclasses.asdict(record)))
     temporary.replace(_record_path(directory, name))

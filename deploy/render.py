@@ -129,7 +129,6 @@ mkdir -m 700 "$work" "$work/flwr"
 export python work PATH={scripts}:$PATH {flower} FLWR_HOME="$work/flwr" COROLLA_STATE_HOME="$work/state" {launch}="$work"
 address={address}
 export address
-health=$("$python" -P -c 'from fl_app.processes import free_ports; print(*free_ports(1))')
 superlink= nodes= run=
 finish() {{
   trap - EXIT TERM INT
@@ -152,7 +151,7 @@ done
 printf {connection} > "$FLWR_HOME/config.toml"
 {register}
 cat > "$work/supernode.sh" << 'END'
-read -r runtime health < <("$python" -P -c 'from fl_app.processes import free_ports; print(*free_ports(2))')
+port=$("$python" -P -c 'from fl_app.processes import free_ports; print(*free_ports(1))')
 case $SLURM_PROCID in
 {nodes}
 esac
@@ -188,10 +187,10 @@ def slurm(inventory: Inventory) -> str:
     link, count = inventory.superlink, len(inventory.supernodes)
     python = link.python
     alone = is_loopback(link.fleet_address)
-    work, health = shell.variable("work"), shell.variable("health")
+    work = shell.variable("work")
     address = link.fleet_address if alone else shell.variable("address")
     moved = dataclasses.replace(inventory, superlink=dataclasses.replace(link, fleet_address=address))
-    place = Place(work, str(Path(python).parent), (health, shell.variable("runtime"), health))
+    place = Place(work, str(Path(python).parent), (shell.variable("port"),))
     process = commands.superlink(moved, place)
     ca = [process.ca] if process.ca else []
     end = "import sys; from fl_app.processes import end_processes, processes_with; "
@@ -215,7 +214,7 @@ def slurm(inventory: Inventory) -> str:
         address=shell.word(address) if alone else "$(hostname -f)",
         keys=_KEYS.format(name=inventory.name, count=count) if inventory.secure else "",
         superlink=shell.line(process.command, process.environment),
-        answers=shell.line([python, "-P", "-c", check, process.http, *ca]),
+        answers=shell.line([python, "-P", "-c", check, process.health, *ca]),
         connection=shell.word(table) + (' "$work"' if inventory.secure else ""),
         register=_REGISTER.format(name=inventory.name) if inventory.secure else "",
         end=shell.word(end),

@@ -203,9 +203,11 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
     """Run on a SuperLink named in Flower's config file."""
     from corolla.experiments.launch import flwr_run
     from deploy.connection import bad_certificate, require_known
+    from deploy.exposure import require_closed
     from fl_app.processes import flower_environment
 
     require_known(superlink)
+    require_closed(superlink)
     environment = flower_environment()
     try:
         where = f"--superlink {superlink} "

@@ -232,7 +232,13 @@ PLACE = Place("/state/lab", "/venv/bin", tuple(range(5001, 5020)))
 def test_superlink_command_with_tls() -> None:
     process = commands.superlink(parsed(), PLACE)
     assert process.command == (
-        "/venv/bin/flower-superlink",
+        sys.executable,
+        "-P",
+        "-m",
+        "deploy.superlink",
+        "--fleet",
+        "0.0.0.0:9092",
+        "--",
         "--ssl-ca-certfile",
         "/state/lab/keys/ca.crt",
         "--ssl-certfile",
@@ -240,23 +246,19 @@ def test_superlink_command_with_tls() -> None:
         "--ssl-keyfile",
         "/state/lab/keys/server.key",
         "--enable-supernode-auth",
-        "--fleet-api-address",
-        "0.0.0.0:9092",
         "--host",
         "127.0.0.1",
         "--port",
         "8000",
-        "--health-server-address",
-        "127.0.0.1:5001",
     )
-    assert process.http == "https://127.0.0.1:8000/health" and process.ca == "/state/lab/keys/ca.crt"
+    assert process.health == "https://127.0.0.1:8000/health" and process.ca == "/state/lab/keys/ca.crt"
 
 
 def test_superlink_listens_on_loopback_alone_when_that_is_its_address() -> None:
     for address, bound in (("127.0.0.1", "127.0.0.1:9092"), ("localhost", "127.0.0.1:9092"), ("::1", "[::1]:9092")):
         link = {"fleet-address": address, "database": "/var/lab.db"}
         command = commands.superlink(parsed("hosts: [{host: local}]", superlink=link), PLACE).command
-        assert command[command.index("--fleet-api-address") + 1] == bound
+        assert command[command.index("--fleet") + 1] == bound
         assert "--insecure" in command and "--enable-supernode-auth" not in command
         assert command[-2:] == ("--database", "/var/lab.db")
     ipv6 = commands.superlink(parsed("hosts: [{host: local}]", superlink={"fleet-address": "fd00::2"}), PLACE).command
@@ -283,12 +285,11 @@ def test_supernode_command_gpu_threads_and_data() -> None:
         "--host",
         "127.0.0.1",
         "--port",
-        "5002",
-        "--health-server-address",
-        "127.0.0.1:5003",
+        "5001",
         "--node-config",
         'partition-id=3 num-partitions=6 data-path="/site a" private-keys="/state/lab/keys/supernode-3.x25519"',
     )
+    assert process.health == "http://127.0.0.1:5001/health"
     assert process.environment == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
@@ -326,7 +327,7 @@ def test_supernodes_without_gpus_and_their_own_environment() -> None:
     assert second.environment["CUDA_VISIBLE_DEVICES"] == ""
     used = [word for process in (first, second) for word in process.command if word.startswith("50")]
     assert len(set(used)) == len(used)
-    assert commands.num_ports(lab, "local") == 5
+    assert commands.num_ports(lab, "local") == 2
 
 
 def test_tunnel_to_a_remote_superlink() -> None:

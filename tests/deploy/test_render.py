@@ -44,7 +44,7 @@ def test_a_shell_starts_what_the_launcher_would(tmp_path: Path) -> None:
     text = render.by_host(lab)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     link, first, second, third = arguments(text)
-    assert link[0] == "env" and "flower-superlink" in " ".join(link) and f"{tmp_path}/lab-keys/server.key" in link
+    assert link[0] == "env" and "deploy.superlink" in link and f"{tmp_path}/lab-keys/server.key" in link
     place = render._place(lab, "me@node2", "/opt/my corolla/bin/python")
     assert place.directory == f"{shell.variable('HOME')}/.local/state/corolla/clusters/lab"
     there = commands.Place("/home/me/.local/state/corolla/clusters/lab", place.scripts, place.ports)
@@ -63,7 +63,7 @@ def test_ports_of_a_host_differ(tmp_path: Path) -> None:
     for control in (8000, 9090):
         lab = inventory.parse({"superlink": {"control-port": control}, "hosts": hosts}, "lab", tmp_path)
         ports = render._place(lab, "local", "/p/python").ports
-        assert len({*ports, 9092, control}) == len(ports) + 2 == 9
+        assert len({*ports, 9092, control}) == len(ports) + 2 == 5
 
 
 def test_a_job_asks_for_what_the_inventory_has(tmp_path: Path) -> None:

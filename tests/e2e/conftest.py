@@ -81,9 +81,12 @@ class Cluster:
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "test"\n[superlink.test]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
         )
-        options = ["--host", "127.0.0.1", "--port", str(self.port), "--fleet-api-address", self.fleet]
+        options = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
         options += ["--database", str(self.home / "superlink.db")] if self.database else []
-        self._start("superlink", [*self.inside, script("flower-superlink"), "--insecure", *options])
+        self._start(
+            "superlink",
+            [*self.inside, sys.executable, "-P", "-m", "deploy.superlink", "--fleet", self.fleet, "--", *options],
+        )
         wait_for(lambda: self.processes["superlink"].poll() is not None or self._answers(), every=0.2)
         assert self.processes["superlink"].poll() is None, self.log("superlink")
 

@@ -21,12 +21,12 @@ FILES = {name: yaml.safe_load((DEPLOY / name).read_text()) for name in ("compose
 
 def start(cluster: Cluster, directory: Path, client_id: int, file: str, here: dict[str, str]) -> None:
     """Start a SuperNode by its container's command. here: what stands for what there."""
-    runtime, health = free_ports(2)
+    (port,) = free_ports(1)
     *shell, line = FILES[file]["services"][f"supernode-{client_id}"]["command"]
     here = {
         "$$": "$",
-        "superlink:9092": f"{cluster.fleet} --port {runtime}",
-        "127.0.0.1:9097": f"127.0.0.1:{health}",
+        "superlink:9092": cluster.fleet,
+        "--port 8000": f"--port {port}",
         "exec python ": f"exec {sys.executable} ",
         **here,
     }

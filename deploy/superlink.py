@@ -1,0 +1,197 @@
+"""A SuperLink whose fleet port takes SuperNodes' calls alone: `python -P -m deploy.superlink --fleet HOST:PORT -- OPTIONS`.
+
+OPTIONS are flower-superlink's. Flower 1.39 serves SuperNodes over gRPC on a port of their own. Newer versions serve
+SuperNodes, runs and control calls over HTTP on one port, so that whoever reaches it can submit code to every site. Here
+Flower's server listens on loopback alone. A second port, the fleet's, serves the same application behind `FleetOnly`.
+
+If Flower lacks the place for it, the SuperLink does not start. With `--grpc` a newer Flower serves SuperNodes of 1.39 at
+the fleet port, over gRPC as 1.39 does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import ipaddress
+import os
+import re
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+from fl_app.errors import UserError
+from fl_app.exit_codes import BAD_INPUT
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# calls of SuperNodes. A pattern of all that may pass, because a list of what may not would miss spellings: a server
+# decodes %2f in a path.
+_FLEET = re.compile(rb"/v1/fleet/[a-z-]+")
+_MODULE, _SERVER = "flwr.superlink.cli.flower_superlink", "uvicorn"
+MOST_BYTES = 64 << 20
+"""Most bytes of a request's body. Flower sends a message in pieces of at most 20 MB."""
+BACKLOG = 2048
+_FORBIDDEN, _TOO_LARGE = 403, 413
+# variables with which a newer Flower opens further ports: for control calls, and for SuperNodes over gRPC
+_CONTROL, _GRPC = "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"
+# of a closed web socket: against the server's policy
+_POLICY = 1008
+
+
+class FleetOnly:
+    """An ASGI application that refuses, on the fleet port, all but POST requests of SuperNodes.
+
+    app: Flower's. port: the fleet's. The kernel knows the port at which a connection arrived, so no header can forge it.
+    Elsewhere, and for the application's own start and end, app is called as it is.
+    """
+
+    def __init__(self, app: App, port: int) -> None:
+        self._app, self._port = app, port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or pass it on."""
+        if scope["type"] == "lifespan" or not self._is_fleet(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": _POLICY})
+        elif status := refused(scope):
+            headers = [(b"content-length", b"0"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_fleet(self, scope: Scope) -> bool:
+        server = scope.get("server")
+        # without a known port, as at a Unix socket, the fleet's rules hold
+        return not server or server[1] is None or server[1] == self._port
+
+
+def refused(scope: Scope) -> int:
+    """Return the HTTP status that refuses a request at the fleet port; 0 if it may pass.
+
+    A request passes if it is a POST to a fleet path, as it came over the wire, without a query, and declares how many bytes
+    its body has: at most MOST_BYTES.
+    """
+    path = scope.get("raw_path")
+    if scope["method"] != "POST" or not isinstance(path, bytes) or not _FLEET.fullmatch(path) or scope["query_string"]:
+        return _FORBIDDEN
+    lengths = [value for name, value in scope["headers"] if name.lower() == b"content-length"]
+    coded = any(name.lower() == b"transfer-encoding" for name, _ in scope["headers"])
+    if coded or len(lengths) != 1 or not re.fullmatch(rb"[0-9]{1,12}", lengths[0]):
+        return _FORBIDDEN
+    return _TOO_LARGE if int(lengths[0]) > MOST_BYTES else 0
+
+
+def main() -> None:
+    """Start a SuperLink."""
+    parser = argparse.ArgumentParser(prog="deploy.superlink")
+    parser.add_argument("--fleet", required=True, metavar="HOST:PORT")
+    parser.add_argument("--grpc", action="store_true", help="serve SuperNodes over gRPC, as Flower 1.39 does")
+    parser.add_argument("flower", nargs="*")
+    given = parser.parse_args()
+    try:
+        run(given.fleet, given.flower, given.grpc)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+
+
+def run(fleet: str, options: list[str], grpc: bool = False) -> None:
+    """Become a SuperLink with these options of flower-superlink.
+
+    fleet: HOST:PORT for SuperNodes. grpc: whether they connect over gRPC, which Flower 1.39 always uses. Raises
+    UserError before anything listens.
+    """
+    at = address(fleet)
+    for variable in (_CONTROL, _GRPC):
+        if variable in os.environ:
+            raise UserError(
+                f"{variable}: opens a port that is not guarded; unset it (--grpc serves SuperNodes over gRPC)"
+            )
+    for option in ("--fleet-api-address", "--fleet-api-type"):
+        if any(word.split("=")[0] == option for word in options):
+            raise UserError(f"{option}: --fleet names the address of SuperNodes, got {fleet}; leave {option} out")
+    flower = importlib.import_module(_MODULE)
+    old = serves_grpc(metadata.version("flwr"))
+    if not old:
+        guard(flower, None if grpc else at)
+    if grpc and not old:
+        os.environ[_GRPC] = "1"
+    if grpc or old:
+        options = [*options, "--fleet-api-address", fleet]
+    sys.argv = ["flower-superlink", *options]
+    flower.flower_superlink()
+
+
+def serves_grpc(version: str) -> bool:
+    """Return whether this version of Flower serves SuperNodes over gRPC on a port of their own."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (major, minor) < (1, 40)
+
+
+def address(text: str) -> tuple[str, int]:
+    """Return the host and the port of HOST:PORT; an IPv6 address has brackets. Raises UserError."""
+    host, _, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or "[" in host:
+        raise UserError(f"--fleet: must be HOST:PORT, got {text!r}")
+    return host, int(port)
+
+
+def guard(flower: Any, fleet: tuple[str, int] | None) -> None:
+    """Let Flower's module serve its application on loopback, and at the fleet's host and port behind `FleetOnly`.
+
+    fleet: None if Flower serves SuperNodes over gRPC. Raises UserError if the module no longer calls `uvicorn.run`.
+    """
+    uvicorn: Any = getattr(flower, _SERVER, None)
+    if not callable(getattr(uvicorn, "run", None)):
+        raise UserError(
+            f"flwr {metadata.version('flwr')}: its SuperLink cannot be guarded ({_MODULE} has no {_SERVER}.run); use a version "
+            "that docs/deployment.md names"
+        )
+
+    def serve(app: App, **options: Any) -> None:
+        if not is_loopback(str(options.get("host"))):
+            raise UserError(
+                f"--host: Flower's control calls must stay on loopback, got {options.get('host')!r}; SuperNodes use --fleet"
+            )
+        if options.get("workers", 1) != 1 or options.get("reload") or options.get("uds") or options.get("fd"):
+            raise UserError(
+                f"flwr {metadata.version('flwr')}: its SuperLink starts its server in a way that is not known here"
+            )
+        sockets = [listening(*fleet)] if fleet else []
+        config = uvicorn.Config(FleetOnly(app, fleet[1]) if fleet else app, **options)
+        server = uvicorn.Server(config)
+        server.run(sockets=[config.bind_socket(), *sockets])
+        if not server.started:
+            raise SystemExit(3)  # as uvicorn.run does
+
+    setattr(flower, _SERVER, SimpleNamespace(run=serve))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is an address of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at a host's port. Raises UserError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise UserError(f"--fleet: cannot listen on {host}, port {port}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()
