@@ -84,6 +84,10 @@ SET_BY_US = {
 }
 
 
+# keys that decide whether another key has an effect
+REFERRED_TO = {"method", "num-server-rounds", "dataset", "partition"}
+
+
 def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[dict[str, Scalar], RunConfig]:
     """Return a run's config, flat and parsed, from a preset or .toml file, the given keys and the options.
 
@@ -130,7 +134,9 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
     if how.superlink is None:
         config["num-clients"] = number_of_clients(config)
     parsed = resolve(config)
-    warn_of_settings(given, [(parsed, given if how.resume else {**base, **given})])
+    # a shipped preset's own values stand in its paper: they are no surprise while what they refer to is the preset's too
+    shipped = bool(preset) and not str(preset).endswith(".toml") and not given.keys() & REFERRED_TO
+    warn_of_settings(given, [(parsed, given if how.resume or shipped else {**base, **given})])
     name_plugins([config])
     return config, parsed
 
