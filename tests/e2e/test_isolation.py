@@ -27,7 +27,7 @@ from tests.e2e.conftest import COROLLA, settings, wait_for
 from tests.e2e.test_network import IP, NUMBERS, inside, ip
 from tests.experiments.test_namespace import ended_well, fork
 
-pytestmark = [pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(900)]
 
 NOBODY = 65534
 RAY_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -160,7 +160,7 @@ def test_nobody_outside_reaches_a_simulation(short: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", [flwr_run, corolla_run])
+@pytest.mark.parametrize("command", [pytest.param(flwr_run, marks=pytest.mark.nightly), corolla_run])
 def test_without_a_network_of_its_own_no_other_machine_joins(command: Callable[[Path], list[str]], short: Path) -> None:
     with running(command(short), short, network="host") as mark:
         found = listeners(mark)

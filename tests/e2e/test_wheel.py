@@ -253,6 +253,7 @@ def test_a_missing_extra_is_named(installed: Installed, here: Path) -> None:
     assert done.returncode == 2 and "pip install 'corolla[report]'" in " ".join(done.stderr.split())
 
 
+@pytest.mark.nightly
 def test_with_every_extra_from_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory, here: Path) -> None:
     with_all = install(tmp_path_factory.mktemp("all"), wheel, "all")
     code = (
