@@ -107,6 +107,7 @@ def run(
     """
     method = METHODS[config.method]
     method.check(config)
+    _check_time(config, simulated=hears)
     trackers.require(config.resolved)
     tasks.measured(config)
     flower_patches.install()
@@ -169,6 +170,17 @@ def run(
     finally:
         run_log.close()
         folder.close()
+
+
+def _check_time(config: RunConfig, simulated: bool) -> None:
+    """Raise UserError if time is simulated where clients answer in real time, or the other way round."""
+    if config.is_timed and not simulated:
+        raise UserError(f"speeds: a deployment's clients answer in real time; leave it none, got {config.speeds!r}")
+    if config.replay and not simulated:
+        raise UserError(f"replay: a run is repeated in a simulation; leave out --superlink, got {config.replay!r}")
+    if config.closes_early and simulated and not (config.is_timed or config.replay):
+        name = "quorum" if config.quorum < 1 else "round-deadline"
+        raise UserError(f"{name}: who answers first in a simulation follows from the key speeds; set it too")
 
 
 def _fitted(

@@ -178,18 +178,18 @@ def either(words: Iterable[str]) -> str:
 
 
 def path_prefixes(key: str) -> tuple[str, ...]:
-    """Return the prefixes, colon included, that come before a path in a value of `dataset` or `partition`."""
-    if key == "partition":
+    """Return the prefixes, colon included, that come before a path in a value of `dataset`, `partition` or `speeds`."""
+    if key in ("partition", "speeds"):
         return (OWN_PARTITION,)
     return tuple(f"{source.prefix}:" for source in SOURCES.values() if source.path)
 
 
 def path_in(key: str, value: str) -> str:
-    """Return the path in a value of `dataset` or `partition`, "" if it has none."""
+    """Return the path in a value of `dataset`, `partition` or `speeds`, "" if it has none."""
     return next((value.removeprefix(prefix) for prefix in path_prefixes(key) if value.startswith(prefix)), "")
 
 
-PLACES = ("output-dir", "data-dir", "state-dir", "initial-weights")
+PLACES = ("output-dir", "data-dir", "state-dir", "initial-weights", "replay")
 """Keys that have a path as value."""
 
 
@@ -203,7 +203,7 @@ def anchored(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     for key in PLACES:
         if out.get(key) and isinstance(out[key], str):
             out[key] = absolute(out[key])
-    for key in ("dataset", "partition"):
+    for key in ("dataset", "partition", "speeds"):
         value = out.get(key)
         if isinstance(value, str) and (path := path_in(key, value)):
             out[key] = value.removesuffix(path) + absolute(path)

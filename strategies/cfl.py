@@ -97,6 +97,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
 
     # clients of different clusters send different models
     spread = math.inf
+    reads_moves = True
 
     def models(self) -> list[Model]:
         """Return the clusters' models; at first there is one."""
@@ -127,7 +128,8 @@ class CFL(PersonalizedStrategy[CFLParams]):
             rows = np.flatnonzero(clusters == k)
             if len(rows):
                 W, B = (stack if len(rows) == len(stack) else stack[rows] for stack in (uploads.W, uploads.B))
-                models[k] = Model(aggregate.weighted_mean(W), aggregate.weighted_mean(B))
+                once = uploads.once[rows]
+                models[k] = Model(aggregate.weighted_mean(W, once), aggregate.weighted_mean(B, once))
         self.memory |= {
             "models": np.stack([m.params for m in models]),
             "statistics": np.stack([m.buffers for m in models]),

@@ -44,6 +44,7 @@ from fl_app.wire import Expected
 from strategies import aggregate
 from strategies.aggregate import Stack
 from strategies.base import (
+    AGE,
     OWN_MODEL,
     ClientState,
     LocalUpdate,
@@ -174,6 +175,7 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
     """
 
     warned = False
+    not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
     # the last round's uploads, and the absent clients' cloud models that were computed last
     _last: tuple[Stack, Stack] | None = None
     _computed: Mapping[int, Model] = MappingProxyType({})

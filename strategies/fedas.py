@@ -113,7 +113,7 @@ class FedAS(FedAvg[FedASParams]):
         traces = np.array([float(metrics[INFORMATION]) for metrics in uploads.metrics])
         if self.config.max_size_weight:
             traces = capped(traces, self.config.max_size_weight)
-        return fisher_weights(traces)
+        return fisher_weights(traces) * uploads.once
 
 
 class FedASUpdate(LocalUpdate[FedASParams]):

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +39,7 @@ from fl_app.privacy.sketch import overlaps
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
+    AGE,
     ClientState,
     LocalUpdate,
     Method,
@@ -284,6 +286,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
     """Server half. Kept per client: its last personalized model and its mask."""
 
     robust = RULES
+    not_late = MappingProxyType({AGE: "the means over a client's collaborators are unweighted"})
 
     def expected(self) -> Expected:
         """Return the form of an upload: a mask with exactly K critical parameters, or with any number."""
@@ -301,7 +304,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         A private run weights its groups' means by them too. In a plain run the collaborators' means (Eq. 10) are
         unweighted.
         """
-        return uploads.sizes if self.params.weighting == "samples" else np.ones_like(uploads.sizes)
+        return uploads.sizes if self.params.weighting == "samples" else uploads.once
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Apply Eq. 7-11 to the round's clients."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -41,6 +42,7 @@ from fl_app.wire import Expected, Upload
 from strategies import components
 from strategies.aggregate import Stack
 from strategies.base import (
+    MOVED,
     ClientState,
     Drawings,
     LocalUpdate,
@@ -181,6 +183,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
     Memory: `centres` float64 [K, C], `models` float32 [K, d] and `statistics` [K, b]; later `classifier` [KfC + C].
     """
 
+    not_late = MappingProxyType({MOVED: "in its second phase clients upload a classifier, which fedbuff does not move"})
     # classifiers trained on few batches lie apart: 3.1 times the usual distance was seen
     spread = 2.0
     robust = RULES
@@ -274,14 +277,14 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         return {"classifiers": intake.extras[CLASSIFIER]} if self.grown else {}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the classifier that all clients are sent."""
-        return {"classifiers": self.classifier()} if self.grown else {}
+        """Return the classifier that the client was sent."""
+        return {"classifiers": self.extras_sent_to(client_id)[CLASSIFIER]} if self.grown else {}
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average models per cluster, weighted by samples; average classifiers without weights."""
         averaging, chosen = self.averaging_of(uploads), np.array([self.cluster_of(i) for i in uploads.ids])
         if self.grown:
-            self.memory[CLASSIFIER] = averaging.mean(uploads.extras[CLASSIFIER])
+            self.memory[CLASSIFIER] = averaging.mean(uploads.extras[CLASSIFIER], uploads.once)
             for client_id, k in zip(uploads.ids, chosen, strict=True):
                 self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
         else:

@@ -53,6 +53,7 @@ from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
+    AGE,
     ClientState,
     LocalUpdate,
     Method,
@@ -262,6 +263,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
     """Server half. Kept per client: its last personalized model. There is no global model."""
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
+    not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
 
     def expected(self) -> Expected:
         """Return the form of an upload: a mask with exactly K ones and, if configured, the one-step guidance model."""

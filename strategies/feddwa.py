@@ -38,6 +38,7 @@ from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, feddac
 from strategies.base import (
+    AGE,
     ClientState,
     LocalUpdate,
     Method,
@@ -79,6 +80,7 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
     """Server half. Kept per client: the mixture it is sent, `params` and `buffers`."""
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
+    not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
 
     def expected(self) -> Expected:
         """Return the form of an upload: the model and, if it is trained, the guidance."""
@@ -91,7 +93,7 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
         if guidance is None:
             guidance = self.stack_like(uploads.W)
             for row, w, i in zip(guidance, uploads.W, uploads.ids, strict=True):
-                np.subtract(2 * w, self.model_for(i).params, out=row)
+                np.subtract(2 * w, self.sent_to(i).params, out=row)
         weights = neighbour_weights(guidance, uploads.W, self.params.neighbours)
         params = aggregate.mix(uploads.W, weights, out=uploads.W)
         buffers = aggregate.mix(uploads.B, weights)

@@ -30,6 +30,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,8 @@ from fl_app.keys import POSITIVE, key
 from fl_app.layout import Model
 from strategies.aggregate import block_means, mean_block, weighted_mean
 from strategies.base import (
+    AGE,
+    MOVED,
     ClientState,
     LocalUpdate,
     Method,
@@ -91,6 +94,8 @@ class FedDyn(FedAvg[FedDynParams]):
     # h must be the mean of the lambda_i of all clients, so no upload may be left out
     robust = frozenset()
     streams = True
+    reads_moves = True
+    not_late = MappingProxyType({what: "h must be the mean of whole updates" for what in (AGE, MOVED)})
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads."""

@@ -31,6 +31,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies import aggregate
 from strategies.base import (
+    LATE,
     ClientState,
     LocalUpdate,
     Method,
@@ -117,6 +119,8 @@ def most_liked(
 
 class FedFomo(PersonalizedStrategy[FedFomoParams]):
     """Server half. Kept per client: its last upload, `params` and `buffers`, and `affinity` float32 [N]."""
+
+    not_late = MappingProxyType({LATE: "its scores are about the models that were offered in its own round"})
 
     def summary(self) -> None:
         """Log the run's settings; warn that clients receive each other's models."""

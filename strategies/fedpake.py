@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -51,6 +52,7 @@ from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key, specs
 from fl_app.layout import Model
 from strategies.aggregate import Stack, weighted_mean
 from strategies.base import (
+    AGE,
     LocalUpdate,
     Method,
     Overview,
@@ -476,6 +478,8 @@ def _numbered_by_first(labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
 
 class FedPake(PersonalizedStrategy[FedPakeParams]):
     """Server half."""
+
+    not_late = MappingProxyType({AGE: "the clusters of parameters count every client once"})
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Aggregate layer by layer, and note each layer's split."""

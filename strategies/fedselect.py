@@ -171,23 +171,24 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
             raise WireError(f"{count} parameters that the mask marks as personal are not 0")
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
-        """Return the shared values to compare, with the global model's in place of personal ones.
+        """Return the shared values to compare, with those that the client was sent in place of personal ones.
 
         It overwrites personal values in `intake.W`, which `aggregate` does not read.
         """
         assert intake.bits is not None
         for row in intake.rows:
             personal = masks.unpack(intake.bits[row], self.layout.d)
-            intake.W[row, personal] = self.global_model.params[personal]
+            intake.W[row, personal] = self.sent_to(intake.ids[row]).params[personal]
         return super().compared(intake)
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the global model, as in `compared`."""
-        return {"parameters": self.global_model.params, "BatchNorm statistics": self.global_model.buffers}
+        """Return the global model that the client was sent, as in `compared`."""
+        sent = self.sent_to(client_id)
+        return {"parameters": sent.params, "BatchNorm statistics": sent.buffers}
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return the weights of the mean: by samples, or all equal."""
-        return uploads.sizes if self.params.weighting == "samples" else np.ones_like(uploads.sizes)
+        return uploads.sizes if self.params.weighting == "samples" else uploads.once
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average the shared parameters; note how many parameters of every tensor are personal."""

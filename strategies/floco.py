@@ -260,6 +260,7 @@ class FLOCO(FedAvg[FLOCOParams]):
     `total` float64 [1].
     """
 
+    reads_moves = True
     # the clients that `sample` drew: in round tau - 1 all clients train, but only these are averaged
     _averaged: frozenset[int] = frozenset()
 

@@ -122,7 +122,7 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads."""
-        return np.ones_like(uploads.sizes)
+        return uploads.once
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Step towards the unweighted mean; take the plain mean of the statistics."""

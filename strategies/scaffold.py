@@ -30,6 +30,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from fl_app.layout import Model
 from fl_app.wire import Upload, WireError
 from strategies.aggregate import block_means, mean_block, weighted_mean
 from strategies.base import (
+    LATE,
     ClientState,
     Correction,
     LocalUpdate,
@@ -128,6 +130,9 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
     # c must be the mean of the c_i of all clients, so no upload may be left out
     robust = frozenset()
     streams = True
+    not_late = MappingProxyType(
+        {LATE: "a control variate's change counts from the c and the learning rate of its own round"}
+    )
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads."""

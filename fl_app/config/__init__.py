@@ -26,6 +26,7 @@ from fl_app.config.rules import (
     upload_interval,
     with_implied,
 )
+from fl_app.config.timing import TimingKeys
 from fl_app.keys import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -74,7 +75,7 @@ def share_of(count: int, share: float) -> int:
 
 
 @dataclass(frozen=True)
-class RunConfig(PrivacyKeys, ExperimentKeys):
+class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     """Everything that defines a run. docs/config.md describes every key."""
 
     # local training

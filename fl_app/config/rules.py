@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_app.config.timing import check_timing
 from fl_app.errors import UserError
 from fl_app.files import names_are_shown, nearest_path
 from fl_app.keys import Scalar, nearest
@@ -168,6 +169,7 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
     if values["initial-weights-partial"] and not values["initial-weights"]:
         problems.append("initial-weights-partial: needs initial-weights, the file to take tensors from")
+    check_timing(values, problems)
 
 
 def check_client(values: Mapping[str, Any], problems: list[str]) -> None:

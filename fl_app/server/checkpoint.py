@@ -30,6 +30,8 @@ log = logging.getLogger("corolla")
 DIRECTORY = "checkpoints"
 # Key of a checkpoint's JSON: the files with the clients' arrays.
 CLIENTS = "client-files"
+# Key of a checkpoint's JSON, and prefix of its arrays: the works of clients that were late.
+LATE = "late"
 _KEEP = 2
 
 
@@ -119,10 +121,11 @@ def load_latest(run: Path) -> Checkpoint:
 
 
 def versions_kept(run: Path) -> dict[int, tuple[str, ...]]:
-    """Return, by client id, the generations of client state that the checkpoints on disk name."""
+    """Return, by client id, the generations of client state that the checkpoints on disk name, those of late uploads too."""
     found: dict[int, set[str]] = {}
     for meta in _metas(run):
-        for client_id, version in meta["versions"].items():
+        late = {work["client_id"]: work["version"] for work in meta.get(LATE, [])}
+        for client_id, version in [*meta["versions"].items(), *late.items()]:
             found.setdefault(int(client_id), set()).add(version)
     return {client_id: tuple(sorted(filter(None, versions))) for client_id, versions in found.items()}
 

@@ -21,11 +21,12 @@ from fl_app.server.roster import POLL_SECONDS, Roster
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's reply: its content, or the cause if there is none."""
+    """One client's reply: its content, or the cause if there is none. late: whether it answers an earlier `ask`."""
 
     client_id: int
     content: RecordDict | None
     cause: str = ""
+    late: bool = False
 
     def usable(self) -> RecordDict:
         """Return the content. Raises WireError with the cause if there is none."""
@@ -58,6 +59,9 @@ class Exchange:
         self.useful_messages = grid.useful_messages if isinstance(grid, InProcessGrid) else math.inf
         self.hears = hears
         self._traces: set[str] = set()
+        # message id -> client id, of messages that an `ask` ended without; and their replies that another step received
+        self._late: dict[str, int] = {}
+        self._kept: list[Reply] = []
         link = superlink.connect(grid)
         self.inbox = Inbox(grid, link)
         self.roster = Roster(grid, config, progress, link)
@@ -81,11 +85,19 @@ class Exchange:
             content, self.roster.node(client_id), kind, group_id=str(round), ttl=self.config.round_timeout + 60
         )
 
-    def ask(self, what: str, requests: Iterable[Message], timeout: float, total: int) -> Iterator[Reply]:
+    def ask(
+        self,
+        what: str,
+        requests: Iterable[Message],
+        timeout: float,
+        total: int,
+        ends: Callable[[], bool] | None = None,
+    ) -> Iterator[Reply]:
         """Send `total` messages, built one at a time, and yield every reply as it arrives, failures included.
 
         what: the step, for progress. timeout: seconds after which a client without a reply is given up, counted from
-        its message.
+        its message. ends: returns whether to end before all have replied. The other replies then are late: they are
+        yielded, marked as such, by the next call that has `ends`.
         """
         requests = iter(requests)
         # message id -> client id, bytes
@@ -100,6 +112,12 @@ class Exchange:
         self.progress(what, done, total)
         try:
             while waiting or unsent:
+                while ends and self._kept:
+                    yield self._kept.pop(0)
+                if ends and not unsent and ends():
+                    self._late |= {message_id: client_id for message_id, (client_id, _) in waiting.items()}
+                    waiting.clear()
+                    break
                 while unsent and in_flight < self.in_flight and len(waiting) < self.useful_messages:
                     message = next(requests)
                     unsent -= 1
@@ -121,17 +139,32 @@ class Exchange:
                 # free each answer before the next one
                 while answers:
                     answer = answers.popleft()
-                    client_id, size = waiting.pop(answer.message_id)
-                    in_flight -= size
-                    count()
-                    reply = Reply(client_id, answer.content, answer.cause)
+                    late = answer.message_id in self._late
+                    if late:
+                        client_id = self._late.pop(answer.message_id)
+                    else:
+                        client_id, size = waiting.pop(answer.message_id)
+                        in_flight -= size
+                        count()
+                    reply = Reply(client_id, answer.content, answer.cause, late)
                     del answer
                     self._hear(reply)
-                    yield reply
+                    if late and not ends:
+                        self._kept.append(reply)
+                    else:
+                        yield reply
                     del reply
         finally:  # also if the caller stops early
             for message_id in waiting:
                 self.inbox.forget(message_id)
+
+    def abandon(self, client_ids: Iterable[int]) -> None:
+        """Expect no late replies of these clients any more."""
+        gone = set(client_ids)
+        for message_id in [name for name, client_id in self._late.items() if client_id in gone]:
+            del self._late[message_id]
+            self.inbox.forget(message_id)
+        self._kept = [reply for reply in self._kept if reply.client_id not in gone]
 
     def _hear(self, reply: Reply) -> None:
         """Log a client's output, and its traceback unless an earlier client had the same.

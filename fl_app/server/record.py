@@ -240,10 +240,11 @@ def mean_and_pooled(rows: list[Record], name: str, squares: bool = False) -> tup
         pooled = float(summed / weights.sum()) if weights.sum() > 0 else math.nan
         pooled = math.sqrt(pooled) if squares else pooled
         mean = float(values.mean())
-    return _short(mean), _short(pooled)
+    return short(mean), short(pooled)
 
 
-def _short(value: float) -> float | None:
+def short(value: float) -> float | None:
+    """Return a number to 12 digits, None if it is not finite."""
     # 0.97, not 0.9700000000000001
     return float(f"{value:.12g}") if math.isfinite(value) else None
 

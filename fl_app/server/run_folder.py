@@ -31,7 +31,7 @@ from fl_app.keys import Scalar, own, show, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
-from fl_app.server import client_rows, kept_uploads, matrices
+from fl_app.server import arrivals, client_rows, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.sources import NODE, PLACES, anchored, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
@@ -46,6 +46,8 @@ RUN = "run.json"
 CLIENTS = "clients.json"
 # A run that finds this file ends after its round.
 STOP = "stop"
+# Key of a round's record that is kept in arrivals.jsonl.
+ARRIVALS = "arrivals"
 # copies of the user's own files that the run uses
 PLUGINS = "plugins"
 MODELS = "models"
@@ -196,16 +198,21 @@ class RunFolder:
         lines += [json.dumps(line, allow_nan=False)] if line else []
         with explain_full_disk("output-dir", self.path):
             matrices.cut(self.path, round)
+            arrivals.cut(self.path, round - 1)
+            if ARRIVALS in record:
+                arrivals.append(self.path, {"round": round, **record[ARRIVALS]})
             kept_uploads.cut(self.path, round)
             if self._rows:
                 self._rows.cut(round, parts)
         self.write(METRICS, "".join(line + "\n" for line in lines))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a round to metrics.jsonl. Clients' rows that are kept elsewhere are written first."""
+        """Append a round to metrics.jsonl. What is kept elsewhere, arrivals and many clients' rows, is written first."""
         line, parts = self._parted(record)
         text = json.dumps(line, allow_nan=False) + "\n"
         with explain_full_disk("output-dir", self.path):
+            if ARRIVALS in record:
+                arrivals.append(self.path, {"round": record["round"], **record[ARRIVALS]})
             if self._rows:
                 self._rows.append(int(record["round"]), parts)
             with open(self.path / METRICS, "a", encoding="utf-8", opener=opener) as file:
@@ -229,8 +236,9 @@ class RunFolder:
 
     def _parted(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], client_rows.Parts]:
         """Return a round's line of metrics.jsonl, and the clients' rows that are kept elsewhere."""
+        record = {name: value for name, value in record.items() if name != ARRIVALS}
         if not self._rows or not record:
-            return dict(record), {}
+            return record, {}
         parts = {TRAINING: record["clients"]}
         line = {name: value for name, value in record.items() if name != "clients"}
         if "evaluation" in line:

@@ -23,10 +23,14 @@ from strategies.base.method import (
     no_tensors,
 )
 from strategies.base.overview import Overview
+from strategies.base.server_half import AGE, LATE, MOVED
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.base.uploads import Sums, Uploads
 
 __all__ = [
+    "AGE",
+    "LATE",
+    "MOVED",
     "OWN_MODEL",
     "AnyMethod",
     "ClientState",

@@ -14,7 +14,7 @@ from fl_app.layout import Layout
 from strategies.base.local_update import LocalUpdate
 from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
-from strategies.engine import private
+from strategies.engine import late, private
 
 if TYPE_CHECKING:
     from torch import nn
@@ -114,6 +114,7 @@ class Method(Generic[P]):
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
         if config.evaluate_global:
             self._check_global(config)
+        late.check(config, self.strategy)
         if config.private:
             private.check(config, self.strategy, "" if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:

@@ -28,6 +28,17 @@ from strategies.robust import Averaging
 log = logging.getLogger("corolla")
 P = TypeVar("P")
 
+LATE, AGE, MOVED = "late", "age", "moved"
+"""Uses of a late upload that a method may refuse (`ServerHalf.not_late`)."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a client was sent: a model, and the method's extra arrays by name."""
+
+    model: Model
+    extras: Mapping[str, NDArray[Any]]
+
 
 @dataclass
 class RoundState:
@@ -39,6 +50,7 @@ class RoundState:
     - `expected`: the form that every upload of the round must have.
     - `uploads`: the uploads that `personalize` works on, while it runs.
     - `client_notes`, `round_notes`: values that the method adds to the round's record.
+    - `started_from`: by client, what it was sent, if its upload is a late one that counts from there (`sent_to`).
     """
 
     round: int = 0
@@ -47,6 +59,7 @@ class RoundState:
     uploads: Uploads | None = None
     client_notes: dict[int, Record] = field(default_factory=dict)
     round_notes: Record = field(default_factory=dict)
+    started_from: dict[int, Sent] = field(default_factory=dict)
 
 
 class Cohorts(Protocol):
@@ -86,6 +99,12 @@ class ServerHalf(ABC, Generic[P]):
     # `weighted_mean`. An upload's weight does not depend on other uploads. Uploads are then added up as they come, and no stack is
     # kept. A subclass that overrides `personalize`, `weights`, `averaging_of`, `compared` or `summed` must declare it again.
     streams: ClassVar[bool] = False
+    # Why late uploads (key `staleness`) cannot be used: LATE for none at all, AGE if an upload's age cannot lower its weight
+    # (`staleness-decay` below 1), MOVED for `staleness-rule = fedbuff`.
+    not_late: ClassVar[Mapping[str, str]] = {}
+    # Whether `personalize` works on the differences between uploads and `model_for`. Late uploads then come as if they had
+    # started from `model_for`: their own difference is added to it.
+    reads_moves: ClassVar[bool] = False
     # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
     spread: ClassVar[float] = 1.0
 
@@ -221,8 +240,8 @@ class ServerHalf(ABC, Generic[P]):
 
         Distances are also taken from these values, so that the server's own moves do not count.
         """
-        model = self.model_for(client_id)
-        extras = self.download_extras(client_id) if self.compared_extras else {}
+        model = self.sent_to(client_id)
+        extras = self.extras_sent_to(client_id) if self.compared_extras else {}
         own = {what: extras.get(name, model.params) for what, name in self.compared_extras.items()}
         return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
 
@@ -289,6 +308,16 @@ class ServerHalf(ABC, Generic[P]):
         """Return the model kept for a client as `params` and `buffers`; the global model if there is none."""
         mine = self.personal.get(client_id)
         return self.global_model if mine is None else Model(mine["params"], mine["buffers"])
+
+    def sent_to(self, client_id: int) -> Model:
+        """Return the model that a client's upload of this round counts from: `model_for` it, or what a late client was sent."""
+        late = self.attempt.started_from.get(client_id)
+        return self.model_for(client_id) if late is None else late.model
+
+    def extras_sent_to(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the extra arrays that a client was sent with the model of `sent_to`."""
+        late = self.attempt.started_from.get(client_id)
+        return self.download_extras(client_id) if late is None else late.extras
 
     def stack_like(self, stack: Stack) -> Stack:
         """Return an unfilled stack like one of the round's. It lies on the disk if that one is too large for memory."""

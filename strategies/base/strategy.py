@@ -27,6 +27,7 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
 
     - From uploads to models: `personalize`, which every method writes, `weights`, `summed` and `averaging_of`.
     - From models to downloads: `model_for` and `download_extras`.
+    - Late uploads: `not_late`, `reads_moves` and `sent_to`.
     - Requests and checks: `sample`, `expected`, `expected_from`, `check`, `complete`, `compared` and `compared_with`.
     - Private rounds: `sum_groups` and `personalize_sums`.
     - Models that leave the run: `personal_model`, `exported_global`, `exported_layout` and `has_global_model`.

@@ -33,6 +33,7 @@ class Uploads:
     - `extras`: the method's arrays by name, [N, ...].
     - `metrics`: each client's numbers by name.
     - `summed`: sums over clients by name (`ServerHalf.summed`), if uploads were added up as they came.
+    - `factors`: the factor of each upload's age on its weight, float64 [N]; `sizes` have it already. None: all are 1.
 
     The stacks belong to the method: it may change and keep them. If uploads were added up as they came
     (`ServerHalf.streams`), `W` and `B` are `Folded` and have no rows.
@@ -46,13 +47,20 @@ class Uploads:
     extras: dict[str, NDArray[Any]]
     metrics: list[Mapping[str, Scalar]]
     summed: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    factors: NDArray[np.float64] | None = None
+
+    @property
+    def once(self) -> NDArray[np.float64]:
+        """The weights of means in which every client counts once, float64 [N]: 1, and less for late uploads."""
+        return np.ones_like(self.sizes) if self.factors is None else self.factors
 
     def rows(self, chosen: list[int]) -> Uploads:
         """Return copies of the chosen rows of every stack."""
         bits = None if self.bits is None else self.bits[chosen]
         extras = {name: stack[chosen] for name, stack in self.extras.items()}
         ids, metrics = [self.ids[k] for k in chosen], [self.metrics[k] for k in chosen]
-        return Uploads(ids, self.W[chosen], self.B[chosen], self.sizes[chosen], bits, extras, metrics)
+        factors = None if self.factors is None else self.factors[chosen]
+        return Uploads(ids, self.W[chosen], self.B[chosen], self.sizes[chosen], bits, extras, metrics, factors=factors)
 
 
 class DeclaredSizes(Uploads):
@@ -95,7 +103,10 @@ class Sums:
 
 @dataclass
 class Intake:
-    """Stacks that replies are decoded into, with one row for each sampled client."""
+    """Stacks that replies are decoded into, with one row for each client whose upload may come.
+
+    factors: by client, the factor of its upload's age on its weight; 1 for clients that are not in it.
+    """
 
     ids: list[int]
     expected: Expected
@@ -106,6 +117,7 @@ class Intake:
     sizes: NDArray[np.float64]
     metrics: dict[int, Mapping[str, Scalar]] = field(default_factory=dict)
     upload_bytes: dict[int, int] = field(default_factory=dict)
+    factors: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def row_of(self) -> dict[int, int]:

@@ -18,6 +18,7 @@ from fl_app.server.run_folder import name_of
 from fl_app.wire import Expected, WireError
 from strategies.base.server_half import RoundState
 from strategies.base.uploads import Intake
+from strategies.engine.late import Work
 
 log = logging.getLogger("corolla")
 
@@ -29,9 +30,11 @@ class Attempt(RoundState):
     generation: distinguishes the client states of different attempts. intake: the stacks or sums that uploads are
     decoded into. sent: bytes sent to each client. received: bytes of each client's upload, dropped ones included.
     failures: all failures. causes: each client's last cause. heads: how the logged causes begin. far: far uploads that are
-    used. clients: an evaluation's entries. between: the method's notes between clients, after `record`. earlier:
-    attempts at the same round that do not count. spoilt_by: why this attempt does not count. without: clients that the
-    repetition of a private round does not ask.
+    used. works: by client, its work on the round. connected: the clients that it could ask. working: clients that still
+    worked for an earlier round when it began. ended: clients whose work has ended. missed: works that have not. arrivals:
+    the ends of works. clients: an evaluation's entries. between: the method's notes between clients, after `record`.
+    earlier: attempts at the same round that do not count. spoilt_by: why this attempt does not count. without: clients
+    that the repetition of a private round does not ask.
     """
 
     generation: int = 0
@@ -42,6 +45,12 @@ class Attempt(RoundState):
     causes: dict[int, str] = field(default_factory=dict)
     heads: set[str] = field(default_factory=set)
     far: list[Record] = field(default_factory=list)
+    arrivals: list[Record] = field(default_factory=list)
+    connected: list[int] = field(default_factory=list)
+    working: frozenset[int] = frozenset()
+    ended: set[int] = field(default_factory=set)
+    missed: dict[int, Work] = field(default_factory=dict)
+    works: dict[int, Work] = field(default_factory=dict)
     clients: dict[int, Record] = field(default_factory=dict)
     between: dict[str, Between] = field(default_factory=dict)
     earlier: list[Attempt] = field(default_factory=list)
@@ -50,12 +59,7 @@ class Attempt(RoundState):
 
     def fail(self, client_id: int, step: str, became: str, error: Exception) -> None:
         """Note and log why a client's reply to a step is not used."""
-        # Any other exception comes from a fault that no check covers.
-        if not isinstance(error, WireError):
-            log.debug("client %d", client_id, exc_info=error)
-            error = WireError(f"malformed reply: {describe(error)}")
-        # A client's own errors may begin with its name.
-        cause = str(error).removeprefix(f"client {client_id}: ")
+        cause = cause_of(client_id, error)
         self.failures.append({"client": client_id, "cause": cause})
         # an attempt that is repeated fails for the same causes as a rule
         known = any(attempt.causes.get(client_id) == cause for attempt in self.earlier)
@@ -83,12 +87,14 @@ class Attempt(RoundState):
         method declares. Its notes between clients are in `between` afterwards, and not in the record.
         """
         intake = self.intake
-        used = [i for i in self.sent if i in intake.metrics]
+        used = [i for i in intake.ids if i in intake.metrics]
         notes = matrices.divided(self.round_notes, self.client_notes, used, figures)
         self.between = notes.between
         samples = dict(zip(intake.ids, map(int, intake.sizes), strict=True))
         rows = {
-            i: records.client_row(intake.metrics[i], samples[i], intake.upload_bytes[i], self.sent[i], notes.clients[i])
+            i: records.client_row(
+                intake.metrics[i], samples[i], intake.upload_bytes[i], self.sent.get(i, 0), notes.clients[i]
+            )
             for i in used
         }
         failures = [{**f, "attempt": k} for k, attempt in enumerate(self.earlier, 1) for f in attempt.failures]
@@ -100,6 +106,16 @@ class Attempt(RoundState):
             self.round, rows, sent_bytes, received_bytes, notes.round, failures, measured, own, validation
         )
         return record | {"far": self.far} if self.far else record
+
+
+def cause_of(client_id: int, error: Exception) -> str:
+    """Return why a client's reply is not used, in words."""
+    # Any other exception comes from a fault that no check covers.
+    if not isinstance(error, WireError):
+        log.debug("client %d", client_id, exc_info=error)
+        error = WireError(f"malformed reply: {describe(error)}")
+    # A client's own errors may begin with its name.
+    return str(error).removeprefix(f"client {client_id}: ")
 
 
 class TooFewResults(Exception):

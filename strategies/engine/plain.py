@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
@@ -24,6 +25,7 @@ from strategies.engine.streaming import FoldedIntake, streams, why_kept
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
+Numbers = Mapping[str, Scalar]
 
 
 class PlainRounds:
@@ -71,10 +73,13 @@ class PlainRounds:
     def check(self, client_id: int, upload: Upload) -> Upload:
         """Let the method check an upload, and return it in the form of the round's stacks."""
         self.server.check(upload)
-        upload = self.server.complete(client_id, upload)
+        return self.server.complete(client_id, upload)
+
+    def accept(self, attempt: Attempt, client_id: int, upload: Upload, metrics: Numbers, nbytes: int) -> None:
+        """Put a checked upload into the round's stacks, or add it to its sums."""
         if self.folded is not None and not math.isinf(self.server.spread):
             self.folded.note_moves(client_id, upload, self._sent(client_id))
-        return upload
+        attempt.intake.accept(client_id, upload, metrics, nbytes)
 
     def screen(self, attempt: Attempt) -> Uploads:
         """Drop far uploads by name and return the others. Raises TooFewResults below `min-results`, and has changed
@@ -82,7 +87,7 @@ class PlainRounds:
         """
         intake = attempt.intake
         outliers = self._outliers(attempt, intake)
-        require_results(intake, self.config.min_results, 1)
+        require_results(attempt, self.config.min_results, 1)
         self.outliers = [outlier for outlier in outliers if outlier.client_id in intake.metrics]
         refused = [outlier.client_id for outlier in outliers if outlier.client_id not in intake.metrics]
         self.screening.accept(attempt.round, intake.metrics, refused)
@@ -90,6 +95,9 @@ class PlainRounds:
         self._keep(attempt.round, uploads)
         if self.config.max_size_weight:
             uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
+        if intake.factors:
+            factors = np.array([intake.factors.get(i, 1.0) for i in uploads.ids])
+            uploads = dataclasses.replace(uploads, sizes=uploads.sizes * factors, factors=factors)
         intake.forget_stacks()
         return uploads
 
@@ -132,7 +140,7 @@ class PlainRounds:
 
     def _model_sent(self, client_id: int) -> Model:
         """Return the model that a client was sent."""
-        model = self.server.model_for(client_id)
+        model = self.server.sent_to(client_id)
         client_arrays.release(self.server.personal.get(client_id, {}))
         return model
 
@@ -169,11 +177,14 @@ class PlainRounds:
         return sent
 
 
-def require_results(intake: Intake, min_results: float, least: int) -> None:
-    """Raise TooFewResults unless at least a part `min_results` of the uploads is usable, and at least `least` of them."""
-    needed = max(least, math.ceil(min_results * len(intake.ids)))
-    if len(intake.metrics) < needed:
-        raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed")
+def require_results(attempt: Attempt, min_results: float, least: int) -> None:
+    """Raise TooFewResults unless at least a part `min_results` of the clients that were asked sent a usable upload, and at
+    least `least` of them. Late uploads of earlier rounds do not count.
+    """
+    asked = [i for i in attempt.intake.ids if i not in attempt.working]
+    needed, usable = max(least, math.ceil(min_results * len(asked))), sum(i in attempt.intake.metrics for i in asked)
+    if usable < needed:
+        raise TooFewResults(f"{usable} of {len(asked)} uploads usable, {needed} needed")
 
 
 def privacy_budget(config: RunConfig) -> list[str]:

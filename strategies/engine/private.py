@@ -205,11 +205,17 @@ class PrivateRounds:
         """Return the upload unchanged: it is masked, so there is nothing to check."""
         return upload
 
+    def accept(
+        self, attempt: Attempt, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int
+    ) -> None:
+        """Add an upload to its group's sum."""
+        attempt.intake.accept(client_id, upload, metrics, nbytes)
+
     def screen(self, attempt: Attempt) -> Sums:
         """Unmask the sums and return them. Raises TooFewResults if a client dropped out, and has changed nothing then."""
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
-        require_results(intake, self.config.min_results, GROUP_MIN)
+        require_results(attempt, self.config.min_results, GROUP_MIN)
         if absent := [i for i in intake.ids if i not in intake.metrics]:
             raise TooFewResults(
                 f"clients {absent} dropped out: without them the sums stay masked, so the others are asked again",

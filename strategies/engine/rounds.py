@@ -11,30 +11,38 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import Message
 
 from fl_app import stopping, tasks, wire
-from fl_app.errors import MethodFault, RoundFailed, UserError, listed
+from fl_app.errors import MethodFault, RoundFailed, UserError, counted, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, undefined_note
 from fl_app.server import checkpoint, client_arrays, kept_uploads, progress_protocol
 from fl_app.server import record as records
+from fl_app.server.arrivals import FAILED, Replay
+from fl_app.server.checkpoint import LATE
+from fl_app.server.clock import Answer, Clock, part_of
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.record import Record
-from fl_app.server.run_folder import RunFolder, name_of, read_metrics
+from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
 from fl_app.stopping import StopRule
 from fl_app.wire import Download, Expected, Upload, WireError
-from strategies.base.server_half import ServerHalf
+from strategies.base.server_half import Sent, ServerHalf
 from strategies.base.uploads import Intake
-from strategies.engine.attempt import Attempt, TooFewResults, failure_lines
+from strategies.engine import late
+from strategies.engine.attempt import Attempt, TooFewResults, cause_of, failure_lines
+from strategies.engine.late import Work
 
 log = logging.getLogger("corolla")
 
 _FORGET_SECONDS = 60.0
+# key of a checkpoint: the second of simulated time
+CLOCK = "clock"
 # The number of a generation of client state is starts of the server times this, plus retries of the round.
 _ATTEMPTS_PER_START = 100
 
@@ -70,6 +78,12 @@ class RoundProtocol(Protocol):
         """Return a decoded upload in the form in which it is taken in. Raises WireError to drop it."""
         ...
 
+    def accept(
+        self, attempt: Attempt, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int
+    ) -> None:
+        """Take a checked upload into the attempt's stacks or sums. Raises WireError to drop it."""
+        ...
+
     def screen(self, attempt: Attempt) -> Any:
         """Return the argument of `personalize`, made from all uploads. Raises TooFewResults, and has changed nothing then."""
         ...
@@ -96,12 +110,21 @@ class Rounds:
 
     versions: by client, the generation of its state that was accepted last. kept_versions: by client, the generations
     that durable checkpoints name. spent: by client, the most epsilon that its records have spent so far. ended_early:
-    why the run ends before its last round (`stop-when`); "" if it does not.
+    why the run ends before its last round (`stop-when`); "" if it does not. clock: simulated time; None if uploads
+    arrive when they come. working: by client, the work of earlier rounds that has not arrived.
     """
 
     def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
         self.server, self.exchange, self.folder, self.protocol = server, exchange, folder, protocol
         self.config = server.config
+        late.check_forms(server)
+        self.clock: Clock | Replay | None = None
+        if self.config.replay:
+            self.clock = Replay(Path(self.config.replay))
+        elif self.config.is_timed:
+            self.clock = Clock(self.config, server.full_layout.d)
+        self._began = 0.0
+        self.working: dict[int, Work] = {}
         self.measured = tasks.measured(server.config)
         self.validation = server.config.validation_ratio > 0
         self.versions: dict[int, str] = {}
@@ -178,6 +201,9 @@ class Rounds:
         With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
         models. Raises RoundFailed after the last attempt.
         """
+        self._began = time.monotonic()
+        if self.clock:
+            self.clock.begin(round)
         spoilt: list[Attempt] = []
         without: frozenset[int] = frozenset()
         for retry in range(self.config.round_retries + 1):
@@ -186,6 +212,7 @@ class Rounds:
                 return self.train_once(attempt, watch)
             except TooFewResults as error:
                 attempt.spoilt_by, without = str(error), without | error.absent
+                self.exchange.abandon(attempt.works.keys() - attempt.ended)
                 spoilt.append(attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
         raise RoundFailed(self._why_it_failed(round, spoilt))
@@ -200,7 +227,9 @@ class Rounds:
         watch.lap("prepare")
 
         ids = self.sample()
-        for reply in self.exchange.ask(self._name(), self.messages(ids, "train"), self.config.round_timeout, len(ids)):
+        messages, timeout = self.messages(ids, "train"), self.config.round_timeout
+        ends = None if self.clock or not self.config.closes_early else self._may_close
+        for reply in self.exchange.ask(self._name(), messages, timeout, len(ids), ends):
             watch.lap("wait")
             self.receive(reply)
             # free its arrays before the next one is read
@@ -230,18 +259,34 @@ class Rounds:
         """Return the clients that the attempt asks, and prepare for their uploads."""
         attempt = self.attempt
         ids = self._drawn()
-        attempt.intake = self.protocol.open(attempt, ids)
+        attempt.working = frozenset(self.working)
+        attempt.intake = self.protocol.open(attempt, sorted([*ids, *self.working]))
         attempt.sent = dict.fromkeys(ids, 0)
+        if not self.clock:
+            # of an attempt that did not count, or of a server that was restarted
+            for work in self.working.values():
+                if work.cause or work.upload is not None:
+                    self._arrive(work)
         return ids
 
+    def _may_close(self) -> bool:
+        """Return whether a round in real time has its quorum, or enough answers at its deadline."""
+        attempt, config = self.attempt, self.config
+        due = 0 < config.round_deadline <= time.monotonic() - self._began
+        answered = sum(i in attempt.intake.metrics for i in attempt.sent)
+        return answered >= part_of(config.min_results if due else config.quorum, len(attempt.sent))
+
     def _drawn(self) -> list[int]:
-        """Return the clients that the protocol chooses of the connected ones.
+        """Return the clients that the protocol chooses of the connected ones that are not working.
 
         A client that is refused when it introduces itself is not connected. The choice is then made again without it.
         """
-        unseen = self.config.unseen
+        unseen, working = self.config.unseen, self.working
         while True:
-            connected = [i for i in self.exchange.client_ids if i not in unseen]
+            connected = [i for i in self.exchange.client_ids if i not in unseen and i not in working]
+            if self.clock:
+                connected = self.clock.waits_for(connected)
+            self.attempt.connected = connected
             ids = self.protocol.sample(self.attempt, connected)
             if self.exchange.meet(ids):
                 return ids
@@ -264,35 +309,118 @@ class Rounds:
                 shared,
             )
             attempt.sent[client_id] = attempt.sent.get(client_id, 0) + wire.payload_bytes(content)
+            if task == "train":
+                attempt.works[client_id] = self._begun(client_id, download)
             if client_id in self.server.personal:
                 client_arrays.release(self.server.personal[client_id])
             yield self.exchange.message(client_id, content, kind, attempt.round)
 
+    def _begun(self, client_id: int, download: Download | None = None) -> Work:
+        """Return the work that a client begins with a download. It keeps the download only if the upload may be late."""
+        attempt = self.attempt
+        work = Work(client_id, attempt.round, wire.state_version(attempt.round, attempt.generation))
+        if self.config.staleness and download is not None:
+            work.sent, work.form = Sent(download.model, download.extras), self.protocol.expected_from(client_id)
+        return work
+
     def receive(self, reply: Reply) -> None:
-        """Check a client's upload and take it in. A bad one is dropped by name, and ends nothing."""
+        """Check a client's upload and take it in, or hold it until the clock lets it arrive.
+
+        A bad one is dropped by name, and ends nothing.
+        """
         attempt, client_id = self.attempt, reply.client_id
+        works = self.working if reply.late else attempt.works
+        work = works.get(client_id) or self._begun(client_id)
         try:
             content = reply.usable()
-            nbytes = attempt.received[client_id] = wire.payload_bytes(content)
-            upload = wire.decode_upload(content, self.protocol.expected_from(client_id))
+            work.nbytes = wire.payload_bytes(content)
+            late_form = self.config.staleness and work.round < attempt.round
+            form = work.form if late_form else self.protocol.expected_from(client_id)
+            upload = wire.decode_upload(content, form)
             metrics = records.check_upload(
                 upload,
                 self.server.reports,
                 attempt.declared.get(client_id),
-                wire.state_version(attempt.round, attempt.generation),
+                work.version,
                 self.measured,
                 self.validation,
             )
             spent = self._checked_budget(client_id, metrics)
-            upload = self.protocol.check(client_id, upload)
-            attempt.intake.accept(client_id, upload, metrics, nbytes)
+            work.upload, work.metrics = self.protocol.check(client_id, upload), metrics
             self.spent[client_id] = spent
             self._warn_of(client_id, metrics)
         except MethodFault:
             raise
         except Exception as error:
-            attempt.intake.skip(client_id)
-            attempt.fail(client_id, f"round {attempt.round}", "dropped", error)
+            work.upload, work.cause = None, cause_of(client_id, error)
+        if not self.clock:
+            self._arrive(work)
+
+    def _take_in(self, work: Work) -> None:
+        """Take the upload of a work into the round. Its age lowers its weight."""
+        attempt, upload, age = self.attempt, work.upload, self.attempt.round - work.round
+        assert upload is not None, "only uploads are taken in"
+        if age:
+            upload, attempt.intake.factors[work.client_id] = late.aged(self.server, work, upload, age)
+            attempt.client_notes.setdefault(work.client_id, {})["age"] = age
+        else:
+            work.upload = None
+        self.protocol.accept(attempt, work.client_id, upload, work.metrics, work.nbytes)
+
+    def _drop(self, work: Work, error: Exception, became: str = "dropped") -> None:
+        """Leave out a client's upload by name."""
+        self.attempt.intake.skip(work.client_id)
+        self.attempt.fail(work.client_id, f"round {self.attempt.round}", became, error)
+
+    def close(self, clock: Clock | Replay) -> None:
+        """End the round in simulated time, and take in the uploads that have arrived by then, by client id.
+
+        The other clients still work. A later round may use their uploads.
+        """
+        attempt = self.attempt
+        for client_id, work in attempt.works.items():
+            samples = int(attempt.declared.get(client_id, {}).get("train-samples", 0))
+            sizes = attempt.sent[client_id], work.nbytes
+            end = clock.answer(client_id, attempt.round, len(attempt.earlier), samples, *sizes)
+            work.arrives, work.cause = end.second, work.cause or end.cause
+            if work.cause:
+                work.upload = None
+        clock.close(attempt.round, [Answer(work.arrives, work.cause) for work in attempt.works.values()])
+        for client_id in attempt.intake.ids:
+            work = attempt.works.get(client_id) or self.working[client_id]
+            if work.arrives <= clock.now:
+                self._arrive(work)
+
+    def _arrive(self, work: Work) -> None:
+        """Take in the upload of a work that has ended, or leave it out by name."""
+        attempt, age = self.attempt, self.attempt.round - work.round
+        attempt.received[work.client_id] = work.nbytes
+        attempt.ended.add(work.client_id)
+        fate = FAILED
+        if work.cause:
+            self._drop(work, WireError(work.cause))
+        elif why := self._too_late(work, age):
+            fate = "thrown-away"
+            self._drop(work, WireError(why), "thrown away")
+        else:
+            fate = "used"
+            try:
+                self._take_in(work)
+            except MethodFault:
+                raise
+            except Exception as error:
+                self._drop(work, error)
+        second = work.arrives - self.clock.began if self.clock else time.monotonic() - self._began
+        attempt.arrivals.append({"client": work.client_id, "age": age, "second": second, "fate": fate})
+
+    def _too_late(self, work: Work, age: int) -> str:
+        """Return why the round cannot use an upload of this age, "" if it can."""
+        if age > self.config.staleness:
+            allowed = f"{self.config.staleness} allowed" if self.config.staleness else "none allowed"
+            return f"its upload of round {work.round} is {counted(age, 'round')} late, {allowed} (staleness)"
+        if age and work.form != self.protocol.expected_from(work.client_id):
+            return f"its upload of round {work.round} is late, and the method's uploads have another form now"
+        return ""
 
     def _checked_budget(self, client_id: int, metrics: Mapping[str, Scalar]) -> float:
         """Return the most epsilon that a client's records have spent, by its reports. Raises WireError if it reported more before.
@@ -309,7 +437,15 @@ class Rounds:
 
     def screen(self) -> Any:
         """Drop unusable uploads after all have arrived, and return the argument of `personalize`. Raises TooFewResults."""
-        return self.protocol.screen(self.attempt)
+        attempt = self.attempt
+        if self.clock:
+            self.close(self.clock)
+        if self.config.closes_early:
+            works = {**self.working, **attempt.works}
+            attempt.missed = {i: works[i] for i in attempt.intake.ids if i not in attempt.ended}
+            for client_id in attempt.missed:
+                attempt.intake.skip(client_id)
+        return self.protocol.screen(attempt)
 
     def personalize(self, accepted: Any) -> None:
         """Let the method make the next models. The client states of this attempt become the current ones.
@@ -321,6 +457,19 @@ class Rounds:
         self._settle(list(self.attempt.intake.metrics))
         for client_id, reported in self.attempt.intake.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
+        self.working, self.attempt.works = self.attempt.missed, {}
+        for work in self.working.values():
+            if self.server.round + 1 - work.round > self.config.staleness:
+                # no round can use it
+                work.upload, work.sent = None, Sent(NOTHING, {})
+
+    def _arrivals(self) -> Record:
+        """Return the round's line of arrivals.jsonl."""
+        attempt, unseen = self.attempt, self.config.unseen
+        there = {*attempt.connected, *attempt.working, *unseen}
+        away = sorted(set(range(self.config.num_clients)) - there)
+        seconds = self.clock.lasted if self.clock else time.monotonic() - self._began
+        return {"asked": sorted(attempt.sent), "away": away, "seconds": seconds, "ends": attempt.arrivals}
 
     def _settle(self, ids: list[int]) -> None:
         """Keep the clients' arrays in memory while there is room. ids: the round's clients; their stacks are in memory anyway."""
@@ -330,8 +479,15 @@ class Rounds:
     def record(self) -> Record:
         """Return the round's record."""
         record = self.attempt.record(self.measured, self.server.reports, self.validation, self.folder.figures)
-        left_out = self.exchange.roster.left_out
-        return record | {"left-out": left_out} if left_out else record
+        if left_out := self.exchange.roster.left_out:
+            record["left-out"] = left_out
+        if self.config.is_timed and self.clock:
+            record["virtual-seconds"] = records.short(self.clock.lasted)
+        if self.config.closes_early:
+            record["working"] = sorted(self.working)
+            if not self.config.replay:
+                record[ARRIVALS] = self._arrivals()
+        return record
 
     # Evaluation
 
@@ -432,6 +588,12 @@ class Rounds:
             "screening": self.protocol.saved(),
             "record": record,
         }
+        if self.clock:
+            meta[CLOCK] = self.clock.now
+        if self.working:
+            works = {client_id: work.saved() for client_id, work in self.working.items()}
+            arrays |= {f"{LATE}.{i}.{name}": array for i, (own, _) in works.items() for name, array in own.items()}
+            meta[LATE] = [facts for _, facts in works.values()]
         checkpoint.save(self.folder.path, server.round, arrays, meta, server.personal, self.client_files)
         for own in server.personal.values():
             client_arrays.release(own)
@@ -440,6 +602,14 @@ class Rounds:
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint. Its arrays are taken out of it, so that none stays in memory after it is put on the disk."""
         server, arrays = self.server, saved.arrays
+        if self.clock:
+            self.clock.now = saved.meta.get(CLOCK, 0.0)
+        for facts in saved.meta.get(LATE, []):
+            begins = f"{LATE}.{facts['client_id']}."
+            own = {name.removeprefix(begins): arrays.pop(name) for name in list(arrays) if name.startswith(begins)}
+            work = self.working[facts["client_id"]] = Work.restored(own, facts)
+            if not self.clock:
+                work.cause = "its reply was lost when the server restarted"
         server.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
         for name in list(arrays):
             whose, _, key = name.partition(".")

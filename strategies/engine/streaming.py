@@ -141,7 +141,9 @@ class FoldedIntake(Intake):
 
     def _add(self, row: int) -> None:
         upload, client_id = self._taken(row), self.ids[row]
-        one = Uploads([client_id], self.W, self.B, self.sizes[row : row + 1], None, {}, [self.metrics[client_id]])
+        factor = np.array([self.factors.get(client_id, 1.0)])
+        size = self.sizes[row : row + 1] * factor
+        one = Uploads([client_id], self.W, self.B, size, None, {}, [self.metrics[client_id]], factors=factor)
         try:
             weight, more = float(self.server.weights(one)[0]), self.server.summed(upload)
         except Exception as error:

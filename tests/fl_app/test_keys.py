@@ -47,11 +47,18 @@ OTHER_WORDS: dict[str, Scalar] = {
     "task": "multi-label",
     "track": "mlflow",
     "keep-uploads": "every 3",
+    "speeds": "lognormal:1",
+    "replay": "/run",
 }
 
 
 # keys that a key is refused without
-NEEDED: dict[str, dict[str, Scalar]] = {"initial-weights-partial": {"initial-weights": "/w.safetensors"}}
+NEEDED: dict[str, dict[str, Scalar]] = {
+    "initial-weights-partial": {"initial-weights": "/w.safetensors"},
+    "staleness": {"quorum": 0.8},
+    "availability": {"speeds": "lognormal:1"},
+    "drop-rate": {"speeds": "lognormal:1"},
+}
 
 
 def other(spec: KeySpec) -> Scalar:

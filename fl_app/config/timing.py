@@ -1,0 +1,120 @@
+"""The keys of the run configuration for rounds that do not wait for every client, and for simulated time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
+
+SIMULATED = ("speeds", "availability", "day-length", "drop-rate")
+"""Keys that decide who answers when in a simulation."""
+
+SPEEDS_FILE, LOGNORMAL = "file:", "lognormal:"
+
+
+@dataclass(frozen=True)
+class TimingKeys:
+    """Keys of a round's end, of late uploads, and of the clients' speeds in simulated time."""
+
+    # time
+    quorum: float = key(
+        1.0,
+        "Part of a round's clients whose answers close the round ([how](time.md)). Others are late, which is no failure. A client "
+        "that still works is not drawn.",
+        POSITIVE_RATIO,
+        compared=False,
+    )
+    round_deadline: float = key(
+        0.0,
+        "Seconds after which a round closes without its `quorum`, if at least `min-results` of its clients have answered. 0: none.",
+        NOT_NEGATIVE,
+        compared=False,
+    )
+    staleness: int = key(
+        0,
+        "A late upload is used by the round in which it arrives, if that is at most this many rounds after its own. 0: it is "
+        "thrown away by name.",
+        NOT_NEGATIVE,
+        compared=False,
+    )
+    staleness_decay: float = key(
+        1.0, "Factor on a late upload's weight for each round that it is late.", POSITIVE_RATIO, compared=False
+    )
+    staleness_rule: Literal["decay", "fedbuff"] = key(
+        "decay",
+        "`decay`: a late upload's weight is multiplied by `staleness-decay` ** age, with the age in rounds. `fedbuff`: it keeps "
+        "its weight, and counts as (1 + age) ** -0.5 of its client's update, added to the model that the client would be sent "
+        "now (Nguyen et al., AISTATS 2022).",
+        compared=False,
+    )
+    speeds: str = key(
+        "none",
+        "Clients' speeds in simulated time: `none`, `lognormal:SIGMA` (drawn by `seed`), or `file:speeds.csv` "
+        "([columns](time.md#speeds)). A simulation with them records `virtual-seconds`, and waits for nobody.",
+        compared=False,
+    )
+    availability: float = key(
+        1.0,
+        "Part of each simulated day in which a client is there; when its day begins is drawn by `seed`. It needs `speeds`.",
+        POSITIVE_RATIO,
+        compared=False,
+    )
+    day_length: float = key(86400.0, "Seconds of a simulated day.", POSITIVE, compared=False)
+    drop_rate: float = key(
+        0.0,
+        "Probability that a client fails while it works on a round of a simulation. It needs `speeds`.",
+        BELOW_ONE,
+        compared=False,
+    )
+    replay: str = key(
+        "",
+        "Run folder whose arrivals are repeated in a simulation; set by `corolla run --replay`.",
+        compared=False,
+    )
+
+    @property
+    def closes_early(self) -> bool:
+        """Whether a round may close before all of its clients have answered."""
+        return self.quorum < 1 or self.round_deadline > 0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the run has simulated time."""
+        return self.speeds != "none"
+
+
+def sigma_of(speeds: str) -> float | None:
+    """Return SIGMA of `lognormal:SIGMA`; None for text of another form."""
+    found = re.fullmatch(rf"{LOGNORMAL}(\d+(?:\.\d*)?)", speeds, re.ASCII)
+    return float(found[1]) if found and math.isfinite(float(found[1])) else None
+
+
+def check_timing(values: Mapping[str, Any], problems: list[str]) -> None:
+    """Add a line to `problems` for every value of these keys that is malformed, or contradicts another key's value."""
+    speeds = str(values["speeds"])
+    path = speeds.removeprefix(SPEEDS_FILE) if speeds.startswith(SPEEDS_FILE) else ""
+    if path and not Path(path).is_absolute():
+        problems.append(f"speeds: must be an absolute path, got {path!r}")
+    elif not path and speeds != "none" and sigma_of(speeds) is None:
+        problems.append(f"speeds: must be none, {LOGNORMAL}SIGMA or {SPEEDS_FILE}speeds.csv, got {speeds!r}")
+    early = values["quorum"] < 1 or values["round-deadline"] > 0
+    if values["quorum"] < values["min-results"]:
+        problems.append(f"quorum: must be at least min-results ({values['min-results']:g}), got {values['quorum']:g}")
+    if values["staleness"] and not early:
+        problems.append(
+            f"staleness: nobody is late without quorum below 1 or a round-deadline; set one, got {values['staleness']}"
+        )
+    if values["private"] and early:
+        names = [name for name in ("quorum", "round-deadline", "staleness") if values[name] not in (0, 1.0)]
+        problems.append(
+            f"{names[0]}: a private run's sums need every client that was asked, so no round can close before; leave it at "
+            f"its default, got {values[names[0]]:g}"
+        )
+    for name, none in (("availability", 1), ("drop-rate", 0)):
+        if values[name] != none and speeds == "none":
+            problems.append(f"{name}: it is about simulated time, which needs speeds, got {values[name]:g}")

@@ -1,0 +1,92 @@
+"""Arrivals of a run whose rounds may close early: `arrivals.jsonl` has a line per round, and a replay follows it.
+
+A line has the clients that the round asked (`asked`), those that were away (`away`), its seconds, and the ends of
+clients' works (`ends`). An end has the client, the age of its work in rounds, the second since the round's beginning,
+and its fate: used, thrown-away or failed. A client that was asked and has no end in the round is late.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_app.errors import UserError
+from fl_app.files import opener, publish_text
+from fl_app.server.clock import Answer
+
+FILE = "arrivals.jsonl"
+# the ends that are no answers
+FAILED = "failed"
+Line = Mapping[str, Any]
+
+
+def append(run: Path, line: Line) -> None:
+    """Append a round's arrivals. The file is durable when this returns."""
+    with open(run / FILE, "a", encoding="utf-8", opener=opener) as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cut(run: Path, round: int) -> None:
+    """Delete the lines of rounds after this one, if there is a file."""
+    if (run / FILE).exists():
+        kept = [line for line in read(run) if line["round"] <= round]
+        publish_text(run / FILE, "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's arrivals. A last line that is cut off is left out. Raises UserError if there is no file."""
+    try:
+        text = (run / FILE).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"replay: {run / FILE} cannot be read: {error.strerror}") from None
+    lines = text.split("\n")
+    try:
+        return [json.loads(line) for line in lines[:-1]]
+    except ValueError as error:
+        raise UserError(f"replay: {run / FILE} is damaged: {error}") from None
+
+
+class Replay:
+    """A clock that lets uploads arrive in the rounds in which they arrived in another run. now: the rounds that have closed."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.now, self.began = run, 0.0, 0.0
+        self._lines = {int(line["round"]): line for line in read(run)}
+        # (client, round of its work) -> round of its end, and why there is no upload
+        self._ends = {
+            (end["client"], number - end["age"]): Answer(
+                float(number), "it failed in the run that is repeated" if end["fate"] == FAILED else ""
+            )
+            for number, line in self._lines.items()
+            for end in line["ends"]
+        }
+
+    def begin(self, round: int) -> None:
+        """Begin a round. Raises UserError if the other run has none of this number."""
+        if round not in self._lines:
+            raise UserError(f"replay: {self.run} has no arrivals of round {round}")
+        self.began = float(round - 1)
+
+    @property
+    def lasted(self) -> float:
+        """The seconds of the round in the other run."""
+        return float(self._lines[int(self.began) + 1]["seconds"])
+
+    def waits_for(self, client_ids: list[int]) -> list[int]:
+        """Return the clients that were there in the round."""
+        away = set(self._lines[int(self.began) + 1]["away"])
+        return [i for i in client_ids if i not in away]
+
+    def answer(self, client_id: int, round: int, attempt: int, samples: int, down: int, up: int) -> Answer:
+        """Return the end of a client's work on a round: the number of the round in which it ended, inf if it never did."""
+        return self._ends.get((client_id, round), Answer(math.inf))
+
+    def close(self, round: int, ends: Sequence[Answer]) -> None:
+        """Close a round."""
+        self.now = float(round)

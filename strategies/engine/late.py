@@ -1,0 +1,154 @@
+"""Late uploads: the work of clients that a round did not wait for, and its use by a later round.
+
+A client works from its download until its upload arrives. Its work names the round and the generation of client state
+that it makes, and keeps what the client was sent. In a simulation the upload is there at once, and is held until the
+clock lets it arrive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+from fl_app.layout import NO_TENSORS, NOTHING, Model
+from fl_app.wire import Expected, Upload
+from strategies.base.server_half import AGE, LATE, MOVED, Sent, ServerHalf
+
+# FedBuff scales an update of age t by (1 + t) ** -FEDBUFF_POWER
+FEDBUFF_POWER = 0.5
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass
+class Work:
+    """One client's work on one round.
+
+    version: the generation of client state that it makes. sent: what the client was sent. form: the form of its upload.
+    arrives: second of simulated time. cause: why no upload comes, "" if one does. upload, metrics, nbytes: the
+    checked upload, its numbers, and the bytes of its message.
+    """
+
+    client_id: int
+    round: int
+    version: str
+    sent: Sent = field(default_factory=lambda: Sent(NOTHING, {}))
+    form: Expected = field(default_factory=lambda: Expected.of(NO_TENSORS))
+    arrives: float = math.inf
+    cause: str = ""
+    upload: Upload | None = None
+    metrics: Mapping[str, Scalar] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def saved(self) -> tuple[Arrays, dict[str, Any]]:
+        """Return its arrays by name, and everything else as JSON can hold it."""
+        upload = self.upload or Upload(NOTHING)
+        arrays: Arrays = {"sent.params": self.sent.model.params, "sent.buffers": self.sent.model.buffers}
+        arrays |= {"upload.params": upload.model.params, "upload.buffers": upload.model.buffers}
+        arrays |= {} if upload.mask is None else {"mask": upload.mask}
+        for kind, extras in (("sent", self.sent.extras), ("upload", upload.extras)):
+            arrays |= {f"{kind}-extra.{name}": array for name, array in extras.items()}
+        meta = {name: getattr(self, name) for name in ("client_id", "round", "version", "cause", "nbytes")}
+        # as text: JSON has no infinity
+        meta |= {"arrives": repr(self.arrives)}
+        # as text: metrics may be NaN
+        meta |= {"metrics": json.dumps(dict(self.metrics)), "form": dataclasses.asdict(self.form)}
+        return arrays, meta | {"examples": None if self.upload is None else upload.num_examples}
+
+    @classmethod
+    def restored(cls, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> Work:
+        """Return the work that `saved` described."""
+
+        def extras(kind: str) -> Arrays:
+            return {n.removeprefix(kind): a for n, a in arrays.items() if n.startswith(kind)}
+
+        rest = dict(meta)
+        examples, form, metrics = rest.pop("examples"), rest.pop("form"), json.loads(rest.pop("metrics"))
+        form["extras"] = {name: (dtype, tuple(shape)) for name, (dtype, shape) in form["extras"].items()}
+        model = Model(arrays["upload.params"], arrays["upload.buffers"])
+        upload = Upload(model, arrays.get("mask"), extras("upload-extra."), metrics, examples or 0)
+        sent = Sent(Model(arrays["sent.params"], arrays["sent.buffers"]), extras("sent-extra."))
+        rest["arrives"] = float(rest["arrives"])
+        work = cls(**rest, sent=sent, form=Expected(**form), metrics=metrics)
+        work.upload = None if examples is None else upload
+        return work
+
+
+def aged(server: ServerHalf[Any], work: Work, upload: Upload, age: int) -> tuple[Upload, float]:
+    """Return a late upload as the current round takes it in, and the factor on its weight.
+
+    age: rounds since its own, at least 1. With the rule `decay` the factor is staleness-decay ** age. With `fedbuff` it
+    is 1, and the upload becomes the model that the client would be sent now plus (1 + age) ** -0.5 of its own update
+    (Nguyen et al.: "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022). A method that reads the
+    differences of uploads gets the whole update in this form (`ServerHalf.reads_moves`).
+    """
+    config = server.config
+    buffered = config.staleness_rule == "fedbuff"
+    if buffered or server.reads_moves:
+        scale = (1 + age) ** -FEDBUFF_POWER if buffered else 1.0
+        now, then = server.model_for(work.client_id), work.sent.model
+        moved = Model(
+            _moved(now.params, upload.model.params, then.params, scale),
+            _moved(now.buffers, upload.model.buffers, then.buffers, scale),
+        )
+        upload = dataclasses.replace(upload, model=moved)
+    else:
+        server.attempt.started_from[work.client_id] = work.sent
+    return upload, 1.0 if buffered else config.staleness_decay**age
+
+
+def _moved(
+    now: NDArray[np.float32], after: NDArray[np.float32], before: NDArray[np.float32], scale: float
+) -> NDArray[np.float32]:
+    """Return now + scale * (after - before), computed in float64, float32 [d]."""
+    if not after.size:
+        return after
+    return (now + scale * np.subtract(after, before, dtype=np.float64)).astype(np.float32)
+
+
+def check(config: RunConfig, half: type[ServerHalf[Any]]) -> None:
+    """Raise UserError if a method cannot use late uploads as the run asks (`ServerHalf.not_late`)."""
+    if not config.staleness:
+        return
+
+    def refuse(name: str, why: str) -> None:
+        value = getattr(config, name.replace("-", "_"))
+        raise UserError(f"{name}: method {config.method} cannot do this: {why}; got {value!r}")
+
+    buffered, reasons = config.staleness_rule == "fedbuff", half.not_late
+    if LATE in reasons:
+        refuse("staleness", reasons[LATE])
+    if buffered and MOVED in reasons:
+        refuse("staleness-rule", reasons[MOVED])
+    if config.staleness_decay < 1 and not buffered:
+        if AGE in reasons:
+            refuse("staleness-decay", f"{reasons[AGE]}; 1, or staleness-rule = fedbuff, is possible")
+        if config.robust != "none":
+            refuse("staleness-decay", f"with robust = {config.robust} every client counts once; leave it 1")
+
+
+def check_forms(server: ServerHalf[Any]) -> None:
+    """Raise UserError if `staleness-rule = fedbuff` cannot move a method's uploads: they are more, or less, than its model."""
+    config, expected = server.config, server.expected()
+    if not config.staleness or not (config.staleness_rule == "fedbuff" or server.reads_moves):
+        return
+    more = sorted(name for name, (dtype, _) in expected.extras.items() if np.dtype(dtype).kind == "f")
+    if config.staleness_rule == "fedbuff" and more:
+        raise UserError(
+            f"staleness-rule: method {config.method} uploads {', '.join(more)} beside its model, which fedbuff does not move; "
+            "set decay"
+        )
+    if (expected.d, expected.b) != (server.layout.d, server.layout.b):
+        raise UserError(
+            f"staleness-rule: method {config.method} uploads another model than it sends, so fedbuff finds no update; set decay"
+        )

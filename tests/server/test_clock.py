@@ -1,0 +1,120 @@
+"""Simulated time: when clients answer, and when a round closes, by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app.errors import UserError
+from fl_app.server.clock import COMPUTE, Answer, Clock, closing, read_speeds
+from tests.conftest import config
+
+SPEEDS = "client,compute,down,up\n0,1000,100,50\n1,500,100,50\n2,1000,10,5\n"
+HOURS = "client,compute,down,up,from,until\n0,1000,100,50,0,0\n1,500,100,50,90,30\n2,1000,10,5,20,70\n"
+
+
+def clock(directory: Path, text: str = SPEEDS, **changes: Any) -> Clock:
+    path = directory / "speeds.csv"
+    path.write_text(text)
+    return Clock(config(speeds=f"file:{path}", local_epochs=2, **changes), parameters=10)
+
+
+def test_the_second_of_an_answer(tmp_path: Path) -> None:
+    """300 bytes down, 25 samples x 2 epochs x 10 parameters, 100 bytes up."""
+    time = clock(tmp_path)
+    assert time.answer(0, 1, 0, 25, 300, 100) == Answer(3 + 0.5 + 2)
+    time.now = 7.0
+    assert time.answer(1, 1, 0, 25, 300, 100) == Answer(7 + 3 + 1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "changes", "expected"),
+    [
+        ([3, 1, 2, 9], {}, 19),
+        ([3, 1, 2, 9], {"quorum": 0.75}, 13),
+        # three of four: a part of a client is a client
+        ([3, 1, 2, 9], {"quorum": 0.7}, 13),
+        ([3, 1, 2, 9], {"round_deadline": 4}, 14),
+        # a deadline after the last answer
+        ([3, 1, 2, 9], {"round_deadline": 40}, 19),
+        # only one has answered by then: the round waits for half of its clients
+        ([3, 1, 2, 9], {"round_deadline": 1.5}, 12),
+        # a client that fails is no answer
+        ([3, -1, 2, 9], {"quorum": 0.75}, 19),
+        ([-3, -1, -2, 9], {"quorum": 0.75}, 19),
+        ([-3, -1, -2, -9], {"quorum": 0.75, "round_deadline": 5}, 19),
+    ],
+)
+def test_the_close_of_a_round(ends: list[float], changes: dict[str, Any], expected: float) -> None:
+    """ends: seconds after the round's beginning at 10; negative ones failed."""
+    found = [Answer(10 + abs(second), "failed" if second < 0 else "") for second in ends]
+    assert closing(found, 10.0, config(speeds="lognormal:1", **changes)) == expected
+
+
+def test_speeds_are_drawn_by_the_seed() -> None:
+    one, same, other = (Clock(config(speeds="lognormal:0.5", seed=seed), 10) for seed in (1, 1, 2))
+    assert [one.speed(i) for i in range(5)] == [same.speed(i) for i in range(5)]
+    assert one.speed(0) != other.speed(0) and one.speed(0) != one.speed(1)
+    assert Clock(config(speeds="lognormal:0"), 10).speed(3).compute == COMPUTE
+
+
+def test_the_hours_of_clients(tmp_path: Path) -> None:
+    """Days of 100 seconds: client 0 is always there, client 1 from 90 to 30, client 2 from 20 to 70."""
+    time = clock(tmp_path, HOURS, day_length=100)
+    assert math.isinf(time.leaves(0, 5))
+    assert [time.leaves(1, second) for second in (95, 105, 129)] == [130, 130, 130]
+    assert [time.returns(1, second) for second in (29, 30, 89, 90)] == [29, 90, 90, 90]
+    assert [time.returns(2, second) for second in (0, 20, 70)] == [20, 20, 120]
+    time.now = 75.0
+    assert time.waits_for([0, 1, 2]) == [0] and time.now == 75
+    assert time.waits_for([1, 2]) == [1] and time.now == 90
+    # away before its answer, 3 + 1 + 2 seconds later
+    time.now = 127.0
+    ended = time.answer(1, 1, 0, 25, 300, 100)
+    assert ended.second == 130 and "went away" in ended.cause
+
+
+def test_clients_fail_at_the_drop_rate() -> None:
+    time = Clock(config(speeds="lognormal:0", drop_rate=0.25, num_clients=1), 10**6)
+    ends = [time.answer(0, round, 0, 100, 0, 0) for round in range(1, 401)]
+    failed = [end for end in ends if end.cause]
+    assert 70 < len(failed) < 130 and all(end.second < 0.1 for end in failed)
+    # a repetition draws again
+    assert [end.cause for end in ends] != [time.answer(0, round, 1, 100, 0, 0).cause for round in range(1, 401)]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("client,compute,down\n0,1,1\n", "must have the columns client, compute, down, up"),
+        (HOURS.replace(",until", ""), "both or none of from and until"),
+        (SPEEDS.replace("500", "fast"), "line 3: numbers in all columns"),
+        (SPEEDS.replace("500", "0"), "line 3: speeds must be > 0"),
+        (SPEEDS.replace("\n1,", "\n0,"), "line 3: client 0 has a row already"),
+        (SPEEDS.replace("\n2,", "\n5,"), "has no row for client 2 of 3"),
+    ],
+)
+def test_a_wrong_file_of_speeds(tmp_path: Path, text: str, error: str) -> None:
+    (tmp_path / "speeds.csv").write_text(text)
+    with pytest.raises(UserError, match=error):
+        read_speeds(tmp_path / "speeds.csv", 3, 86400.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"quorum": 0.3}, "quorum: must be at least min-results"),
+        ({"staleness": 2}, "staleness: nobody is late"),
+        ({"quorum": 0.8, "private": True}, "quorum: a private run's sums need every client"),
+        ({"round_deadline": 5.0, "private": True}, "round-deadline: a private run's sums need every client"),
+        ({"drop_rate": 0.1}, "drop-rate: it is about simulated time, which needs speeds"),
+        ({"speeds": "fast"}, "speeds: must be none, lognormal:SIGMA or file:speeds.csv, got 'fast'"),
+        ({"speeds": "file:speeds.csv"}, "speeds: must be an absolute path"),
+    ],
+)
+def test_keys_that_do_not_fit_together(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        config(**changes)

@@ -1,0 +1,274 @@
+"""Rounds that close before all clients have answered: late uploads, their weights, and the time of a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from client_app.client_app import app
+from corolla.testing import Federation, federation
+from fl_app import server_app
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.layout import Model
+from fl_app.server import arrivals, checkpoint
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from fl_app.wire import Upload
+from strategies import METHOD_PARAMS, METHODS
+from strategies.base.server_half import Sent
+from strategies.engine import late
+from strategies.engine.attempt import Attempt
+from strategies.engine.late import Work
+from strategies.engine.plain import PlainRounds
+from tests.conftest import Run, config, flat
+from tests.methods.runs import timeless
+
+LATE: dict[str, Any] = {"quorum": 0.6, "staleness": 3, "staleness-decay": 0.5}
+HEADER = "client,compute,down,up\n"
+
+
+def slow(directory: Path, *factors: float) -> str:
+    """Return `speeds` of clients that are so many times as slow as the first."""
+    path = directory / "speeds.csv"
+    path.write_text(HEADER + "".join(f"{i},{1e8 / f},{4e6 / f},{1e6 / f}\n" for i, f in enumerate(factors)))
+    return f"file:{path}"
+
+
+def rounds(folder: RunFolder) -> list[dict[str, Any]]:
+    return list(read_metrics(folder.path))
+
+
+def digest(folder: RunFolder) -> str:
+    return str(read_summary(folder.path)["digest"])
+
+
+# weights
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedme", "fedper"])
+def test_weights_of_ages_0_1_and_2(tmp_path: Path, method: str) -> None:
+    """Clients with 4, 8 and 12 samples that are 0, 1 and 2 rounds late count 4, 8/2 and 12/4; pFedMe's 1, 1/2 and 1/4."""
+    uploads = taken_in(tmp_path, method, [0, 1, 2], np.eye(3, 8), sizes=[4, 8, 12])
+    once = np.array([1, 1 / 2, 1 / 4])
+    np.testing.assert_array_equal(uploads.once, once)
+    np.testing.assert_array_equal(uploads.sizes, [4, 4, 3])
+    fed = federation(METHODS[method], clients=3, d=8)
+    np.testing.assert_array_equal(fed.server.weights(uploads), once if method == "pfedme" else [4, 4, 3])
+
+
+def test_a_late_upload_that_is_added_up_as_it_comes(tmp_path: Path) -> None:
+    """The mean of rows 4 e0, 4 e1, 3 e2 over 11."""
+    fed = federation(METHODS["fedavg"], clients=3, d=8, **LATE)
+    uploads = taken_in(tmp_path, "fedavg", [0, 1, 2], np.eye(3, 8), sizes=[4, 8, 12], fed=fed)
+    fed.server.personalize(3, uploads)
+    np.testing.assert_allclose(fed.server.global_model.params, np.array([4, 4, 3, 0, 0, 0, 0, 0]) / 11, rtol=1e-6)
+
+
+def test_fedbuff_s_rule_on_a_toy(tmp_path: Path) -> None:
+    """Nguyen et al., Algorithm 1 with eta_g = 1: w + (1/K) sum_i (1 + age_i) ** -1/2 Delta_i, for clients of one size."""
+    w = np.arange(8, dtype=np.float32)
+    generator = np.random.default_rng(0)
+    ages, starts = [0, 1, 3], [w, w - 1, w + generator.standard_normal(8)]
+    deltas = generator.standard_normal((3, 8))
+    after = np.stack([start + delta for start, delta in zip(starts, deltas, strict=True)])
+    fed = federation(METHODS["fedavg"], clients=3, d=8, **{"quorum": 0.6, "staleness": 3, "staleness-rule": "fedbuff"})
+    fed.server.global_model = Model(w, np.zeros(0, np.float32))
+    uploads = taken_in(tmp_path, "fedavg", ages, after, sizes=[5, 5, 5], starts=starts, fed=fed)
+    fed.server.personalize(4, uploads)
+    expected = w + ((1 + np.array(ages))[:, None] ** -0.5 * deltas).mean(axis=0)
+    np.testing.assert_allclose(fed.server.global_model.params, expected, atol=1e-5)
+
+
+def test_feddyn_adds_up_whole_updates(tmp_path: Path) -> None:
+    """h moves by the mean of the clients' own differences, from whatever model each of them started."""
+    w, ages = np.arange(8, dtype=np.float32), [0, 2]
+    starts, deltas = [w, w - 5], np.stack([np.full(8, 0.5), np.full(8, -0.25)])
+    fed = federation(METHODS["feddyn"], clients=2, d=8, quorum=0.6, staleness=2)
+    fed.server.global_model = Model(w, np.zeros(0, np.float32))
+    after = np.stack([start + delta for start, delta in zip(starts, deltas, strict=True)])
+    fed.server.personalize(3, taken_in(tmp_path, "feddyn", ages, after, sizes=[5, 5], starts=starts, fed=fed))
+    np.testing.assert_allclose(fed.server.memory["h"], np.full(8, 0.125), atol=1e-6)
+
+
+def taken_in(
+    directory: Path,
+    method: str,
+    ages: list[int],
+    after: Any,
+    *,
+    sizes: list[int],
+    starts: list[Any] | None = None,
+    fed: Federation | None = None,
+) -> Any:
+    """Return the uploads that `personalize` gets: client i's row of `after` is ages[i] rounds late."""
+    fed = fed or federation(
+        METHODS[method], clients=len(ages), d=8, **{"quorum": 0.6, "staleness": 3, "staleness-decay": 0.5}
+    )
+    server, protocol, none = fed.server, PlainRounds(fed.server), np.zeros(0, np.float32)
+    attempt = server.attempt = Attempt(4)
+    attempt.sent = dict.fromkeys(range(len(ages)), 0)
+    attempt.intake = protocol.open(attempt, list(attempt.sent))
+    for i, age in enumerate(ages):
+        start = np.zeros(8) if starts is None else starts[i]
+        work = Work(i, 4 - age, "", Sent(Model(np.asarray(start, np.float32), none), {}))
+        upload = Upload(Model(np.asarray(after[i], np.float32), none), num_examples=sizes[i])
+        if age:
+            upload, attempt.intake.factors[i] = late.aged(server, work, upload, age)
+        protocol.accept(attempt, i, upload, {}, 0)
+    return protocol.screen(attempt)
+
+
+# rounds
+
+
+def test_a_slow_client_does_not_hold_rounds_up(run: Run, tmp_path: Path) -> None:
+    """One of four clients is five times as slow: ten rounds take at most half of the time, and two runs have the same bits."""
+    keys = {"num_clients": 4, "num_server_rounds": 10, "speeds": slow(tmp_path, 1, 1, 1, 5), "train_samples": 8}
+    waiting = run(run_name="waiting", **keys)
+    early = {**keys, "quorum": 0.7, "staleness": 2}
+    first, second = run(run_name="first", **early), run(run_name="second", **early)
+    assert digest(first) == digest(second) != digest(waiting)
+    times = [sum(record["virtual-seconds"] for record in rounds(folder)) for folder in (first, waiting)]
+    assert times[0] <= 0.5 * times[1]
+    assert rounds(first)[0]["working"] == [3]
+    # it needs five rounds: more than it may be late
+    causes = [failure["cause"] for record in rounds(first) for failure in record["failures"]]
+    assert causes and all("5 rounds late, 2 allowed" in cause or "4 rounds late" in cause for cause in causes), causes
+
+
+def test_simulated_time_alone_changes_no_bits(run: Run, tmp_path: Path) -> None:
+    plain, timed = run(run_name="plain"), run(run_name="timed", speeds="lognormal:1")
+    assert digest(plain) == digest(timed)
+    assert all(record["virtual-seconds"] > 0 for record in rounds(timed))
+    assert not any({"virtual-seconds", "working"} & set(record) for record in rounds(plain))
+
+
+def test_a_late_upload_is_used_by_a_later_round(run: Run, tmp_path: Path) -> None:
+    keys = {"num_server_rounds": 3, "quorum": 0.6, "staleness": 1, "staleness_decay": 0.5}
+    folder = run(speeds=slow(tmp_path, 1, 1, 1.5), **keys)
+    first, second, third = rounds(folder)
+    assert first["working"] == [2] and list(first["clients"]) == ["0", "1"] and not first["failures"]
+    assert second["clients"]["2"]["age"] == 1 and "age" not in second["clients"]["0"] and second["working"] == []
+    assert second["clients"]["2"]["download-bytes"] == 0 < second["clients"]["2"]["upload-bytes"]
+    assert third["working"] == [2]
+
+
+def test_clients_fail_and_are_away(run: Run) -> None:
+    keys = {"speeds": "lognormal:1", "drop_rate": 0.3, "num_clients": 6, "min_results": 0.3, "round_retries": 9}
+    folder, again = (run(run_name=name, **keys) for name in ("first", "again"))
+    causes = [failure["cause"] for record in rounds(folder) for failure in record["failures"]]
+    assert "it failed while it worked (drop-rate)" in causes and digest(folder) == digest(again)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"method": "scaffold"}, "staleness: method scaffold cannot do this: a control variate's change"),
+        ({"method": "fedamp", "staleness_decay": 0.5}, "staleness-decay: method fedamp cannot do this"),
+        ({"method": "feddyn", "staleness_rule": "fedbuff"}, "staleness-rule: method feddyn cannot do this"),
+        ({"robust": "median", "staleness_decay": 0.5}, "staleness-decay: .*every client counts once"),
+    ],
+)
+def test_methods_that_refuse_late_uploads(changes: dict[str, Any], error: str) -> None:
+    asked = config(quorum=0.6, staleness=1, speeds="lognormal:1", **changes)
+    with pytest.raises(UserError, match=error):
+        METHODS[asked.method].check(asked)
+
+
+@pytest.mark.parametrize(("method", "more"), [("ifca", "another model"), ("pfedfda", "covariance, means")])
+def test_uploads_that_fedbuff_cannot_move(run: Run, method: str, more: str) -> None:
+    with pytest.raises(UserError, match=f"staleness-rule: method {method} uploads {more}"):
+        run(method=method, speeds="lognormal:1", quorum=0.6, staleness=1, staleness_rule="fedbuff")
+
+
+def test_a_simulation_needs_speeds_to_know_who_is_late(run: Run) -> None:
+    with pytest.raises(UserError, match="quorum: who answers first in a simulation follows from the key speeds"):
+        run(quorum=0.7)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "fedcac"},
+        {"method": "fedper", "staleness_decay": 0.5},
+        {"method": "cfl", "staleness_rule": "fedbuff", "model": "tests.small_models:batchnorm"},
+        {"method": "feddwa", "feddwa": {"guidance": "extrapolated"}},
+    ],
+    ids=lambda keys: str(keys["method"]),
+)
+def test_a_run_that_is_resumed_while_clients_are_late(run: Run, tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Its server died after round 2, with a held upload and a clock in the checkpoint, and clients ahead of it."""
+    always = {"num_server_rounds": 3, "checkpoint_every": 1, "keep_state": True, "quorum": 0.5, "staleness": 2}
+    folder = run(speeds=slow(tmp_path, 1, 1, 1.5, 2.5), num_clients=4, **always, **keys)
+    before, ended = timeless(folder), digest(folder)
+    ages = [row["age"] for record in rounds(folder) for row in record["clients"].values() if "age" in row]
+    assert sorted(ages) == [1, 2] and rounds(folder)[0]["working"] == [2, 3]
+    assert rounds(folder)[1]["working"] == [3]
+    for file in (folder.path / checkpoint.DIRECTORY).glob("round-000003.*"):
+        file.unlink()
+    resumed = run(speeds=slow(tmp_path, 1, 1, 1.5, 2.5), num_clients=4, resume=str(folder.path), **always, **keys)
+    assert digest(resumed) == ended and timeless(resumed) == before
+
+
+def test_the_arrivals_of_a_run_are_repeated(run: Run, tmp_path: Path) -> None:
+    """A replay knows no speeds. It takes in each upload in the round in which it arrived, and ends with the same bits."""
+    keys = {
+        "num_server_rounds": 4,
+        "num_clients": 5,
+        "quorum": 0.6,
+        "staleness": 1,
+        "staleness_decay": 0.5,
+        "min_results": 0.1,
+    }
+    first = run(run_name="first", speeds="lognormal:1", drop_rate=0.2, availability=0.8, day_length=5.0, **keys)
+    lines = arrivals.read(first.path)
+    fates = {end["fate"] for line in lines for end in line["ends"]}
+    assert [line["round"] for line in lines] == [1, 2, 3, 4] and fates >= {"used", "failed"}, fates
+    second = run(run_name="second", replay=str(first.path), **keys)
+    assert digest(second) == digest(first)
+    assert [record["working"] for record in rounds(second)] == [record["working"] for record in rounds(first)]
+    assert not (second.path / arrivals.FILE).exists()
+
+
+class Late(InProcessGrid):
+    """A deployment's grid. Client 2 answers a message of a round only after others have answered in the next round."""
+
+    useful_messages = math.inf
+    silent = -1
+    answered = 0
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Answer one message that is due."""
+        due = [name for name in message_ids if self._is_due(self._pending[name])]
+        replies = list(super().pull_messages(due[:1]))
+        for reply in replies:
+            if reply.metadata.message_type == "train":
+                self.answered = max(self.answered, int(reply.metadata.group_id))
+        return replies
+
+    def _is_due(self, message: Message) -> bool:
+        of = message.metadata
+        return of.message_type != "train" or of.dst_node_id != 3 or self.answered > int(of.group_id)
+
+
+@pytest.mark.parametrize("keys", [{"staleness": 1, "method": "fedcac"}, {"staleness": 0}], ids=["used", "thrown-away"])
+def test_a_deployment_that_does_not_wait(raw_config: dict[str, Any], run: Run, keys: dict[str, Any]) -> None:
+    """A client is late in every round that asks it; the replay of the arrivals ends with the same bits."""
+    keys = {"quorum": 0.6, "num_server_rounds": 5, "num_clients": 3, **keys}
+    raw = raw_config | flat({**keys, "run_name": "real"})
+    parsed = parse(raw, METHOD_PARAMS)
+    real = server_app.run(Late(app, raw, 3), parsed, lambda *_: None, math.inf, hears=False)
+    lines = arrivals.read(real.path)
+    assert [line["asked"] for line in lines] == [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1], [0, 1, 2]]
+    fate = "used" if keys["staleness"] else "thrown-away"
+    late = [[(end["age"], end["fate"]) for end in line["ends"] if end["client"] == 2] for line in lines]
+    assert late == [[], [(1, fate)], [], [(1, fate)], []]
+    again = run(run_name="again", replay=str(real.path), **keys)
+    assert digest(again) == digest(real)
