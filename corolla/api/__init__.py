@@ -33,6 +33,7 @@ def run(
     in_process: bool = False,
     clients_at_once: int = 1,
     resume: AnyPath | Run | None = None,
+    replay: AnyPath | Run | None = None,
     scale: str = "full",
     overwrite: bool = False,
     backend: str | None = None,
@@ -51,6 +52,7 @@ def run(
     - `clients_at_once`: with `in_process`, number of clients that train together on one GPU; 0: as many as its memory
       holds.
     - `resume`: an interrupted run, or its folder, to continue from its last checkpoint.
+    - `replay`: a run, or its folder, to repeat in simulation with the arrivals that it recorded.
     - `scale`: "small" cuts clients, rounds and samples for a laptop; `keys` still win.
     - `overwrite`: replace the run of this `run_name` just before the new one starts.
     - `backend`: processes of simulated clients, "pool" or "ray"; None: a pool on Linux without GPUs, else Ray.
@@ -75,6 +77,7 @@ def run(
         in_process=in_process,
         clients_at_once=clients_at_once,
         resume=resume.path if isinstance(resume, Run) else resume,
+        replay=replay.path if isinstance(replay, Run) else replay,
         scale=scale,
         overwrite=overwrite,
         backend=backend,

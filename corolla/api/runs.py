@@ -33,10 +33,13 @@ from corolla.api.waiting import Submit, simulated, waiting
 from corolla.experiments.runs import RecordedRun, elsewhere
 from fl_app import debugging
 from fl_app.config import RunConfig
+from fl_app.config.timing import SIMULATED, TimingKeys
 from fl_app.errors import RunFailed, UserError, counted
-from fl_app.keys import Scalar, without_others
+from fl_app.keys import Scalar, specs, without_others
+from fl_app.server import arrivals
 from fl_app.server.record import lacking
 from fl_app.server.run_folder import PLUGINS, check_free, check_unchanged, is_run, read_metrics, refuse_fewer_rounds
+from fl_app.sources import NODE
 
 if TYPE_CHECKING:
     from corolla.experiments.launch import RayCluster
@@ -76,11 +79,13 @@ class How:
     clients_at_once: int = 1
     overwrite: bool = False
     backend: Backend | None = None
+    replay: Path | None = None
 
 
 SET_BY_US = {
     "plugins": "set by `corolla run` from the files that method, model and task name",
     "scale": "set by `corolla run --scale`",
+    "replay": "set by `corolla run --replay`",
 }
 
 
@@ -119,11 +124,13 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
                 f"--resume takes its configuration from the run folder {how.resume}: leave out {' and '.join(given_too)}; "
                 "--set changes keys"
             )
+    if how.replay:
+        base = replayed_config(preset, how)
     given = with_clients(given, how.clients)
     for key, by in SET_BY_US.items():
         if key in given:
             raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
-    if not how.resume:
+    if not how.resume and not how.replay:
         base = scaled(read_preset(preset) if preset else {}, how.scale)
     if how.resume and (how.overwrite or given.get("overwrite")):
         raise UserError("--resume and --overwrite exclude each other")
@@ -174,6 +181,27 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
     where = f"--ray-address {at} " if ray else f"--backend {how.backend.value} " if how.backend else ""
     with simulating(backend, parsed.num_clients, *per_client, ray) as simulate:
         return simulate(config, parsed, how.verbose, where)
+
+
+def replayed_config(preset: str | None, how: How) -> dict[str, Scalar]:
+    """Return the config of a run to repeat with its arrivals. Raises UserError if it cannot be repeated here."""
+    run = how.replay
+    assert run is not None, "only called for a replay"
+    others = {str(preset): bool(preset), "--resume": how.resume, "--superlink": how.superlink is not None}
+    if beside := [name for name, is_given in others.items() if is_given]:
+        raise UserError(
+            f"--replay takes its configuration from {run}, and simulates it: leave out {' and '.join(beside)}"
+        )
+    if not is_run(run):
+        raise UserError(f"replay: {run} is not a run folder{elsewhere(run)}")
+    look_for_plugins(run / PLUGINS)
+    settings = RecordedRun(run).settings
+    if settings.get("dataset") == NODE:
+        raise UserError(f"replay: the data of {run} are at its sites (dataset = {NODE}), and not here")
+    arrivals.read(run)
+    # the arrivals follow from the other run, not from these
+    timeless = {spec.name: spec.default for spec in specs(TimingKeys) if spec.name in SIMULATED}
+    return settings | timeless | {"replay": str(run.resolve()), "run-name": "", "overwrite": False}
 
 
 def saved_config(run: Path) -> dict[str, Scalar]:

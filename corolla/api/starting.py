@@ -32,7 +32,10 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
             **options,
             "scale": Scale(options["scale"]),
             "backend": Backend(options["backend"]) if options["backend"] else None,
-            "resume": named(Path(options["resume"]).expanduser()) if options["resume"] else None,
+            **{
+                name: named(Path(options[name]).expanduser()) if options[name] else None
+                for name in ("resume", "replay")
+            },
             "output_dir": None if options["output_dir"] is None else os.fspath(options["output_dir"]),
         }
     )

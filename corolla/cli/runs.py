@@ -75,6 +75,13 @@ def run(
         Path | None,
         typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint."),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Repeat a run in simulation: each upload arrives in the round in which it arrived there (arrivals.jsonl).",
+        ),
+    ] = None,
     scale: ScaleOption = Scale.full,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run with this run-name, just before the new one starts.")
@@ -102,6 +109,7 @@ def run(
         clients_at_once,
         overwrite,
         backend,
+        None if replay is None else named(replay.expanduser()),
     )
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
