@@ -17,13 +17,21 @@ CAPTION = (
 )
 
 
+# a round's seconds of simulated time
+VIRTUAL = "virtual-seconds"
+
+
 @dataclass(frozen=True)
 class Reached:
-    """The first time a run reached its target: round, bytes exchanged and seconds until then."""
+    """The first time a run reached its target: round, bytes exchanged and seconds until then.
+
+    virtual_seconds: of simulated time; None without it.
+    """
 
     round: int
     nbytes: float
     seconds: float
+    virtual_seconds: float | None = None
 
 
 def reached(run: RecordedRun, target: float) -> Reached | None:
@@ -38,16 +46,23 @@ def reached(run: RecordedRun, target: float) -> Reached | None:
     def is_reached(value: float | None) -> bool:
         return value is not None and (value >= target if metric.higher_is_better else value <= target)
 
-    nbytes = seconds = 0.0
+    nbytes = seconds = virtual = 0.0
+    timed = is_timed(run)
     for t, record in run.rounds.items():
         nbytes += record.get("download-bytes") or 0
         if is_reached(record.get(f"{metric.name}-before")):
-            return Reached(t, nbytes, seconds)
+            return Reached(t, nbytes, seconds, virtual if timed else None)
         nbytes += record.get("upload-bytes") or 0
         seconds += record.get("seconds", {}).get("round") or 0.0
+        virtual += record.get(VIRTUAL) or 0.0
         if is_reached(record.get("evaluation", {}).get(metric.name)):
-            return Reached(t, nbytes, seconds)
+            return Reached(t, nbytes, seconds, virtual if timed else None)
     return None
+
+
+def is_timed(run: RecordedRun) -> bool:
+    """Return whether a run has simulated time (key `speeds`)."""
+    return any(VIRTUAL in record for record in run.rounds.values())
 
 
 def recorded_target(metric: Metric, given: float) -> float:
@@ -67,7 +82,10 @@ def recorded_target(metric: Metric, given: float) -> float:
 def reached_as_told(run: RecordedRun, given: float) -> dict[str, float] | None:
     """Return rounds, bytes and seconds until a run reached a target; None if it never did. given: as in `recorded_target`."""
     found = reached(run, recorded_target(run.headline, given))
-    return None if found is None else {"round": found.round, "bytes": found.nbytes, "seconds": found.seconds}
+    if found is None:
+        return None
+    told = {"round": found.round, "bytes": found.nbytes, "seconds": found.seconds}
+    return told if found.virtual_seconds is None else told | {VIRTUAL: found.virtual_seconds}
 
 
 def shown_target(metric: Metric, target: float) -> str:
@@ -84,7 +102,8 @@ def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float) -> list[
     targets = {metric: recorded_target(metric, target) for metric in metrics}
     names, *rows = varying_as_text(groups)
     bounds = [f"{m.name} {'≥' if m.higher_is_better else '≤'} {shown_target(m, at)}" for m, at in targets.items()]
-    lines = [[*names, f"reached {', '.join(bounds)}", "rounds", "MB", "seconds"]]
+    timed = any(is_timed(run) for runs in groups for run in runs)
+    lines = [[*names, f"reached {', '.join(bounds)}", "rounds", "MB", "seconds", *["virtual seconds"] * timed]]
     for row, runs in zip(rows, groups, strict=True):
         found = [at for run in runs if (at := reached(run, targets[run.headline])) is not None]
         cells = [
@@ -92,6 +111,8 @@ def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float) -> list[
             _show([at.nbytes / 1e6 for at in found]),
             _show([at.seconds for at in found]),
         ]
+        if timed:
+            cells.append(_show([at.virtual_seconds for at in found if at.virtual_seconds is not None]))
         lines.append([*row, f"{len(found)} of {len(runs)}", *cells])
     return lines
 

@@ -58,6 +58,17 @@ def test_when_an_accuracy_is_reached(tmp_path: Path) -> None:
     assert cost_to_target.reached(run, 0.95) is None
 
 
+def test_simulated_seconds_until_an_accuracy_is_reached(tmp_path: Path) -> None:
+    """Rounds of 2 and 3 simulated seconds came before the one that began at the target."""
+    path = write_run(tmp_path, "a", [0.9, 0.9], [0.1, 0.5, 0.8, 0.7])
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    timed = [record | {"virtual-seconds": t + 2} for t, record in enumerate(records)]
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, timed)))
+    assert cost_to_target.reached(groups(tmp_path)[0][0], 0.8) == cost_to_target.Reached(3, 5e6, 20.0, 5.0)
+    header, row = cost_to_target.costs_table(groups(tmp_path), 0.8)
+    assert (header[-1], row[-1]) == ("virtual seconds", "5")
+
+
 def test_the_interval_is_students() -> None:
     low, high = significance.interval(np.array([1.0, 2.0, 3.0])) or (0, 0)
     assert (low, high) == pytest.approx(

@@ -22,6 +22,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
+from strategies.base import LATE as LATE_REASON
 from strategies.base.server_half import Sent
 from strategies.engine import late
 from strategies.engine.attempt import Attempt
@@ -272,3 +273,27 @@ def test_a_deployment_that_does_not_wait(raw_config: dict[str, Any], run: Run, k
     assert late == [[], [(1, fate)], [], [(1, fate)], []]
     again = run(run_name="again", replay=str(real.path), **keys)
     assert digest(again) == digest(real)
+
+
+def test_a_late_upload_of_another_form_is_thrown_away(run: Run, tmp_path: Path) -> None:
+    """FedConcat's clients upload encoders in round 1, and a classifier from then on."""
+    keys = {"method": "fedconcat", "fedconcat": {"encoder_rounds": 1}, "quorum": 0.6, "staleness": 1}
+    _, second = rounds(run(speeds=slow(tmp_path, 1, 1, 1.5), **keys))
+    assert "the method's uploads have another form now" in second["failures"][0]["cause"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", [*METHODS])
+def test_every_method_uses_late_uploads_or_refuses_them(run: Run, tmp_path: Path, method: str) -> None:
+    """Client 2 is late in every round that asks it. Two runs have equal bits."""
+    keys: dict[str, Any] = {"method": method, "quorum": 0.6, "num_server_rounds": 5}
+    if method == "fedconcat":
+        keys["fedconcat"] = {"encoder_rounds": 4}
+    keys |= {"speeds": slow(tmp_path, 1, 1, 1.5), "staleness": 1}
+    if LATE_REASON in METHODS[method].strategy.not_late:
+        with pytest.raises(UserError, match=f"staleness: method {method} cannot do this"):
+            run(**keys)
+        return
+    first, second = run(run_name="first", **keys), run(run_name="second", **keys)
+    assert digest(first) == digest(second)
+    assert [record["clients"].get("2", {}).get("age") for record in rounds(first)] == [None, 1, None, 1, None]
