@@ -34,6 +34,7 @@ from corolla.report.tables import (
     warnings,
 )
 from corolla.report.upload_figures import of_all_uploads, of_uploads, spreads_of
+from corolla.report.waiting import of_waiting
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.figures import Figure
@@ -91,7 +92,7 @@ def write_report(
         *costs(groups),
         *partitions(runs),
     ]
-    own = {run.number: [*of_run(run), *of_uploads(run, spreads[run.number])] for run in runs}
+    own = {run.number: [*of_waiting(run), *of_run(run), *of_uploads(run, spreads[run.number])] for run in runs}
     every = [*shared, *(panel for panels in own.values() for panel in panels)]
     drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
     pictures = output / PICTURES

@@ -1,0 +1,44 @@
+"""The picture of who worked when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from corolla.report.waiting import IN_TIME, LATE, LOST, WORKING, Span, spans
+from fl_app.server import arrivals
+from tests.report.builders import folder, record, write
+
+
+def end(client: int, second: float, age: int = 0, fate: str = "used") -> dict[str, Any]:
+    return {"client": client, "age": age, "second": second, "fate": fate}
+
+
+LINES: list[dict[str, Any]] = [
+    {"round": 1, "asked": [0, 1, 2], "away": [], "seconds": 2.0, "ends": [end(0, 1.0), end(1, 2.0)]},
+    {"round": 2, "asked": [0, 1], "away": [], "seconds": 3.0, "ends": [end(0, 1.5), end(2, 0.5, 1)]},
+    {"round": 3, "asked": [0, 2], "away": [], "seconds": 1.0, "ends": [end(1, 0.5, 1, "thrown-away"), end(0, 1.0)]},
+]
+
+
+def test_the_seconds_of_works() -> None:
+    found, closes = spans(LINES)
+    assert closes == [2.0, 5.0, 6.0]
+    assert found == [
+        Span(0, 0.0, 1.0, IN_TIME),
+        Span(0, 2.0, 3.5, IN_TIME),
+        Span(0, 5.0, 6.0, IN_TIME),
+        Span(1, 0.0, 2.0, IN_TIME),
+        Span(1, 2.0, 5.5, LOST),
+        Span(2, 0.0, 2.5, LATE),
+        Span(2, 5.0, 6.0, WORKING),
+    ]
+
+
+def test_a_report_has_the_picture_of_a_run_with_arrivals(tmp_path: Path) -> None:
+    records = [record(t, {"0": {"accuracy-before": 0.5}}) for t in (1, 2, 3)]
+    timed = folder(tmp_path / "timed", records)
+    (timed / arrivals.FILE).write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    page, pictures = write(tmp_path / "report", timed)
+    assert "waiting-1" in pictures and "1 of 6 works in them were thrown away or failed" in page
