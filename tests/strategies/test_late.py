@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message
+from flwr.app import Error, Message
 
 from client_app.client_app import app
 from corolla.testing import Federation, federation
@@ -242,13 +242,17 @@ class Late(InProcessGrid):
     """A deployment's grid. Client 2 answers a message of a round only after others have answered in the next round."""
 
     useful_messages = math.inf
-    silent = -1
     answered = 0
+    # the node that fails in a round
+    fails = 0, 0
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Answer one message that is due."""
-        due = [name for name in message_ids if self._is_due(self._pending[name])]
-        replies = list(super().pull_messages(due[:1]))
+        due = [name for name in message_ids if name in self._pending and self._is_due(self._pending[name])][:1]
+        of = self._pending[due[0]].metadata if due else None
+        if of and (of.dst_node_id, of.group_id) == (self.fails[0], str(self.fails[1])) and of.message_type == "train":
+            return [Message(Error(0, "it was killed"), reply_to=self._pending.pop(due[0]))]
+        replies = list(super().pull_messages(due))
         for reply in replies:
             if reply.metadata.message_type == "train":
                 self.answered = max(self.answered, int(reply.metadata.group_id))
@@ -272,6 +276,24 @@ def test_a_deployment_that_does_not_wait(raw_config: dict[str, Any], run: Run, k
     late = [[(end["age"], end["fate"]) for end in line["ends"] if end["client"] == 2] for line in lines]
     assert late == [[], [(1, fate)], [], [(1, fate)], []]
     again = run(run_name="again", replay=str(real.path), **keys)
+    assert digest(again) == digest(real)
+
+
+def test_a_deployment_whose_server_restarts_while_a_client_is_late(raw_config: dict[str, Any], run: Run) -> None:
+    """The client's reply is lost with the server. Client 1 fails in round 4. The replay ends with the same bits."""
+    keys: dict[str, Any] = {"quorum": 0.6, "num_clients": 3, "staleness": 1, "method": "fedper", "keep_state": True}
+    raw = raw_config | flat({**keys, "run_name": "real", "num_server_rounds": 3})
+    first = server_app.run(Late(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None, math.inf, hears=False)
+    assert rounds(first)[-1]["working"] == [2]
+    raw |= {"num-server-rounds": 5, "resume": str(first.path)}
+    grid = Late(app, raw, 3)
+    grid.fails = 2, 4
+    real = server_app.run(grid, parse(raw, METHOD_PARAMS), lambda *_: None, math.inf, hears=False)
+    lines = arrivals.read(real.path)
+    failed = [[end["client"] for end in line["ends"] if end["fate"] == "failed"] for line in lines]
+    assert failed == [[], [], [], [2, 1], []]
+    assert "lost when the server restarted" in rounds(real)[3]["failures"][0]["cause"]
+    again = run(run_name="again", replay=str(real.path), **keys, num_server_rounds=5)
     assert digest(again) == digest(real)
 
 
