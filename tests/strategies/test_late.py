@@ -30,6 +30,7 @@ from strategies.engine.late import Work
 from strategies.engine.plain import PlainRounds
 from tests.conftest import Run, config, flat
 from tests.methods.runs import timeless
+from tests.server.test_run_misbehaving import corrupting, raising, replaced
 
 LATE: dict[str, Any] = {"quorum": 0.6, "staleness": 3, "staleness-decay": 0.5}
 HEADER = "client,compute,down,up\n"
@@ -319,3 +320,21 @@ def test_every_method_uses_late_uploads_or_refuses_them(run: Run, tmp_path: Path
     first, second = run(run_name="first", **keys), run(run_name="second", **keys)
     assert digest(first) == digest(second)
     assert [record["clients"].get("2", {}).get("age") for record in rounds(first)] == [None, 1, None, 1, None]
+
+
+def test_a_liar_that_is_always_late_gains_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its upload is dropped by name when it arrives, and the others' models are those of a run in which it fails."""
+    keys = {"num_clients": 6, "num_server_rounds": 4, "quorum": 0.8, "staleness": 1, "max_update_norm": 3.0}
+    keys |= {"speeds": slow(tmp_path, 1, 1, 1, 1, 1, 1.5)}
+
+    def far(upload: Upload) -> Upload:
+        return replaced(upload, model=Model(upload.model.params + np.float32(5), upload.model.buffers))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("client_app.client.CorollaClient._train", corrupting(5, far))
+        lying = run(run_name="lying", **keys)
+    named = [(record["round"], failure["client"]) for record in rounds(lying) for failure in record["failures"]]
+    assert named == [(2, 5), (4, 5)]
+    assert all("times as far from" in record["failures"][0]["cause"] for record in rounds(lying)[1::2])
+    monkeypatch.setattr("client_app.client.CorollaClient._train", corrupting(5, raising))
+    assert digest(lying) == digest(run(run_name="failing", **keys))
