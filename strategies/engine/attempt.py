@@ -31,10 +31,10 @@ class Attempt(RoundState):
     decoded into. sent: bytes sent to each client. received: bytes of each client's upload, dropped ones included.
     failures: all failures. causes: each client's last cause. heads: how the logged causes begin. far: far uploads that are
     used. works: by client, its work on the round. connected: the clients that it could ask. working: clients that still
-    worked for an earlier round when it began. ended: clients whose work has ended. missed: works that have not. arrivals:
-    the ends of works. clients: an evaluation's entries. between: the method's notes between clients, after `record`.
-    earlier: attempts at the same round that do not count. spoilt_by: why this attempt does not count. without: clients
-    that the repetition of a private round does not ask.
+    worked for an earlier round when it began. held: bytes of the models that wait to arrive. ended: clients whose work has
+    ended. missed: works that have not. arrivals: the ends of works. clients: an evaluation's entries. between: the
+    method's notes between clients, after `record`. earlier: attempts at the same round that do not count. spoilt_by: why
+    this attempt does not count. without: clients that the repetition of a private round does not ask.
     """
 
     generation: int = 0
@@ -48,6 +48,7 @@ class Attempt(RoundState):
     arrivals: list[Record] = field(default_factory=list)
     connected: list[int] = field(default_factory=list)
     working: frozenset[int] = frozenset()
+    held: int = 0
     ended: set[int] = field(default_factory=set)
     missed: dict[int, Work] = field(default_factory=dict)
     works: dict[int, Work] = field(default_factory=dict)

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
+from fl_app.server import client_arrays
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import AGE, LATE, MOVED, Sent, ServerHalf
+from strategies.base.uploads import SMALL
 
 # FedBuff scales an update of age t by (1 + t) ** -FEDBUFF_POWER
 FEDBUFF_POWER = 0.5
@@ -49,6 +52,11 @@ class Work:
     upload: Upload | None = None
     metrics: Mapping[str, Scalar] = field(default_factory=dict)
     nbytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the upload's model; 0 without one."""
+        return 0 if self.upload is None else self.upload.model.params.nbytes + self.upload.model.buffers.nbytes
 
     def saved(self) -> tuple[Arrays, dict[str, Any]]:
         """Return its arrays by name, and everything else as JSON can hold it."""
@@ -82,6 +90,21 @@ class Work:
         work = cls(**rest, sent=sent, form=Expected(**form), metrics=metrics)
         work.upload = None if examples is None else upload
         return work
+
+
+def held(upload: Upload, before: float, limit: float, directory: Path) -> Upload:
+    """Return an upload with its model in an unnamed file in `directory` if memory holds too many.
+
+    before: bytes of the models that are held already. limit: `server-memory-limit` in bytes, 0 for none. Models of at
+    most `SMALL` bytes in all stay in memory. Raises UserError if the disk has no room.
+    """
+    model = upload.model
+    if not limit or before + model.params.nbytes + model.buffers.nbytes <= max(limit, SMALL):
+        return upload
+    params, buffers = (client_arrays.stack(own.shape, own.dtype, directory) for own in (model.params, model.buffers))
+    params[:], buffers[:] = model.params, model.buffers
+    client_arrays.release({"params": params, "buffers": buffers})
+    return dataclasses.replace(upload, model=Model(params, buffers))
 
 
 def aged(server: ServerHalf[Any], work: Work, upload: Upload, age: int) -> tuple[Upload, float]:

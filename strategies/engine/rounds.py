@@ -260,6 +260,7 @@ class Rounds:
         attempt = self.attempt
         ids = self._drawn()
         attempt.working = frozenset(self.working)
+        attempt.held = sum(work.size for work in self.working.values())
         attempt.intake = self.protocol.open(attempt, sorted([*ids, *self.working]))
         attempt.sent = dict.fromkeys(ids, 0)
         if not self.clock:
@@ -347,6 +348,8 @@ class Rounds:
             )
             spent = self._checked_budget(client_id, metrics)
             work.upload, work.metrics = self.protocol.check(client_id, upload), metrics
+            if self.clock:
+                self._hold(work)
             self.spent[client_id] = spent
             self._warn_of(client_id, metrics)
         except MethodFault:
@@ -355,6 +358,13 @@ class Rounds:
             work.upload, work.cause = None, cause_of(client_id, error)
         if not self.clock:
             self._arrive(work)
+
+    def _hold(self, work: Work) -> None:
+        """Keep the upload of a work until it arrives: on the disk if memory holds as much as `server-memory-limit`."""
+        assert work.upload is not None, "only uploads are held"
+        before, limit = self.attempt.held, self.config.server_memory_limit * 1e9
+        self.attempt.held += work.size
+        work.upload = late.held(work.upload, before, limit, self.folder.path)
 
     def _take_in(self, work: Work) -> None:
         """Take the upload of a work into the round. Its age lowers its weight."""

@@ -338,3 +338,13 @@ def test_a_liar_that_is_always_late_gains_nothing(run: Run, tmp_path: Path, monk
     assert all("times as far from" in record["failures"][0]["cause"] for record in rounds(lying)[1::2])
     monkeypatch.setattr("client_app.client.CorollaClient._train", corrupting(5, raising))
     assert digest(lying) == digest(run(run_name="failing", **keys))
+
+
+def test_uploads_are_held_on_the_disk_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three models of 32 bytes, of which two may be in memory."""
+    monkeypatch.setattr(late, "SMALL", 0)
+    upload = Upload(Model(np.arange(8, dtype=np.float32), np.zeros(0, np.float32)), num_examples=3)
+    assert late.held(upload, 32, 64, tmp_path) is upload and late.held(upload, 10**9, 0, tmp_path) is upload
+    moved = late.held(upload, 33, 64, tmp_path)
+    assert isinstance(moved.model.params, np.memmap) and moved.num_examples == 3
+    np.testing.assert_array_equal(moved.model.params, upload.model.params)
