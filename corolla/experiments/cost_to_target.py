@@ -10,15 +10,12 @@ from corolla.experiments.grouping import mean_std
 from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError
 from fl_app.metrics import Metric
+from fl_app.server.record import VIRTUAL
 
 CAPTION = (
     "rounds: the first round that reaches it, as the mean over its clients before they train, or over all clients after it; MB "
     "(up and down) and seconds: until then; mean ± standard deviation over the runs that reached it"
 )
-
-
-# a round's seconds of simulated time
-VIRTUAL = "virtual-seconds"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fl_app.keys import show
 from fl_app.metrics import Metric, moments
 from fl_app.server import client_rows, progress_protocol
 from fl_app.server.client_rows import Rows
+from fl_app.server.record import VIRTUAL
 
 Floats = NDArray[np.float64]
 # curves of at least this many rounds are drawn as a running mean over a fortieth of them
@@ -212,6 +213,16 @@ def spent(run: ReportedRun) -> dict[int, tuple[float, float]]:
         if (accuracy := record.get(run.key("before"))) is not None:
             out[t] = (total, float(accuracy))
         total += record.get("upload-bytes") or 0
+    return out
+
+
+def timed(run: ReportedRun) -> dict[int, tuple[float, float]]:
+    """Return (simulated seconds until a round began, headline metric of its models before training) by round."""
+    out, total = {}, 0.0
+    for t, record in run.rounds.items():
+        if VIRTUAL in record and (value := record.get(run.key("before"))) is not None:
+            out[t] = (total, float(value))
+        total += record.get(VIRTUAL) or 0.0
     return out
 
 

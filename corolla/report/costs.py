@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from corolla.report.arrays import Floats, ReportedRun, client_seconds, server_seconds, smooth
 from corolla.report.figures import Panel, legend, metric_axis, new_figure, styled
-from corolla.report.groups import Group, exchanged, long_runs, phases, short
+from corolla.report.groups import Group, exchanged, long_runs, over_time, phases, short
 from corolla.report.style import COLOURS, HATCHES, paper, shown
 
 # (bytes, headline metric) by group number
@@ -23,6 +23,7 @@ def costs(groups: Sequence[Group]) -> Iterator[Panel]:
     """Yield the cost pictures of the groups with any rounds."""
     groups = [group for group in groups if group.last_round]
     yield from _communication(groups)
+    yield from _simulated_time(groups)
     yield from _seconds(groups)
 
 
@@ -41,6 +42,34 @@ def _communication(groups: Sequence[Group]) -> Iterator[Panel]:
             + long_runs(groups),
             lambda: _bytes_and_accuracy(drawn, points),
         )
+
+
+def _simulated_time(groups: Sequence[Group]) -> Iterator[Panel]:
+    groups = [group for group in groups if group.first.headline == groups[0].first.headline]
+    points = {group.number: over_time(group) for group in groups}
+    drawn = [group for group in groups if points[group.number][0].size]
+    if drawn:
+        metric = drawn[0].first.headline
+        yield Panel(
+            "virtual-seconds",
+            f"Simulated time and {metric.title}",
+            f"Across: simulated seconds until a round began. Up: mean {metric.title} of its clients' models before local training. "
+            "Clients that still work are in no mean." + long_runs(drawn),
+            lambda: _over_time(drawn, points),
+        )
+
+
+def _over_time(groups: Sequence[Group], points: Points) -> Figure:
+    style, figure = styled(groups), new_figure(4.2)
+    axes = figure.add_subplot()
+    for group in groups:
+        x, y = points[group.number]
+        axes.plot(x, smooth(y), label=short(group.label), **style[group.number].line_style(len(x)))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("simulated seconds until then")
+    metric_axis(groups)(axes)
+    legend(figure, axes)
+    return figure
 
 
 def _bytes_and_accuracy(groups: Sequence[Group], points: Points) -> Figure:

@@ -12,7 +12,7 @@ import numpy as np
 
 from corolla.experiments.grouping import DATA_SHA256, by_settings, differing_settings, settings_of
 from corolla.experiments.table import FIGURES, Row, row_of
-from corolla.report.arrays import Curve, Floats, ReportedRun, curve, last_known, ranked, spent, window
+from corolla.report.arrays import Curve, Floats, ReportedRun, curve, last_known, ranked, spent, timed, window
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, show, specs
 from fl_app.metrics import Metric
@@ -190,7 +190,16 @@ def by_client(
 
 def exchanged(group: Group) -> tuple[Floats, Floats]:
     """Return (bytes exchanged, headline metric), each the mean over runs for rounds that all runs have; both [rounds]."""
-    found = [spent(run) for run in group.runs]
+    return _meaned([spent(run) for run in group.runs])
+
+
+def over_time(group: Group) -> tuple[Floats, Floats]:
+    """Return (simulated seconds, headline metric), each the mean over runs for rounds that all runs have; both [rounds]."""
+    return _meaned([timed(run) for run in group.runs])
+
+
+def _meaned(found: list[dict[int, tuple[float, float]]]) -> tuple[Floats, Floats]:
+    """Return pairs by round as two columns, [rounds] each: means over runs, for the rounds that all of them have."""
     rounds = sorted(set.intersection(*(set(of) for of in found)))
     table = (
         np.array([[of[t] for t in rounds] for of in found], np.float64).reshape(len(found), len(rounds), 2).mean(axis=0)

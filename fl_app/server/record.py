@@ -31,6 +31,9 @@ from fl_app.metrics import Record as Record
 from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
+VIRTUAL = "virtual-seconds"
+"""Entry of a round's record: its seconds of simulated time."""
+
 # Entries of an upload's metrics that belong to the protocol.
 _OF_THE_PROTOCOL = (
     wire.STATE_VERSION,

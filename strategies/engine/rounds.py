@@ -213,6 +213,9 @@ class Rounds:
             except TooFewResults as error:
                 attempt.spoilt_by, without = str(error), without | error.absent
                 self.exchange.abandon(attempt.works.keys() - attempt.ended)
+                for client_id in attempt.working:
+                    # the repetition counts the bytes of earlier rounds' uploads
+                    attempt.received.pop(client_id, None)
                 spoilt.append(attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
         raise RoundFailed(self._why_it_failed(round, spoilt))
@@ -492,7 +495,7 @@ class Rounds:
         if left_out := self.exchange.roster.left_out:
             record["left-out"] = left_out
         if self.config.is_timed and self.clock:
-            record["virtual-seconds"] = records.short(self.clock.lasted)
+            record[records.VIRTUAL] = records.short(self.clock.lasted)
         if self.config.closes_early:
             record["working"] = sorted(self.working)
             if not self.config.replay:

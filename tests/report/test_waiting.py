@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from corolla.report.arrays import read_runs
+from corolla.report.groups import grouped, over_time
 from corolla.report.waiting import IN_TIME, LATE, LOST, WORKING, Span, spans
 from fl_app.server import arrivals
 from tests.report.builders import folder, record, write
@@ -38,7 +40,10 @@ def test_the_seconds_of_works() -> None:
 
 def test_a_report_has_the_picture_of_a_run_with_arrivals(tmp_path: Path) -> None:
     records = [record(t, {"0": {"accuracy-before": 0.5}}) for t in (1, 2, 3)]
-    timed = folder(tmp_path / "timed", records)
+    timed = folder(tmp_path / "timed", [line | {"virtual-seconds": t} for t, line in enumerate(records, 2)])
     (timed / arrivals.FILE).write_text("".join(json.dumps(line) + "\n" for line in LINES))
     page, pictures = write(tmp_path / "report", timed)
-    assert "waiting-1" in pictures and "1 of 6 works in them were thrown away or failed" in page
+    assert {"waiting-1", "virtual-seconds"} <= pictures
+    x, y = over_time(grouped(read_runs([timed]))[0])
+    assert x.tolist() == [0, 2, 5] and y.tolist() == [0.5] * 3
+    assert "1 of 6 works in them were thrown away or failed" in page
