@@ -95,7 +95,8 @@ class Round:
     before, after: means before and after training, with their standard deviation over clients (None for fewer than
     two). everyone: mean over all clients, if they were evaluated. seconds: by phase; `round` is their sum. metric: the
     headline's name. ratio: whether it is shown in per cent. far: number of far uploads that were used. partial: the
-    clients that the means leave out, and the reason.
+    clients that the means leave out, and the reason. simulated: seconds of simulated time. working: number of clients
+    that the round did not wait for.
 
     quantiles: of the clients' metric before training, at QUANTILES. histogram: number of clients in each of BINS equal
     bins, from 0 to 1 for a ratio, else from the smallest to the largest value. Both are empty for up to MANY clients.
@@ -121,6 +122,8 @@ class Round:
     partial: str = ""
     quantiles: tuple[float, ...] = ()
     histogram: tuple[int, ...] = ()
+    simulated: float | None = None
+    working: int = 0
 
 
 Line = Folder | Resumed | Stopped | LeftOut | Failure | Crash | Progress | Round
@@ -192,6 +195,8 @@ def round_line(
             len(record.get("far", [])),
             partial,
             *_spread(record, name_before, ratio),
+            _short(record.get("virtual-seconds")),
+            len(record.get("working", [])),
         )
     )
 
@@ -205,6 +210,8 @@ def sentence(r: Round) -> str:
         f"{_bytes(r.upload_bytes)} up, {_bytes(r.download_bytes)} down, {r.seconds['round']:.1f} s"
     )
     line += f" ({phases})" if phases else ""
+    line += "" if r.simulated is None else f"; {r.simulated:.4g} s of simulated time"
+    line += f"; {r.working} still working" if r.working else ""
     line += f"; all clients {_value(r, r.everyone)}" if r.evaluated else ""
     line += f"; {r.failed} failed" if r.failed else ""
     line += f"; {r.far} far from the others" if r.far else ""
@@ -262,7 +269,9 @@ def _short(value: float | None) -> float | None:
 
 
 def _write(r: Round) -> str:
-    data = {name: value for name, value in dataclasses.asdict(r).items() if value != ()}
+    # what a run does not have is left out
+    unset = {"simulated": None, "working": 0, "quantiles": (), "histogram": ()}
+    data = {name: value for name, value in dataclasses.asdict(r).items() if name not in unset or value != unset[name]}
     return f"{sentence(r)}{_DATA}{json.dumps(data, separators=(',', ':'))}"
 
 

@@ -17,7 +17,7 @@ from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.layout import Model
-from fl_app.server import arrivals, checkpoint
+from fl_app.server import arrivals, checkpoint, progress_protocol
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.wire import Upload
@@ -153,6 +153,7 @@ def test_simulated_time_alone_changes_no_bits(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_late_upload_is_used_by_a_later_round(run: Run, tmp_path: Path) -> None:
+    """Client 2 needs one round and a half."""
     keys = {"num_server_rounds": 3, "quorum": 0.6, "staleness": 1, "staleness_decay": 0.5}
     folder = run(speeds=slow(tmp_path, 1, 1, 1.5), **keys)
     first, second, third = rounds(folder)
@@ -160,6 +161,9 @@ def test_a_late_upload_is_used_by_a_later_round(run: Run, tmp_path: Path) -> Non
     assert second["clients"]["2"]["age"] == 1 and "age" not in second["clients"]["0"] and second["working"] == []
     assert second["clients"]["2"]["download-bytes"] == 0 < second["clients"]["2"]["upload-bytes"]
     assert third["working"] == [2]
+    lines = [progress_protocol.round_line(record, 3) for record in (first, second)]
+    assert [" s of simulated time; 1 still working |" in lines[0], " s of simulated time |" in lines[1]] == [True, True]
+    assert [getattr(progress_protocol.read_round(line), "working", None) for line in lines] == [1, 0]
 
 
 def test_clients_fail_and_are_away(run: Run) -> None:
