@@ -26,6 +26,7 @@ from fl_app.layout import Layout
 from fl_app.machine import available_memory
 from fl_app.metrics import Reports
 from fl_app.server import checkpoint, trackers
+from fl_app.server.arrivals import clock_of
 from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
 from fl_app.server.inprocess import InProcessGrid
@@ -60,6 +61,7 @@ from fl_app.server.run_log import RunLog
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
+from strategies.engine import late
 from strategies.engine.memory import fitting_limit, needed
 from strategies.engine.rounds import Rounds
 
@@ -133,6 +135,8 @@ def run(
     del module
     shared = method.travelling(config, layout)
     trial = method.strategy(config, config.params, layout, initial, shared, RunFolder(Path(), ""))
+    late.check_forms(trial)
+    clock_of(config, layout.d)
     config = _fitted(config, grid, trial, remarks.append)
     del trial
     folder, agreed = _opened_folder(config, roster, layout)

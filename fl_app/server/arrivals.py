@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import opener, publish_text
-from fl_app.server.clock import Answer
+from fl_app.server.clock import Answer, Clock
 
 FILE = "arrivals.jsonl"
 # the ends that are no answers
@@ -90,3 +91,13 @@ class Replay:
     def close(self, round: int, ends: Sequence[Answer]) -> None:
         """Close a round."""
         self.now = float(round)
+
+
+def clock_of(config: RunConfig, parameters: int) -> Clock | Replay | None:
+    """Return the clock of a run, None if its uploads arrive when they come. parameters: the number of trained parameters.
+
+    Raises UserError if the file of `speeds`, or the run of `replay`, cannot be used.
+    """
+    if config.replay:
+        return Replay(Path(config.replay))
+    return Clock(config, parameters) if config.is_timed else None

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +23,7 @@ from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, undefined_note
 from fl_app.server import checkpoint, client_arrays, kept_uploads, progress_protocol
 from fl_app.server import record as records
-from fl_app.server.arrivals import FAILED, Replay
+from fl_app.server.arrivals import FAILED, Replay, clock_of
 from fl_app.server.checkpoint import LATE
 from fl_app.server.clock import Answer, Clock, part_of
 from fl_app.server.exchange import Exchange, Reply
@@ -117,12 +116,7 @@ class Rounds:
     def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
         self.server, self.exchange, self.folder, self.protocol = server, exchange, folder, protocol
         self.config = server.config
-        late.check_forms(server)
-        self.clock: Clock | Replay | None = None
-        if self.config.replay:
-            self.clock = Replay(Path(self.config.replay))
-        elif self.config.is_timed:
-            self.clock = Clock(self.config, server.full_layout.d)
+        self.clock = clock_of(self.config, server.full_layout.d)
         self._began = 0.0
         self.working: dict[int, Work] = {}
         self.measured = tasks.measured(server.config)

@@ -189,9 +189,11 @@ def test_methods_that_refuse_late_uploads(changes: dict[str, Any], error: str) -
 
 
 @pytest.mark.parametrize(("method", "more"), [("ifca", "another model"), ("pfedfda", "covariance, means")])
-def test_uploads_that_fedbuff_cannot_move(run: Run, method: str, more: str) -> None:
+def test_uploads_that_fedbuff_cannot_move(run: Run, tmp_path: Path, method: str, more: str) -> None:
+    """The run is refused before its folder exists."""
     with pytest.raises(UserError, match=f"staleness-rule: method {method} uploads {more}"):
         run(method=method, speeds="lognormal:1", quorum=0.6, staleness=1, staleness_rule="fedbuff")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_simulation_needs_speeds_to_know_who_is_late(run: Run) -> None:
