@@ -327,8 +327,9 @@ class Rounds:
         A bad one is dropped by name, and ends nothing.
         """
         attempt, client_id = self.attempt, reply.client_id
-        works = self.working if reply.late else attempt.works
-        work = works.get(client_id) or self._begun(client_id)
+        if reply.late and client_id not in self.working:
+            return
+        work = self.working[client_id] if reply.late else attempt.works.get(client_id) or self._begun(client_id)
         try:
             content = reply.usable()
             work.nbytes = wire.payload_bytes(content)
@@ -345,8 +346,6 @@ class Rounds:
             )
             spent = self._checked_budget(client_id, metrics)
             work.upload, work.metrics = self.protocol.check(client_id, upload), metrics
-            if self.clock:
-                self._hold(work)
             self.spent[client_id] = spent
             self._warn_of(client_id, metrics)
         except MethodFault:
@@ -355,6 +354,8 @@ class Rounds:
             work.upload, work.cause = None, cause_of(client_id, error)
         if not self.clock:
             self._arrive(work)
+        elif work.upload is not None:
+            self._hold(work)
 
     def _hold(self, work: Work) -> None:
         """Keep the upload of a work until it arrives: on the disk if memory holds as much as `server-memory-limit`."""
