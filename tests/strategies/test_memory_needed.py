@@ -113,6 +113,9 @@ def test_the_estimate_by_its_formula() -> None:
     need = needed(kept, kept.protocol.expected(), 1)
     # a mask of 125 bytes comes with an upload
     assert (need.limited, need.client) == (5 * (v + 125) + 10 * v, 5 * v) and need.server == 4 * v + need.limited
+    # five uploads wait in simulated time
+    timed = half(config(**settings, speeds="lognormal:1"), layout)
+    assert needed(timed, timed.protocol.expected(), 1).kept == need.kept + 5 * (v + 125)
     adamw = half(config(method="fedavg", optimizer="adamw"), layout)
     assert needed(adamw, adamw.protocol.expected(), 1).client == 6 * v
 
