@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ def of_waiting(run: ReportedRun) -> Iterator[Panel]:
     )
 
 
-def spans(lines: list[arrivals.Line]) -> tuple[list[Span], list[float]]:
+def spans(lines: Sequence[arrivals.Line]) -> tuple[list[Span], list[float]]:
     """Return the works of rounds, and the second at which each round closed. lines: those of arrivals.jsonl, in order."""
     closes = np.cumsum([float(line["seconds"]) for line in lines]).tolist()
     began = {int(line["round"]): end - float(line["seconds"]) for line, end in zip(lines, closes, strict=True)}
