@@ -53,7 +53,9 @@ PLUGINS = "plugins"
 MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
-DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
+DATA = "data"
+# Keys that name a file: run.json has its hash, under the key with this ending.
+HASHED = "-sha256"
 # Keys of the table `data`. It has hashes only of shared data: clients.json has those of clients with their own data.
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
 # Keys of clients.json.
@@ -124,8 +126,7 @@ class RunFolder:
             "figures": to_json(figures),
             **(facts or {}),
         }
-        if config.initial_weights:
-            about[INITIAL_WEIGHTS] = sha256_of(Path(config.initial_weights))
+        about |= {f"{key}{HASHED}": sha256_of(path) for key, path in _files_of(config).items()}
         folder.write(
             RUN, json.dumps({**about, "metrics": [metric.declared for metric in tasks.measured(config)]}) + "\n"
         )
@@ -481,7 +482,7 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
     """Raise UserError if `run` is no run folder, or if a key differs that must not change on resume.
 
     The number of rounds must not change if the meaning of a key depends on it: a cosine schedule, a privacy budget. The
-    content of the file `initial-weights` must not change either.
+    content of the files `initial-weights` and `speeds` must not change either.
     """
     # a key that is newer than the run had its default value
     saved = {**config.defaults, **read_config(run)}
@@ -497,7 +498,7 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
         )
     if changed:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
-    _check_weights(run, config)
+    _check_files(run, config)
 
 
 def check_state(run: Path) -> None:
@@ -514,14 +515,21 @@ def check_state(run: Path) -> None:
         )
 
 
-def _check_weights(run: Path, config: RunConfig) -> None:
-    """Raise UserError if the file `initial-weights` has changed since the run started."""
-    began, path = read_about(run).get(INITIAL_WEIGHTS), Path(config.initial_weights)
-    if began and config.initial_weights and path.is_file() and (now := sha256_of(path)) != began:
-        raise UserError(
-            f"initial-weights: {config.initial_weights} has changed since the run started: {shown(now, began)}; put the old file "
-            "back, or start a new run"
-        )
+def _files_of(config: RunConfig) -> dict[str, Path]:
+    """Return the files that a run reads at its start and at each resume, by key."""
+    speeds = path_in("speeds", config.speeds)
+    found = {"initial-weights": config.initial_weights, "speeds": speeds}
+    return {key: Path(path) for key, path in found.items() if path}
+
+
+def _check_files(run: Path, config: RunConfig) -> None:
+    """Raise UserError if one of the run's files has changed since it started."""
+    for key, path in _files_of(config).items():
+        began = read_about(run).get(f"{key}{HASHED}")
+        if began and path.is_file() and (now := sha256_of(path)) != began:
+            raise UserError(
+                f"{key}: {path} has changed since the run started: {shown(now, began)}; put the old file back, or start a new run"
+            )
 
 
 def check_data(run: Path, found: DataHashes, config: RunConfig) -> None:

@@ -354,3 +354,11 @@ def test_uploads_are_held_on_the_disk_beyond_the_limit(tmp_path: Path, monkeypat
     moved = late.held(upload, 33, 64, tmp_path)
     assert isinstance(moved.model.params, np.memmap) and moved.num_examples == 3
     np.testing.assert_array_equal(moved.model.params, upload.model.params)
+
+
+def test_a_run_does_not_go_on_with_other_speeds(run: Run, tmp_path: Path) -> None:
+    keys = {"run_name": "one", "keep_state": True}
+    folder = run(speeds=slow(tmp_path, 1, 1, 1), num_server_rounds=1, **keys)
+    speeds = slow(tmp_path, 1, 1, 2)
+    with pytest.raises(UserError, match=r"speeds: .*/speeds.csv has changed since the run started"):
+        run(speeds=speeds, resume=str(folder.path), num_server_rounds=2, **keys)
