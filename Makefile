@@ -12,8 +12,9 @@ ifeq ($(filter $(FLOWER),$(FLOWERS)),)
   $(error FLOWER: must be one of $(FLOWERS), got $(FLOWER))
 endif
 INSTALLED := $(VENV)/.installed-$(FLOWER)
+NEWER := .venv-$(lastword $(FLOWERS))
 
-.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
+.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-docker cluster-demo soak bench bench-short check lint types \
   docs site site-serve wheel clean lock
 
 install: $(INSTALLED) ## into .venv, with all extras and what development needs; FLOWER=1.42: with that version of Flower
@@ -78,6 +79,20 @@ test-next: install ## with the newest Flower, in an environment of its own
 	  tests/server/test_exchange.py tests/server/test_roster.py tests/deploy
 	COROLLA_NEXT=$(NEXT)/bin/python $(BIN)/python -m pytest -m next -rs tests/e2e/test_next.py
 
+# in an environment with that Flower, on top of this one's other packages
+$(NEWER)/.installed: constraints/flwr-$(lastword $(FLOWERS)).txt | install
+	$(BIN)/python -m venv --without-pip $(NEWER)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(NEWER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+	$(NEWER)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
+	$(NEWER)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# a few deployments: with that Flower alone, with both, and from one to the other
+test-newer: $(NEWER)/.installed ## deployments with the newest Flower of constraints/
+	$(NEWER)/bin/python -m pytest -m "long and not nightly" tests/e2e/test_cluster.py -k tls
+	COROLLA_NEXT=$(CURDIR)/$(NEWER)/bin/python $(BIN)/python -m pytest -m long -rs tests/e2e/test_versions.py
+
 # every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
 # table of them
 test-hostile: install ## every attack of tests/hostile/catalogue.py
@@ -133,4 +148,4 @@ wheel: install ## dist/corolla-*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) $(NEXT) build dist *.egg-info
+	rm -rf $(VENV) .venv-* build dist *.egg-info

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 from flwr.app import Error, Message
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
@@ -249,8 +248,6 @@ class Gate:
         judged = Judged(run, fab, application, {})
         try:
             judged.refusal = self._refusal(judged)
-        except grpc.RpcError:
-            raise
         # a server may have sent anything
         except Exception as error:
             log.warning("run %d", run_id, exc_info=True)

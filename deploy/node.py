@@ -179,7 +179,8 @@ _MEANINGS = {
         ("CERTIFICATE_VERIFY_FAILED", "not connected: its ca.crt did not sign the SuperLink's certificate (wrong CA)"),
         (
             "Connection attempt failed",
-            "not connected: no answer at the fleet address, or plaintext to a TLS port there (the SuperLink's log would show it)",
+            "not connected: no answer at the fleet address, plaintext to a TLS port there (a SuperLink of Flower 1.39 logs it), "
+            "or a SuperLink with another Flower",
         ),
         (
             "SuperNode terminated gracefully",
