@@ -14,7 +14,7 @@ endif
 INSTALLED := $(VENV)/.installed-$(FLOWER)
 NEWER := .venv-$(lastword $(FLOWERS))
 
-.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-docker cluster-demo soak bench bench-short check lint types \
+.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker cluster-demo soak bench bench-short check lint types \
   docs site site-serve wheel clean lock
 
 install: $(INSTALLED) ## into .venv, with all extras and what development needs; FLOWER=1.42: with that version of Flower
@@ -41,6 +41,7 @@ run: install ## install, then compare three methods on digits
 
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
 MINUTES := tests/pages tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
+QUICK := --ignore tests/e2e $(MINUTES:%=--ignore %)
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 # two files at a time: such tests wait more than they compute
 WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
@@ -48,7 +49,7 @@ unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile 
 
 test: install ## the tests
 	@echo "1/3: what is quick"
-	@$(UNIT) --ignore tests/e2e $(MINUTES:%=--ignore %)
+	@$(UNIT) $(QUICK)
 	@echo "2/3: methods, reports, whole runs"
 	@$(UNIT) $(MINUTES)
 	@echo "3/3: what starts Flower's processes"
@@ -69,15 +70,23 @@ test-nightly: install ## the rest of both, more than an hour
 	$(BIN)/python -m pytest -m nightly -rs tests/e2e
 	$(BIN)/python -m tests.matrix
 
-# the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, and digests of both
+# the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, a deployment, what another
+# machine reaches of its SuperLink, and digests of both
 test-next: install ## with the newest Flower, in an environment of its own
 	test -x $(NEXT)/bin/python || $(BIN)/python -m venv $(NEXT)
-	{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; pwd; } \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pinned.pth"
 	$(NEXT)/bin/python -m pip install --quiet --upgrade 'flwr[simulation]'
+	$(NEXT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_flower_patches.py \
 	  tests/server/test_exchange.py tests/server/test_roster.py tests/deploy
-	COROLLA_NEXT=$(NEXT)/bin/python $(BIN)/python -m pytest -m next -rs tests/e2e/test_next.py
+	$(NEXT)/bin/python -m pytest -rs tests/e2e/test_same_bits.py
+	COROLLA_NEXT=$(CURDIR)/$(NEXT)/bin/python $(BIN)/python -m pytest -m "next or long" -rs tests/e2e/test_next.py tests/e2e/test_fleet_port.py
+
+# the quick tests, and equal digests, on other versions of Python; one without an interpreter is named
+PYTHONS ?= 3.12 3.13
+test-pythons: install ## the quick tests and equal digests on Python 3.12 and 3.13
+	$(BIN)/python -m tests.pythons $(PYTHONS) -- -n auto --maxprocesses 4 $(QUICK)
 
 # in an environment with that Flower, on top of this one's other packages
 $(NEWER)/.installed: constraints/flwr-$(lastword $(FLOWERS)).txt | install

@@ -54,6 +54,8 @@ def installation() -> tuple[str, ...]:
 
 def landlock_version() -> int:
     """Return the kernel's version of Landlock; 0 means none."""
+    if sys.platform != "linux":
+        return 0  # the number is another system call there
     return max(0, int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 

@@ -26,6 +26,7 @@ from fl_app.processes import end_processes, flower_environment, free_ports, proc
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.e2e.browser import find as find_browser
+from tests.e2e.network import network as network
 
 COROLLA = script("corolla")
 
