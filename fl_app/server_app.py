@@ -19,7 +19,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import debugging, flower_patches, tasks, weights
+from fl_app import debugging, flower_patches, software, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -55,6 +55,7 @@ from fl_app.server.run_folder import (
     read_hashes,
     read_metrics,
     refuse_fewer_rounds,
+    software_before,
 )
 from fl_app.server.run_log import RunLog
 from fl_app.wire import SIMULATION
@@ -124,7 +125,7 @@ def run(
     method.check(config)
     assert roster.shape is not None
     # for the run's log, which begins with its folder
-    remarks: list[str] = []
+    remarks: list[str] = roster.notes_on_software()
     weights_file = config.initial_weights
     module = method.network(config, **roster.shape._asdict(), initial_weights=weights_file, told=remarks.append)
     layout, initial = Layout.of(module), weights.read(module)
@@ -216,12 +217,19 @@ def _opened_folder(
 def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:
     """Continue from the last checkpoint.
 
-    Raises UserError, before the folder changes, if the run has more rounds already.
+    Raises UserError, before the folder changes, if the run has more rounds already, or with `strict` if other software
+    wrote the checkpoint.
     """
     config, saved = strategy.config, checkpoint.load_latest(folder.path)
+    before = saved.meta.get(checkpoint.SOFTWARE) or software_before(folder.path)
+    if differs := software.differences(before, software.used()):
+        line = f"resume: {differs} as in the rounds before; the digest may differ from that of an undisturbed run"
+        if config.strict:
+            raise UserError(f"{line} (--strict)")
+        log.warning("%s", line)
     rounds.restore(saved)
     refuse_fewer_rounds(config, strategy.round, may_be_equal="evaluation" in saved.meta["record"])
-    folder.continue_with(config)
+    folder.continue_with(config, strategy.round)
     folder.rewind(strategy.round, saved.meta["record"])
     log.info("%s", resumed_line(strategy.round))
 

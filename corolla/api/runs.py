@@ -76,6 +76,7 @@ class How:
     clients_at_once: int = 1
     overwrite: bool = False
     backend: Backend | None = None
+    strict: bool = False
 
 
 SET_BY_US = {
@@ -125,11 +126,15 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
             raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
     if not how.resume:
         base = scaled(read_preset(preset) if preset else {}, how.scale)
+    if how.strict and not how.resume:
+        raise UserError("--strict needs --resume: it refuses to continue with other software")
     if how.resume and (how.overwrite or given.get("overwrite")):
         raise UserError("--resume and --overwrite exclude each other")
     options: dict[str, Scalar] = {} if how.output_dir is None else {"output-dir": how.output_dir}
     if how.overwrite:
         options["overwrite"] = True
+    if how.strict:
+        options["strict"] = True
     config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))
     if how.superlink is None:
         config["num-clients"] = number_of_clients(config)

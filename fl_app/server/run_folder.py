@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fl_app import plugins, tasks
+from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
@@ -51,6 +51,8 @@ PLUGINS = "plugins"
 MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
+# Key of the entries of `made-with`.
+FROM_ROUND = "from-round"
 DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
 # Keys of the table `data`. It has hashes only of shared data: clients.json has those of clients with their own data.
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
@@ -118,7 +120,7 @@ class RunFolder:
         about = {
             "experiment": experiment,
             "starts": 0,
-            MADE_WITH: [made_with()],
+            MADE_WITH: [_software() | {FROM_ROUND: 1}],
             "figures": to_json(figures),
             **(facts or {}),
         }
@@ -167,15 +169,26 @@ class RunFolder:
         with contextlib.suppress(OSError):
             (self.path / STOP).unlink()
 
-    def continue_with(self, config: RunConfig) -> None:
-        """Record a resumed start: the changed keys, and this machine's versions and CPU if they changed."""
+    def continue_with(self, config: RunConfig, done: int) -> None:
+        """Record a resumed start: the changed keys, and this machine's software and CPU if they changed.
+
+        done: the number of rounds before it.
+        """
         self.forget_stop()
         # runs of earlier versions have none: {} means unknown
-        made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()
-        made = made if made[-1] == now else [*made, now]
+        made, now = read_about(self.path).get(MADE_WITH, [{}]), _software()
+        same = {**made[-1], FROM_ROUND: 0} == {**now, FROM_ROUND: 0}
+        made = made if same else [*made, now | {FROM_ROUND: done + 1}]
         self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
         self.write_config(
-            config, {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": "", "overwrite": False}
+            config,
+            {
+                "output-dir": str(self.path.parent),
+                "run-name": self.path.name,
+                "resume": "",
+                "strict": False,
+                "overwrite": False,
+            },
         )
 
     def write_config(self, config: RunConfig, places: Mapping[str, Scalar]) -> None:
@@ -282,6 +295,17 @@ class RunFolder:
         with explain_full_disk("output-dir", self.path):
             make_directory(directory)
             save_safetensors(directory / f"{name}.safetensors", layout, model)
+
+
+def _software() -> dict[str, Any]:
+    """Return an entry of `made-with`, without its round."""
+    return {**made_with(), software.CODE: software.code_hash()}
+
+
+def software_before(run: Path) -> dict[str, Any]:
+    """Return what a run was last made with, by its record. Checkpoints of earlier versions do not say it."""
+    made = read_about(run).get(MADE_WITH) or [{}]
+    return dict(made[-1])
 
 
 def ask_to_stop(run: Path) -> bool:
