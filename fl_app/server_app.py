@@ -25,7 +25,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.machine import available_memory
 from fl_app.metrics import Reports
-from fl_app.server import checkpoint, trackers
+from fl_app.server import checkpoint, disk, trackers
 from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
 from fl_app.server.inprocess import InProcessGrid
@@ -51,6 +51,7 @@ from fl_app.server.run_folder import (
     SHAPE,
     TESTED,
     RunFolder,
+    folder_of,
     read_about,
     read_hashes,
     read_metrics,
@@ -61,6 +62,7 @@ from fl_app.server.run_log import RunLog
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
+from strategies.engine.disk import needed as needed_on_disk
 from strategies.engine.memory import fitting_limit, needed
 from strategies.engine.rounds import Rounds
 
@@ -88,6 +90,10 @@ def main(grid: Grid, context: Context) -> None:
             log.error("%s", line)
         raise
     except Exception as error:
+        if isinstance(named := _named(error), UserError):
+            for line in error_lines(named):
+                log.error("%s", line)
+            raise named from error
         if debugging.place_of(error):
             log.error("%s", crash_line(debugging.reason(error)))
             debugging.show_trace(debugging.trace_of(error))
@@ -134,6 +140,8 @@ def run(
     shared = method.travelling(config, layout)
     trial = method.strategy(config, config.params, layout, initial, shared, RunFolder(Path(), ""))
     config = _fitted(config, grid, trial, remarks.append)
+    place = Path(config.resume) if config.resume else folder_of(config, config.run_name)
+    disk.Disks(place, needed_on_disk(trial, trial.protocol.expected())).refuse()
     del trial
     folder, agreed = _opened_folder(config, roster, layout)
     run_log = RunLog(folder.path)
@@ -165,11 +173,17 @@ def run(
             _finish(rounds, strategy, folder)
             return folder
     except Exception as error:
-        run_log.ended_by(error)
+        run_log.ended_by(_named(error))
         raise
     finally:
         run_log.close()
         folder.close()
+
+
+def _named(error: Exception) -> Exception:
+    """Return the error that users see: Flower's errors do not name a full disk."""
+    full = "" if isinstance(error, UserError) else disk.full_database()
+    return UserError(full) if full else error
 
 
 def _fitted(

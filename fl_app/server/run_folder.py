@@ -31,7 +31,7 @@ from fl_app.keys import Scalar, own, show, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
-from fl_app.server import client_rows, kept_uploads, matrices
+from fl_app.server import client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.sources import NODE, PLACES, anchored, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
@@ -53,6 +53,8 @@ MODELS = "models"
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
 # Key of the entries of `made-with`.
 FROM_ROUND = "from-round"
+# Key of run.json: the path of the SuperLink's database.
+DATABASE = "superlink-database"
 DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
 # Keys of the table `data`. It has hashes only of shared data: clients.json has those of clients with their own data.
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
@@ -122,6 +124,7 @@ class RunFolder:
             "starts": 0,
             MADE_WITH: [_software() | {FROM_ROUND: 1}],
             "figures": to_json(figures),
+            **_database(),
             **(facts or {}),
         }
         if config.initial_weights:
@@ -179,7 +182,7 @@ class RunFolder:
         made, now = read_about(self.path).get(MADE_WITH, [{}]), _software()
         same = {**made[-1], FROM_ROUND: 0} == {**now, FROM_ROUND: 0}
         made = made if same else [*made, now | {FROM_ROUND: done + 1}]
-        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
+        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made}, **_database())
         self.write_config(
             config,
             {
@@ -300,6 +303,17 @@ class RunFolder:
 def _software() -> dict[str, Any]:
     """Return an entry of `made-with`, without its round."""
     return {**made_with(), software.CODE: software.code_hash()}
+
+
+def _database() -> dict[str, str]:
+    path = disk.database()
+    return {DATABASE: str(path)} if path else {}
+
+
+def ended_by_full_disk(run: Path) -> str:
+    """Return the line about a full disk under the database that a run's SuperLink uses, "" if there is none."""
+    path = read_about(run).get(DATABASE)
+    return disk.full_database(Path(path)) if isinstance(path, str) else ""
 
 
 def software_before(run: Path) -> dict[str, Any]:
