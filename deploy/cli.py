@@ -11,8 +11,10 @@ import typer
 
 from fl_app import exit_codes
 from fl_app.errors import UserError, counted
+from fl_app.files import no_such
 
 if TYPE_CHECKING:
+    from deploy.backup import Part
     from deploy.cluster import Cluster
 
 app = typer.Typer(no_args_is_help=True, help="SuperLink and SuperNodes on real machines, from one inventory.")
@@ -239,6 +241,47 @@ def admit(
         _say(
             f"for private runs send {listed} to all sites: corolla node start NAME --peers {PEERS} (sha256 {fingerprint(listed)})"
         )
+
+
+@app.command()
+def backup(
+    inventory: InventoryFile,
+    archive: Annotated[
+        Path, typer.Argument(metavar="FILE.tar", help="The archive to write; only its owner can read it.")
+    ],
+    runs: Annotated[
+        list[Path] | None, typer.Option("--runs", help="Directory of run folders (default: runs). Repeatable.")
+    ] = None,
+    state_dir: Annotated[
+        list[Path] | None, typer.Option("--state-dir", help="Another directory of client state. Repeatable.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Keep what a lost server needs: inventory, keys, database, run folders, and what sites on this machine keep."""
+    from deploy import backup as backups
+    from deploy import inventory as inventories
+
+    found = inventories.read_inventory(inventory)
+    for option, given in (("--runs", runs), ("--state-dir", state_dir)):
+        if missing := [path for path in given or [] if not path.is_dir()]:
+            raise UserError(f"{option}: {no_such(missing[0])}")
+    parts = backups.of_server(found, inventory, runs or [Path("runs")], state_dir or [])
+    backups.write(archive, parts)
+    _show_parts(f"{archive} keeps", parts)
+
+
+@app.command()
+def restore(
+    archive: Annotated[Path, typer.Argument(metavar="FILE.tar", help="An archive of `backup`.")], quiet: Quiet = False
+) -> None:
+    """Put everything in a backup back at its path. Existing files are never overwritten."""
+    from deploy import backup as backups
+
+    _show_parts("restored", backups.read(archive))
+
+
+def _show_parts(what: str, parts: list[Part]) -> None:
+    _say("\n".join([f"{what}:", *(f"  {part.what}: {part.path}" for part in parts)]))
 
 
 def _running(inventory: str) -> Cluster:

@@ -106,6 +106,15 @@ def load(name: str) -> Cluster:
     return Cluster(**raw)
 
 
+def database_here(name: str) -> Path | None:
+    """Return the path of a running cluster's database, None if it is in memory, on another host, or not known here."""
+    try:
+        link = load(name).inventory.superlink
+    except UserError:
+        return None
+    return Path(link.database) if link.database and link.host == LOCAL else None
+
+
 def save_new(cluster: Cluster) -> None:
     """Record a cluster that is about to start. Raises UserError if a cluster of this name is up."""
     path = record_path(cluster.inventory.name)

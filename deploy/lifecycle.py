@@ -78,6 +78,8 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
     if failures:
         raise UserError("\n".join(str(error) for error in failures.values()))
     host_checks.compare_versions({host: reply["versions"] for host, reply in replies.items()}, say)
+    if note := host_checks.note_on_space(link.host, link.database, replies[link.host].get("free")):
+        say(note)
     _compare_clocks(cluster, (node.host for node in cluster.inventory.supernodes), say)
 
 
@@ -89,7 +91,10 @@ def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> J
         paths += [str(Path(inventory.superlink.database).parent)]
     files = _key_files(inventory, host) if inventory.secure else {}
     ports = commands.num_ports(inventory, host)
-    return cluster.ask(host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports)
+    database = inventory.superlink.database if host == inventory.superlink.host else ""
+    return cluster.ask(
+        host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports, database=database
+    )
 
 
 def _place(reply: Json) -> Place:

@@ -61,6 +61,31 @@ def start(
 
 
 @app.command()
+def backup(
+    archive: Annotated[
+        Path, typer.Argument(metavar="FILE.tar", help="The archive to write; only its owner can read it.")
+    ],
+    state_dir: Annotated[
+        list[Path] | None, typer.Option("--state-dir", help="Another directory of client state. Repeatable.")
+    ] = None,
+) -> None:
+    """Keep what the sites of this machine need if it is lost: keys, audit, client state, notes of spent budgets."""
+    from deploy import backup as backups
+
+    parts = backups.of_site(state_dir or [])
+    backups.write(archive, parts)
+    typer.echo("\n".join([f"{archive} keeps:", *(f"  {part.what}: {part.path}" for part in parts)]))
+
+
+@app.command()
+def restore(archive: Annotated[Path, typer.Argument(metavar="FILE.tar", help="An archive of `backup`.")]) -> None:
+    """Put everything in a backup back at its path. Existing files are never overwritten."""
+    from deploy import backup as backups
+
+    typer.echo("\n".join(["restored:", *(f"  {part.what}: {part.path}" for part in backups.read(archive))]))
+
+
+@app.command()
 def approve(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="The run's id; without it, list the runs that wait.")

@@ -17,13 +17,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from fl_app.errors import UserError
 from fl_app.exit_codes import BAD_INPUT
+from fl_app.server.disk import DATABASE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -126,8 +128,19 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
         os.environ[_GRPC] = "1"
     if grpc or old:
         options = [*options, "--fleet-api-address", fleet]
+    if path := database_of(options):
+        # ServerApps inherit it
+        os.environ[DATABASE] = path
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
+
+
+def database_of(options: Sequence[str]) -> str:
+    """Return the absolute path of the database that flower-superlink's options name, "" if it is no file."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--database", default="")
+    given: str = parser.parse_known_args(options)[0].database
+    return "" if not given or given.startswith(":") or "://" in given else str(Path(given).absolute())
 
 
 def serves_grpc(version: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import confine, site
+from deploy import confine, outage, site
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -131,6 +131,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
         raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
     writable = writable_directories(directory, rules.source) if rules.confine else {}
     pace = Pace(_SHORTEST)
+    outage.keep_heartbeats()
 
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
@@ -141,7 +142,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
         @contextlib.contextmanager
         def connect_behind_gate(**how: Any) -> Iterator[tuple[Any, ...]]:
             with connect(**how) as connection:
-                guarded = gate.around(Connection(*connection))
+                bare = Connection(*connection)
+                guarded = gate.around(dataclasses.replace(bare, receive=outage.patient(bare.receive, None)))
                 guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 

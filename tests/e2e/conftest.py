@@ -60,8 +60,8 @@ class Cluster:
     # of the SuperLink, for SuperNodes
     address: str = "127.0.0.1"
     inside: Sequence[str] = ()
-    # the SuperLink keeps its nodes in a file: without one they end when it is restarted
-    database: bool = False
+    # the file in which the SuperLink keeps its nodes: without one they end when it is restarted
+    database: Path | None = None
     # SuperNodes fork their applications from a process that has imported PyTorch (deploy.supernode --warm)
     warm: bool = False
     python: str = sys.executable
@@ -87,7 +87,7 @@ class Cluster:
             f'[superlink]\ndefault = "test"\n[superlink.test]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
         )
         options = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
-        options += ["--database", str(self.home / "superlink.db")] if self.database else []
+        options += ["--database", str(self.database)] if self.database else []
         guard = ["--fleet", self.fleet, *(["--grpc"] if self.grpc else [])]
         self._start(
             "superlink",

@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, replay, rounds, summary, wait_for
+from tests.disks import full_disk
+from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, replay, rounds, settings, summary, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -116,7 +117,7 @@ def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) 
 
 @pytest.mark.parametrize("victim", [pytest.param("serverapp", marks=pytest.mark.nightly), "superlink"])
 def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path, victim: str) -> None:
-    cluster.database = True
+    cluster.database = cluster.home / "superlink.db"
     cluster.start(3)
     cluster.hold(1, training=3)
     run = BackgroundRun(cluster, tmp_path / "killed", 3, COMMON)
@@ -139,6 +140,46 @@ def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path
     assert "resumed after round 2" in resumed.stdout
     assert [r["round"] for r in rounds(run.folder)] == [1, 2, 3] and failures(run) == []
     assert_nothing_is_lost(run, tmp_path)
+
+
+# three runs
+@pytest.mark.timeout(1200)
+def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_after_it(
+    warm_cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster, config = warm_cluster, COMMON | EVERY_REPLY | {"model": "gated:large"}
+    with full_disk(tmp_path, free=64 << 20) as disk:
+        cluster.database = disk / "superlink.db"
+        cluster.start(3)
+        cluster.wait_for_nodes()
+        # a round's messages have 25.6 MB
+        # room for the app, not for that
+        (disk / "filler").write_bytes(bytes((53 << 20) - cluster.database.stat().st_size))
+        refused = corolla(
+            *("run", "--superlink", "test", "--clients", "3", "--output-dir", str(tmp_path)),
+            *settings({"run-name": "refused", **config}),
+            environment=cluster.environment,
+        )
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert "and a round needs about 25.6 MB, 12.8 MB of it for uploads alone" in " ".join(refused.stderr.split())
+        assert not (tmp_path / "refused").exists()
+        (disk / "filler").unlink()
+        for client_id in range(3):
+            cluster.hold(client_id, training=1)
+        run = BackgroundRun(cluster, tmp_path / "full", 3, config)
+        for client_id in range(3):
+            cluster.training(client_id, 1)
+        fill(disk / "filler")
+        for client_id in range(3):
+            cluster.release(client_id, training=1)
+        assert run.process.wait(timeout=300) == 2, run.log
+        said = f"superlink.database: the disk of {cluster.database} is full"
+        assert said in " ".join(run.log.split()) and "Traceback" not in run.log
+        (disk / "filler").unlink()
+        resumed = corolla("run", "--superlink", "test", "--resume", str(run.folder), environment=cluster.environment)
+        assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        assert failures(run) == []
+        assert_nothing_is_lost(run, tmp_path)
 
 
 def started_by(process: psutil.Process, word: str) -> list[psutil.Process]:
