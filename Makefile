@@ -14,7 +14,7 @@ endif
 INSTALLED := $(VENV)/.installed-$(FLOWER)
 NEWER := .venv-$(lastword $(FLOWERS))
 
-.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker cluster-demo soak bench bench-short check lint types \
+.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker cluster-demo cluster-demo-monitored soak bench bench-short check lint types \
   docs site site-serve wheel clean lock
 
 install: $(INSTALLED) ## into .venv, with all extras and what development needs; FLOWER=1.42: with that version of Flower
@@ -114,6 +114,9 @@ test-docker: install ## clusters in containers
 # SuperLink and four SuperNodes in containers: build, up, FedCAC on digits, table, down
 cluster-demo: ## SuperLink and four SuperNodes in containers
 	deploy/demo.sh
+
+cluster-demo-monitored: ## the same with Prometheus and a Grafana dashboard
+	deploy/demo.sh --monitored
 
 # 20 SuperNodes for 20 rounds: memory stays flat, nothing is left running
 soak: install ## 20 SuperNodes for 20 rounds

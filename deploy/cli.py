@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 import typer
 
-from fl_app import exit_codes
+from fl_app import exit_codes, log_format
 from fl_app.errors import UserError, counted
 from fl_app.files import no_such
 
@@ -32,21 +32,40 @@ def up(
     inventory: InventoryFile,
     insecure: Insecure = False,
     timeout: Annotated[float, typer.Option(help="Seconds the SuperLink, then the SuperNodes, may take.", min=1)] = 90,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve metrics for Prometheus on the SuperLink's host; without HOST on loopback.",
+        ),
+    ] = "",
+    runs: Annotated[str, typer.Option(metavar="DIR", help="The directory of the run folders, for --metrics.")] = "runs",
+    log_lines: Annotated[
+        str, typer.Option("--log-format", metavar="text|json", help="The log lines of all processes.")
+    ] = "",
     quiet: Quiet = False,
 ) -> None:
     """Start the SuperLink and all SuperNodes, and return when they are connected."""
     from deploy import inventory as inventories
     from deploy import lifecycle
+    from deploy.commands import listen_address
+
+    if log_lines:
+        log_format.choose(log_lines)
 
     found = inventories.read_inventory(inventory, insecure)
     if not found.secure and not inventories.is_loopback(found.superlink.fleet_address):
         _say("note: insecure: anyone on the network can read the models and join as a SuperNode")
-    running = lifecycle.up(found, _say, timeout)
+    if metrics and not inventories.is_loopback(listen_address(metrics)[0]):
+        _say(f"note: --metrics {metrics}: whoever reaches it reads run names, client numbers and scores")
+    running = lifecycle.up(found, _say, timeout, metrics, runs)
     nodes, clients = len(running.inventory.supernodes), running.inventory.num_clients
     if joined := running.inventory.joined:
         _say(
             f"clients {', '.join(map(str, joined))} join by themselves: corolla cluster admit {inventory} CLIENT FILE.pub"
         )
+    if running.metrics:
+        _say(f"metrics of the runs in {running.runs}: http://{running.metrics}/metrics")
     run = f"corolla run --superlink {found.name} --clients {clients} --set method=fedcac"
     _say(f"{counted(nodes, 'SuperNode')} connected. Now: {run}")
 
@@ -304,4 +323,4 @@ def _say(text: str) -> None:
     """Print a line, unless the command that runs was called with --quiet."""
     context = click.get_current_context(silent=True)
     if context is None or not context.params.get("quiet"):
-        typer.echo(text)
+        typer.echo(log_format.now("launcher", "info", text) if log_format.is_json() else text)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from deploy import certificates, commands, connection, host_checks, hosts, peers, superlink_nodes
 from deploy.cluster import Cluster, is_ready, record_path, save_new
-from deploy.commands import SUPERLINK, TUNNEL, Place, Process
+from deploy.commands import METRICS, SUPERLINK, TUNNEL, Place, Process
 from deploy.inventory import LOCAL, Inventory
 from deploy.node import Json
+from fl_app import log_format
 from fl_app.errors import UserError
 from fl_app.privacy.keyring import PEERS
 
@@ -23,18 +24,31 @@ _LOG_LINES = 15
 # Up -------------------------------------------------------------------------------------------------------------------
 
 
-def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
+def up(
+    inventory: Inventory,
+    say: Say,
+    seconds: float,
+    metrics: str = "",
+    runs: str = "runs",
+) -> Cluster:
     """Start all processes, and return when they answer and are connected. After a failure none is left.
 
-    seconds: time limit for the SuperLink, and again for the SuperNodes. Raises UserError with the end of the failing
-    logs.
+    seconds: time limit for the SuperLink, and again for the SuperNodes. metrics: [HOST:]PORT of the
+    metrics, or none. runs: see Cluster. Raises UserError with the end of the failing logs.
     """
     if inventory.secure:
         certificates.require_usable(inventory)
         for warning in certificates.expiry_warnings(inventory):
             say(warning)
+    listen = commands.host_port(*commands.listen_address(metrics)) if metrics else ""
     cluster = Cluster(
-        inventory, secrets.token_hex(16), str(connection.config_path()), time.strftime("%Y-%m-%d %H:%M:%S")
+        inventory,
+        secrets.token_hex(16),
+        str(connection.config_path()),
+        time.strftime("%Y-%m-%d %H:%M:%S"),
+        listen,
+        str(Path(runs).absolute()),
+        log_format.chosen(),
     )
     if not record_path(inventory.name).exists():
         connection.require_free(Path(cluster.config), inventory.name, cluster.connection)
@@ -47,6 +61,7 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
         say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
         if inventory.secure:
             say(f"{len(superlink_nodes.register_all(cluster))} SuperNode keys registered")
+        _start_metrics(cluster, places, seconds)
         _start_supernodes(cluster, places, seconds)
     except BaseException as error:
         # hosts that were not prepared have no processes
@@ -68,6 +83,7 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
         free: list[tuple[str, int]] = []
         if host == link.host:
             free += [(commands.bind_address(link), link.fleet_port), ("127.0.0.1", link.control_port)]
+            free += [commands.listen_address(cluster.metrics)] if cluster.metrics else []
         elif host == LOCAL:
             # the tunnel listens here
             free += [("127.0.0.1", link.control_port)]
@@ -142,6 +158,13 @@ def _start_superlink(cluster: Cluster, places: dict[str, Place], seconds: float)
         _wait(cluster, [TUNNEL], seconds)
 
 
+def _start_metrics(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+    if cluster.metrics:
+        host = cluster.inventory.superlink.host
+        _start(cluster, host, [commands.metrics(cluster.inventory, places[host], cluster.metrics, cluster.runs)])
+        _wait(cluster, [METRICS], seconds)
+
+
 def _start_supernodes(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
     inventory = cluster.inventory
 
@@ -154,7 +177,11 @@ def _start_supernodes(cluster: Cluster, places: dict[str, Place], seconds: float
 
 
 def _start(cluster: Cluster, host: str, processes: Iterable[Process]) -> None:
-    cluster.ask(host, "start", processes=[dataclasses.asdict(process) for process in processes])
+    """Start processes on a host, each with the cluster's log format in its environment."""
+    given = [dataclasses.asdict(process) for process in processes]
+    for process in given:
+        process["environment"] = {log_format.VARIABLE: cluster.log_format, **process["environment"]}
+    cluster.ask(host, "start", processes=given)
 
 
 def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
@@ -212,7 +239,7 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
 
 
 def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -> list[str]:
-    """End everything that `up` started: SuperNodes, then the SuperLink, then the tunnel. Return the problems.
+    """End everything that `up` started: metrics, SuperNodes, the SuperLink, the tunnel, in order. Return the problems.
 
     The record stays while a process is left, so that `down` can be repeated. only: hosts to ask; default all. forget:
     treat hosts that cannot be reached as ended.
@@ -220,7 +247,7 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
     inventory = cluster.inventory
     problems: list[str] = []
     there = [host for host in cluster.placement if only is None or host in only]
-    stages = [[node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
+    stages = [[METRICS], [node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
     for stage in stages:
         asked = [host for host in there if set(stage) & set(cluster.placement[host])]
         replies, failures = hosts.attempt_each(functools.partial(_stop, cluster, stage), asked)

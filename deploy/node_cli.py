@@ -44,11 +44,17 @@ def start(
     ] = None,
     data_path: Annotated[str, typer.Option(help="This site's own data, for `dataset=node`.")] = "",
     site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
+    log_lines: Annotated[
+        str, typer.Option("--log-format", metavar="text|json", help="The SuperNode's log lines.")
+    ] = "",
 ) -> None:
     """Run this site's SuperNode, until Ctrl-C."""
     from deploy import joining, supernode
+    from fl_app import log_format
     from fl_app.processes import flower_environment
 
+    if log_lines:
+        log_format.choose(log_lines)
     directory = _directory(name)
     if peers:
         typer.echo(

@@ -19,17 +19,18 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import debugging, flower_patches, software, tasks, weights
+from fl_app import debugging, flower_patches, log_format, software, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.machine import available_memory
 from fl_app.metrics import Reports
-from fl_app.server import checkpoint, disk, trackers
+from fl_app.server import checkpoint, disk, run_log, trackers
 from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.progress_protocol import (
+    JsonLines,
     LineProgress,
     PlainFormatter,
     crash_line,
@@ -58,7 +59,6 @@ from fl_app.server.run_folder import (
     refuse_fewer_rounds,
     software_before,
 )
-from fl_app.server.run_log import RunLog
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -144,7 +144,7 @@ def run(
     disk.Disks(place, needed_on_disk(trial, trial.protocol.expected())).refuse()
     del trial
     folder, agreed = _opened_folder(config, roster, layout)
-    run_log = RunLog(folder.path)
+    logs = run_log.begin(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
         for line in remarks:
@@ -173,10 +173,12 @@ def run(
             _finish(rounds, strategy, folder)
             return folder
     except Exception as error:
-        run_log.ended_by(_named(error))
+        for one in logs:
+            one.ended_by(_named(error))
         raise
     finally:
-        run_log.close()
+        for one in logs:
+            one.close()
         folder.close()
 
 
@@ -329,7 +331,7 @@ def configure_logging() -> None:
     """Log to standard error, in any host of the app. A mark separates Corolla's lines from Flower's and Ray's."""
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(PlainFormatter())
+        handler.setFormatter(JsonLines() if log_format.is_json() else PlainFormatter())
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False

@@ -597,6 +597,22 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
+def new_records(path: Path, position: int) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of metrics.jsonl from a byte position on. `position` in a record is the next line's start.
+
+    Raises ValueError if the file has no line's start there.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(position)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            position += len(line)
+            yield {**json.loads(line), "position": position}
+
+
 def _read_lines(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rounds of metrics.jsonl, without rows from separate files."""
     for number, line in enumerate(_lines(run, METRICS), 1):
