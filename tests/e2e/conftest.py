@@ -37,7 +37,7 @@ def browser() -> str:
     return find_browser()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 240, every: float = 0.02) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 600, every: float = 0.02) -> Any:
     """Return the condition's first true value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -318,7 +318,7 @@ class BackgroundRun:
         assert self.recorded() >= round, self.log
 
     def finish(self) -> None:
-        code = self.process.wait(timeout=400)
+        code = self.process.wait(timeout=800)
         assert code == 0, self.log
 
 

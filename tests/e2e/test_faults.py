@@ -172,7 +172,7 @@ def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_af
         fill(disk / "filler")
         for client_id in range(3):
             cluster.release(client_id, training=1)
-        assert run.process.wait(timeout=300) == 2, run.log
+        assert run.process.wait(timeout=800) == 2, run.log
         said = f"superlink.database: the disk of {cluster.database} is full"
         assert said in " ".join(run.log.split()) and "Traceback" not in run.log
         (disk / "filler").unlink()
