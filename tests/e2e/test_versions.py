@@ -59,7 +59,11 @@ def digest(python: str, folder: Path, *options: str, environment: dict[str, str]
 
 @pytest.mark.parametrize(
     ("superlink", "node", "grpc"),
-    [(OLD, OLD, False), (NEW, NEW, False), (NEW, OLD, True)],
+    [
+        pytest.param(OLD, OLD, False, marks=pytest.mark.nightly),
+        pytest.param(NEW, NEW, False, marks=pytest.mark.nightly),
+        (NEW, OLD, True),
+    ],
     ids=["1.39-over-grpc", "newer-over-http", "newer-superlink-with-nodes-of-1.39"],
 )
 def test_deployments_of_all_versions_give_the_digest_of_one_process(
@@ -114,6 +118,7 @@ def test_an_upgraded_cluster_continues_with_its_keys_and_state(lab: Lab) -> None
         shutil.copy(path, copies)
 
     assert up(NEW) == nodes and len(nodes) == CLIENTS
+    assert cluster(NEW, "status").returncode == 0
     upgraded = digest(NEW, folder, "--superlink", "lab", "--resume", environment=lab.environment, num_server_rounds=4)
     down(NEW)
 
