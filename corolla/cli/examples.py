@@ -48,6 +48,7 @@ EXAMPLES: Mapping[str, str] = {
     "data verify": "",
     "state list": "",
     "state remove": "fedcac-3f2a9c",
+    "state prune": "--older-than 30d --dry-run",
 }
 """Arguments of each command's example; "" if it needs none."""
 

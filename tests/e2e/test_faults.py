@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fl_app.processes import end_processes
 from tests.disks import full_disk
 from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, replay, rounds, settings, summary, wait_for
 
@@ -142,7 +143,7 @@ def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path
     assert_nothing_is_lost(run, tmp_path)
 
 
-# three runs
+# three runs of real processes
 @pytest.mark.timeout(1200)
 def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_after_it(
     warm_cluster: Cluster, tmp_path: Path
@@ -180,6 +181,44 @@ def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_af
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
         assert failures(run) == []
         assert_nothing_is_lost(run, tmp_path)
+
+
+@pytest.mark.timeout(1200)
+def test_a_machine_that_is_lost_between_two_rounds_goes_on_from_a_backup(lab: Lab, tmp_path: Path) -> None:
+    machine = tmp_path / "machine"
+    state = machine / "client-state"
+    lab.environment |= {"COROLLA_STATE_DIR": str(state), "COROLLA_SITE_DIR": str(machine / "notes")}
+    lab.inventory = machine / "lab.yaml"
+    (machine / "runs").mkdir(parents=True)
+    lab.write(
+        superlink={"database": str(machine / "superlink.db")},
+        tls=True,
+        hosts=[{"host": "local", "supernodes": 2, "gpus": [], "warm": True}],
+    )
+    assert lab.cluster("keys").returncode == 0
+    up = lab.cluster("up")
+    assert up.returncode == 0, up.stdout + up.stderr
+    run = BackgroundRun(lab, machine / "runs" / "lost", 2, COMMON | {"num-server-rounds": 5}, superlink="lab")
+    wait_for(lambda: run.recorded() >= 2 or run.process.poll() is not None, seconds=600)
+    # the run goes on meanwhile
+    kept = lab.cluster("backup", str(tmp_path / "backup.tar"), "--runs", str(machine / "runs"))
+    assert kept.returncode == 0, kept.stdout + kept.stderr
+    run.process.kill()
+    end_processes(lab.started(), 1)
+    for place in (machine, tmp_path / "state", tmp_path / "flwr"):
+        shutil.rmtree(place)
+    restored = corolla("cluster", "restore", str(tmp_path / "backup.tar"), environment=lab.environment)
+    assert restored.returncode == 0, restored.stdout + restored.stderr
+    (tmp_path / "flwr").mkdir()
+    up = lab.cluster("up")
+    assert up.returncode == 0, up.stdout + up.stderr
+    resumed = corolla("run", "--superlink", "lab", "--resume", str(run.folder), environment=lab.environment)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed after round" in resumed.stdout
+    assert [sorted(r["clients"]) for r in rounds(run.folder)] == [["0", "1"]] * 5
+    assert_nothing_is_lost(run, tmp_path)
+    down = lab.cluster("down")
+    assert down.returncode == 0, down.stdout + down.stderr
 
 
 def started_by(process: psutil.Process, word: str) -> list[psutil.Process]:
