@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 NEXT := .venv-next
+CHARTS := .venv-charts
 
 # the version of Flower: make install FLOWER=1.42; constraints/ has the packages of each
 FLOWER ?= 1.39
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed-$(FLOWER)
 NEWER := .venv-$(lastword $(FLOWERS))
 WITH_NEWER := COROLLA_NEXT=$(CURDIR)/$(NEWER)/bin/python
 
-.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker cluster-demo cluster-demo-monitored soak bench bench-short check lint types \
+.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker test-charts cluster-demo cluster-demo-monitored soak bench bench-short check lint types \
   docs site site-serve wheel clean lock
 
 install: $(INSTALLED) ## into .venv, with all extras and what development needs; FLOWER=1.42: with that version of Flower
@@ -28,14 +29,22 @@ $(INSTALLED): pyproject.toml constraints/flwr-$(FLOWER).txt
 	@rm -f $(VENV)/.installed*
 	@touch $@
 
-# versions that a file has stay; UPGRADE=--upgrade takes the newest
+# versions that a file has stay; UPGRADE=--upgrade takes the newest. image.txt: the names of the packages in the container image, whose
+# hashes the other files have. build.txt: the tools of its build.
+COMPILE := $(BIN)/uv pip compile --universal --python-version 3.11 --no-annotate --quiet
+HASHED = $(COMPILE) --generate-hashes --custom-compile-command "make lock" $(UPGRADE) --output-file
+IMAGE_EXTRAS := tables partitions metrics dp monitoring
 lock: install ## constraints/: the packages of each version of Flower, with hashes
 	@for version in $(FLOWERS); do \
 	  echo "flwr==$$version.*" > $(VENV)/flower.in; \
-	  $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
-	    --custom-compile-command "make lock" --constraint $(VENV)/flower.in $(UPGRADE) --output-file constraints/flwr-$$version.txt \
-	    || exit 1; \
-	done
+	  $(HASHED) constraints/flwr-$$version.txt pyproject.toml --extra dev --constraint $(VENV)/flower.in || exit 1; \
+	  $(COMPILE) pyproject.toml $(IMAGE_EXTRAS:%=--extra %) --no-header --constraint constraints/flwr-$$version.txt || exit 1; \
+	done | sed 's/[ =;].*//' | sort -u > $(VENV)/image.txt
+	@mv $(VENV)/image.txt constraints/image.txt
+	@printf 'cyclonedx-bom\nhatchling\n' > $(VENV)/build.in
+	@$(HASHED) constraints/build.txt $(VENV)/build.in
+	@printf 'helm-python-sdk\nkubernetes-validate\n' > $(VENV)/charts.in
+	@$(HASHED) constraints/charts.txt $(VENV)/charts.in
 
 run: install ## install, then compare three methods on digits
 	$(BIN)/corolla demo
@@ -110,6 +119,15 @@ test-hostile: install ## every attack of tests/hostile/catalogue.py
 # clusters in containers; needs a Docker engine, says so without one
 test-docker: install ## clusters in containers
 	$(BIN)/python -m pytest -m docker -rs
+
+# deploy/helm, rendered by Helm's own code and compared with Kubernetes's schemas, in an environment of its own (350 MB)
+test-charts: install ## the Helm chart, rendered and validated
+	@test -x $(CHARTS)/bin/python || $(PYTHON) -m venv $(CHARTS)
+	@if $(CHARTS)/bin/python -m pip install --quiet --require-hashes -r constraints/charts.txt; then \
+	  $(BIN)/python -m pytest -rs tests/deploy/test_chart.py; \
+	else \
+	  echo "make test-charts did not run: its packages cannot be installed here"; \
+	fi
 
 # SuperLink and four SuperNodes in containers: build, up, FedCAC on digits, table, down
 cluster-demo: ## SuperLink and four SuperNodes in containers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT, IMAGE = "corolla-test", "corolla-test"
 RUN = {"method": "fedcac", "num-server-rounds": 2, "fedcac.beta": 1, "train-samples": 40}
 SETTINGS = [word for k, v in RUN.items() for word in ("--set", f"{k}={json.dumps(v)}")]
-ENVIRONMENT = {**os.environ, "COMPOSE_PROJECT_NAME": PROJECT, "COROLLA_IMAGE": IMAGE}
+# by its tag: a machine without a registry has a base image of its own, with another digest
+BASE = {"BASE_IMAGE": "python:3.11-slim-bookworm"}
+ENVIRONMENT = {**BASE, **os.environ, "COMPOSE_PROJECT_NAME": PROJECT, "COROLLA_IMAGE": IMAGE}
 
 
 def run(*command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -140,6 +143,30 @@ def test_tls_and_authentication(expected: str) -> None:
 
     # once more: what is registered and made stays, nothing fails
     compose("up", "-d")
+
+
+def test_what_is_in_the_image(image: str) -> None:
+    def inside(script: str) -> str:
+        return run("docker", "run", "--rm", "--read-only", "--tmpfs", "/tmp", image, "sh", "-c", script).stdout
+
+    sbom = json.loads(inside("cat /usr/share/corolla/sbom.cdx.json"))
+    there = {part["name"].lower(): part["version"] for part in sbom["components"]}
+    assert sbom["bomFormat"] == "CycloneDX" and {"flwr", "torch", "prometheus-client", "corolla"} <= set(there)
+    # the pinned versions, and nothing else
+    lock = (ROOT / "constraints" / "flwr-1.39.txt").read_text()
+    pinned = dict(re.findall(r"^([a-z0-9.-]+)==([^ ]+)", lock, re.MULTILINE))
+    if not os.environ.get("TORCH"):
+        assert {name: pinned.get(name) for name in there if name != "corolla"} == {
+            name: version for name, version in there.items() if name != "corolla"
+        }
+    # nobody special, and no tools that build
+    assert inside("id -u").strip() == "1000"
+    assert (
+        inside("command -v gcc cc make pip uv-build; python -m pip --version 2>&1 | tail -1")
+        .strip()
+        .endswith("No module named pip")
+    )
+    assert "usage: deploy.metrics" in inside("python -P -m deploy.metrics --help")
 
 
 def test_the_gpu_file_gives_each_supernode_a_gpu() -> None:
