@@ -240,8 +240,8 @@ def _unpack(tar: tarfile.TarFile, parts: list[Part], archive: Path) -> None:
                 (fresh[int(number)] / member.name).chmod(member.mode & 0o755 | 0o700)
         if missing:
             raise UserError(f"{archive}: is damaged: {parts[min(missing)].path} is missing")
-        for number, (part, path) in enumerate(zip(parts, fresh, strict=True)):
-            os.rename(path / str(number), part.path)
+        for position, (part, path) in enumerate(zip(parts, fresh, strict=True)):
+            os.rename(path / str(position), part.path)
     finally:
         for path in fresh:
             shutil.rmtree(path, ignore_errors=True)
