@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT, IMAGE = "corolla-test", "corolla-test"
@@ -172,3 +173,15 @@ def test_what_is_in_the_image(image: str) -> None:
 def test_the_gpu_file_gives_each_supernode_a_gpu() -> None:
     files = ["-f", "deploy/compose.yaml", "-f", "deploy/compose.gpu.yaml"]
     assert run(*composer(), *files, "config").stdout.count("nvidia") == 4
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_monitored_files_are_read(tls: bool) -> None:
+    files = ["-f", "deploy/compose.yaml", *(["-f", "deploy/compose.tls.yaml"] if tls else [])]
+    files += ["-f", "deploy/compose.monitored.yaml"]
+    keys = {"KEYS_SUPERLINK": "keys-superlink"} if tls else {}
+    config = yaml.safe_load(run(*composer(), *files, "config", **keys).stdout)["services"]
+    assert {"superlink", "metrics", "prometheus", "grafana"} <= set(config)
+    # nothing but this machine reaches them
+    assert all("127.0.0.1" in str(port) for name in ("prometheus", "grafana") for port in config[name]["ports"])
+    assert config["superlink"]["cap_drop"] == ["ALL"]
