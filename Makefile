@@ -118,7 +118,7 @@ test-hostile: install ## every attack of tests/hostile/catalogue.py
 
 # clusters in containers; needs a Docker engine, says so without one
 test-docker: install ## clusters in containers
-	$(BIN)/python -m pytest -m docker -rs
+	$(BIN)/python -m pytest -m "docker and not nightly" -rs
 
 # deploy/helm, rendered by Helm's own code and compared with Kubernetes's schemas, in an environment of its own (350 MB)
 test-charts: install ## the Helm chart, rendered and validated

@@ -86,6 +86,7 @@ def read(text: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_the_demo_runs_to_the_end(expected: str, tmp_path: Path) -> None:
     done = run("deploy/demo.sh", *SETTINGS, RUNS=str(tmp_path), RUN_NAME="demo")
     assert "fedcac" in done.stdout and f"copied to {tmp_path}/demo" in done.stdout

@@ -25,7 +25,7 @@ from fl_app.processes import end_processes
 from tests.disks import full_disk
 from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, replay, rounds, settings, summary, wait_for
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 # part of the model is aggregated and part of it stays with the client: both must survive
 COMMON: dict[str, Any] = {"method": "fedper", "model": "gated:mlp", "num-server-rounds": 3, "checkpoint-every": 1}
@@ -96,6 +96,7 @@ def test_killed_and_restarted_supernode(cluster: Cluster, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("warm_cluster")
+@pytest.mark.nightly
 def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start_superlink()
     for client_id in (0, 1):
@@ -304,6 +305,7 @@ def hashes(directory: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
+@pytest.mark.nightly
 def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     # keeps round 2 open while what client 1 has left in it is cut

@@ -27,7 +27,7 @@ from fl_app.processes import end_processes, flower_environment, free_ports, proc
 from tests.e2e.conftest import wait_for
 from tests.e2e.network import Network, inside, listeners
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 NEXT = os.environ.get("COROLLA_NEXT", "")
 NO_NEXT = pytest.mark.skipif(not NEXT, reason="COROLLA_NEXT names no Python with a newer Flower")

@@ -15,7 +15,7 @@ from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary, 
 from tests.e2e.network import Network, inside
 from tests.e2e.test_faults import COMMON, EVERY_REPLY, causes, failures
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
