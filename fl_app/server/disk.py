@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sqlite3
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,9 @@ def database(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def free(path: Path) -> int:
-    """Return the free bytes of the file system on which a path is or would be."""
-    return shutil.disk_usage(next(above for above in (path, *path.parents) if above.exists())).free
+    """Return the free bytes of the file system on which a path is or would be. One that states no size has room."""
+    usage = shutil.disk_usage(next(above for above in (path, *path.parents) if above.exists()))
+    return usage.free if usage.total else sys.maxsize
 
 
 def room_in(path: Path) -> int:

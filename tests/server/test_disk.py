@@ -123,3 +123,7 @@ def test_a_run_on_a_disk_without_room_for_its_checkpoint_starts_nothing(run: Run
         with pytest.raises(UserError, match=r"^output-dir: .*/run: .* kB are free, and a checkpoint takes about"):
             run(output_dir=str(there))
         assert list(there.iterdir()) == []
+
+
+def test_a_file_system_without_a_size_counts_as_empty() -> None:
+    assert disk.free(Path("/proc/none/run")) > 1e15
