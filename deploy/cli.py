@@ -50,9 +50,7 @@ def up(
     from deploy import lifecycle
     from deploy.commands import listen_address
 
-    if log_lines:
-        log_format.choose(log_lines)
-
+    log_format.choose(log_lines)
     found = inventories.read_inventory(inventory, insecure)
     if not found.secure and not inventories.is_loopback(found.superlink.fleet_address):
         _say("note: insecure: anyone on the network can read the models and join as a SuperNode")

@@ -13,7 +13,6 @@ import io
 import logging
 import shutil
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from deploy import certificates, superlink_nodes
 from deploy.commands import listen_address
 from fl_app import log_format
 from fl_app.errors import UserError
-from fl_app.exit_codes import BAD_INPUT
+from fl_app.exit_codes import ending_on_bad_input
 from fl_app.extras import require
 from fl_app.metrics import moments
 from fl_app.server import causes
@@ -334,13 +333,10 @@ def main() -> None:
     log_format.configure("metrics")
     connection: dict[str, Any] = {"address": given.control}
     trust = {"root-certificates": given.root_certificates} if given.root_certificates else {"insecure": True}
-    try:
+    with ending_on_bad_input():
         require("prometheus_client", "--metrics")
         exporter = Exporter(Watched(given.runs, connection | trust, given.database, given.certificate))
         server(listen_address(given.listen), exporter).serve_forever()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
 
 
 if __name__ == "__main__":

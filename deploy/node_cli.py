@@ -53,8 +53,7 @@ def start(
     from fl_app import log_format
     from fl_app.processes import flower_environment
 
-    if log_lines:
-        log_format.choose(log_lines)
+    log_format.choose(log_lines)
     directory = _directory(name)
     if peers:
         typer.echo(

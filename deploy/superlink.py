@@ -25,7 +25,7 @@ from typing import Any
 
 from fl_app import log_format
 from fl_app.errors import UserError
-from fl_app.exit_codes import BAD_INPUT
+from fl_app.exit_codes import ending_on_bad_input
 from fl_app.server.disk import DATABASE
 
 Scope = MutableMapping[str, Any]
@@ -102,13 +102,9 @@ def main() -> None:
     parser.add_argument("--log-format", default="", help="text or json; otherwise as $COROLLA_LOG_FORMAT says")
     parser.add_argument("flower", nargs="*")
     given = parser.parse_args()
-    try:
-        if given.log_format:
-            log_format.choose(given.log_format)
+    with ending_on_bad_input():
+        log_format.choose(given.log_format)
         run(given.fleet, given.flower, given.grpc)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
 
 
 def run(fleet: str, options: list[str], grpc: bool = False) -> None:

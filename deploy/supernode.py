@@ -33,7 +33,7 @@ from fl_app import log_format
 from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
-from fl_app.exit_codes import BAD_INPUT
+from fl_app.exit_codes import ending_on_bad_input
 from fl_app.files import make_directory
 from fl_app.privacy.keyring import PEERS
 from fl_app.site import VARIABLE, site_directory, user_state
@@ -64,13 +64,9 @@ def main() -> None:
     parser.add_argument("--log-format", default="", help="text or json; otherwise as $COROLLA_LOG_FORMAT says")
     parser.add_argument("flower", nargs="*")
     given = parser.parse_args()
-    try:
-        if given.log_format:
-            log_format.choose(given.log_format)
+    with ending_on_bad_input():
+        log_format.choose(given.log_format)
         run(given.name, given.site, given.flower, given.warm)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
 
 
 def run(name: str, rules: str, options: list[str], warm: bool = False) -> None:

@@ -22,7 +22,9 @@ _OTHERS = ("flwr", "uvicorn")
 
 
 def choose(wanted: str) -> None:
-    """Set the format for this process and those that it starts. Raises UserError."""
+    """Set the format for this process and those that it starts. "" leaves it as it is. Raises UserError."""
+    if not wanted:
+        return
     if wanted not in (TEXT, JSON):
         raise UserError(f"--log-format: must be {TEXT} or {JSON}, got {wanted!r}")
     os.environ[VARIABLE] = wanted
