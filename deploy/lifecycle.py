@@ -61,6 +61,7 @@ def up(
         say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
         if inventory.secure:
             say(f"{len(superlink_nodes.register_all(cluster))} SuperNode keys registered")
+            _wait_until_gone(functools.partial(superlink_nodes.online_by_key, cluster), say, seconds)
         _start_metrics(cluster, places, seconds)
         _start_supernodes(cluster, places, seconds)
     except BaseException as error:
@@ -206,6 +207,27 @@ def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
         time.sleep(0.5)
 
 
+def _wait_until_gone(online: Callable[[], list[str]], say: Say, seconds: float) -> None:
+    """Return when the SuperLink counts none of the SuperNodes that must be started as connected.
+
+    A SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then.
+    online: returns those that still count. Raises UserError at the time limit.
+    """
+    deadline = time.monotonic() + seconds
+    waiting = False
+    while names := ", ".join(online()):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{names}: the SuperLink still counts the last connection as alive after {seconds:g} s; try again"
+            )
+        if not waiting:
+            say(
+                f"{names}: ended without a word to the SuperLink; waiting until it counts them as gone, at most a minute"
+            )
+        waiting = True
+        time.sleep(2)
+
+
 def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     """End a SuperNode of a running cluster if it is still there, start it again, and return when it is connected.
 
@@ -221,14 +243,11 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
     if cluster.ask(node.host, "stop", names=[name])["left"]:
         raise UserError(f"{node.host}: {name} could not be ended")
-    # a SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then
-    deadline = time.monotonic() + seconds
-    while superlink_nodes.status_by_node_id(cluster).get(before) == "online":
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{name}: the SuperLink still counts its last connection as alive after {seconds:g} s; try again"
-            )
-        time.sleep(2)
+
+    def online() -> list[str]:
+        return [name] if superlink_nodes.status_by_node_id(cluster).get(before) == "online" else []
+
+    _wait_until_gone(online, say, seconds)
     place = _place(_prepare_host(cluster, node.host, []))
     index = [n.name for n in nodes.values() if n.host == node.host].index(name)
     _start(cluster, node.host, [commands.supernode(cluster.inventory, node, place, index)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import subprocess
 from collections.abc import Mapping
@@ -59,6 +60,16 @@ def status_by_node_id(cluster: Cluster) -> dict[str, str]:
     return {}
 
 
+def online_by_key(cluster: Cluster) -> list[str]:
+    """Return the names of the inventory's SuperNodes with a key that the SuperLink counts as connected.
+
+    Raises UserError if the SuperLink gives no answer.
+    """
+    keys = {info.public_key for info in list_nodes(cluster) if info.status == "online"}
+    directory = Path(cluster.inventory.keys)
+    return [n.name for n in cluster.inventory.supernodes if public_bytes(directory / f"{n.name}.pub") in keys]
+
+
 def list_nodes(cluster: Cluster) -> list[NodeInfo]:
     """Return the SuperLink's nodes with their public keys, which `flwr supernode list` does not show.
 
@@ -78,7 +89,9 @@ def nodes_and_runs(name: str, table: Mapping[str, Any], most_runs: int) -> tuple
 
     connection = SuperLinkConnection(name, table["address"], table.get("root-certificates"), table.get("insecure"))
     try:
-        client = init_http_client_from_connection(connection)
+        # it prints the address each time
+        with contextlib.redirect_stdout(io.StringIO()):
+            client = init_http_client_from_connection(connection)
         try:
             nodes = list(client.ListNodes(ListNodesRequest()).nodes_info)
             return nodes, list(client.ListRuns(ListRunsRequest(limit=most_runs)).run_dict.values())

@@ -205,6 +205,7 @@ def test_a_machine_that_is_lost_between_two_rounds_goes_on_from_a_backup(lab: La
     kept = lab.cluster("backup", str(tmp_path / "backup.tar"), "--runs", str(machine / "runs"))
     assert kept.returncode == 0, kept.stdout + kept.stderr
     run.process.kill()
+    # they end without a word to the SuperLink, which counts its nodes as connected for a minute
     end_processes(lab.started(), 1)
     for place in (machine, tmp_path / "state", tmp_path / "flwr"):
         shutil.rmtree(place)
