@@ -75,6 +75,9 @@ def run(
         Path | None,
         typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint."),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="With --resume: refuse to continue with other code or packages.")
+    ] = False,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -109,6 +112,7 @@ def run(
         clients_at_once,
         overwrite,
         backend,
+        strict,
         None if replay is None else named(replay.expanduser()),
     )
     config, parsed = configure(preset, parse_set(set_ or []), how)
