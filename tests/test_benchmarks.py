@@ -68,7 +68,7 @@ def test_counted_passes_by_hand() -> None:
     assert str(methods.Passes(1, 0, 0, 1, 8)) == "E forward, 1 backward, 8 solves"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_method_has_a_row_in_the_table_of_methods() -> None:
     seconds = methods.measure("mlp", side=8, channels=1, batch=8, steps=2, repeats=1)
     text, ratios = methods.seconds_table({"mlp": seconds})
@@ -110,7 +110,7 @@ def test_a_contender_is_timed_between_its_rounds(tmp_path: Path) -> None:
         peers.pace([sys.executable, "-c", "print('nothing')"], tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_costs_of_few_clients_are_measured() -> None:
     found, left_out = scale.measured((3, 6), 60)
     assert left_out == [] and list(found) == [3, 6]

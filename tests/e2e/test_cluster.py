@@ -20,7 +20,7 @@ from deploy.inventory import is_loopback
 from fl_app.processes import end_processes, free_ports
 from tests.e2e.conftest import Lab, corolla, settings, summary, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 # sshd insists on an absolute path
 SSHD = "/usr/sbin/sshd"
@@ -85,6 +85,7 @@ exec env -i HOME="{home}" PATH=/usr/bin:/bin LAB="{lab}" sh -c 'echo "Welcome to
 """
 
 
+@pytest.mark.nightly
 def test_remote_hosts_over_ssh(lab: Lab) -> None:
     home, log, bin_ = lab.directory / "remote home", lab.directory / "ssh.log", lab.directory / "bin"
     home.mkdir()
@@ -123,7 +124,7 @@ def test_remote_hosts_over_ssh(lab: Lab) -> None:
     status = lab.cluster("status")
     assert status.returncode == 0, status.stdout + status.stderr
     assert "tunnel" in status.stdout and "lab@node1" in status.stdout
-    assert "Fleet API" in lab.cluster("logs", "superlink", "--lines", "500").stdout
+    assert "Starting Flower SuperLink" in lab.cluster("logs", "superlink", "--lines", "500").stdout
     node.kill()
     ended = lab.cluster("status")
     assert ended.returncode == 1 and "ended" in ended.stdout

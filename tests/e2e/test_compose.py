@@ -13,7 +13,7 @@ from fl_app.processes import free_ports
 from tests.e2e.conftest import BackgroundRun, Cluster, rounds
 from tests.privacy.keys import make
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 FILES = {name: yaml.safe_load((DEPLOY / name).read_text()) for name in ("compose.yaml", "compose.tls.yaml")}
@@ -38,6 +38,7 @@ def start(cluster: Cluster, directory: Path, client_id: int, file: str, here: di
     )
 
 
+@pytest.mark.nightly
 def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) -> None:
     """Node 0 has no rules, node 1's allow another method."""
     cluster.start_superlink()

@@ -16,7 +16,7 @@ import pytest
 from client_app.client_app import RAY
 from tests.e2e.conftest import COROLLA, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def launched(directory: Path) -> list[psutil.Process]:

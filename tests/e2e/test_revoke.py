@@ -56,6 +56,7 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
     assert lab.cluster("down").returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_the_others(lab: Lab) -> None:
     up(lab, 3)
     config = {"method": "fedcac", "num-server-rounds": 6, "train-samples": 40, "min-available-clients": 2}

@@ -15,7 +15,7 @@ from fl_app.app_bundle import application_hash
 from fl_app.processes import script
 from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, summary, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = {
     "method": "fedcac",
@@ -113,6 +113,7 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
     assert again.returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_reply_that_is_too_large_stays_at_the_site(cluster: Cluster, tmp_path: Path) -> None:
     """Client 2 may not send it; client 0 trains with the kernel's leave to reach little else than its own directories."""
     cluster.start_superlink()

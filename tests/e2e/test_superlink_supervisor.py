@@ -15,7 +15,7 @@ import pytest
 from fl_app.processes import processes_with
 from tests.e2e.conftest import wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 LAUNCHER = """
 import sys

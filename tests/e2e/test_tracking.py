@@ -12,7 +12,7 @@ import pytest
 import corolla
 from tests.e2e.conftest import rounds
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

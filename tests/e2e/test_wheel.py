@@ -228,6 +228,7 @@ def test_a_sweep_and_tables_of_its_runs(installed: Installed, here: Path) -> Non
     assert "many" in installed.output(here, "corolla", "runs")
 
 
+@pytest.mark.nightly
 def test_ones_own_method_beside_foreign_folders_runs_alike_in_every_mode(installed: Installed, here: Path) -> None:
     fleet, control = free_ports(2)
     lab = {"superlink": {"fleet-port": fleet, "control-port": control}, "hosts": [{"host": "local", "supernodes": 2}]}
@@ -253,6 +254,7 @@ def test_a_missing_extra_is_named(installed: Installed, here: Path) -> None:
     assert done.returncode == 2 and "pip install 'corolla[report]'" in " ".join(done.stderr.split())
 
 
+@pytest.mark.nightly
 def test_with_every_extra_from_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory, here: Path) -> None:
     with_all = install(tmp_path_factory.mktemp("all"), wheel, "all")
     code = (

@@ -393,7 +393,7 @@ def test_a_killed_sweep_repeats_nothing_finished(
 
 # twenty seconds on an idle machine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_killed_sweep_goes_on_from_its_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: int
 ) -> None:
