@@ -188,7 +188,7 @@ def set_mode(module: nn.Module, training: bool) -> None:
     The functions of a module with its own `train`, `eval` or `__setattr__` are called.
     """
     own = module.__dict__
-    if "train" in own or "eval" in own or _has_own_mode(type(module)):
+    if "train" in own or "eval" in own or _has_own_mode(type(module)):  # type: ignore[arg-type]  # a class is hashable
         module.train() if training else module.eval()
         return
     own["training"] = training
