@@ -12,8 +12,8 @@ import pytest
 
 from deploy.node import explain_refusals
 from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary, wait_for
+from tests.e2e.faults import COMMON, EVERY_REPLY, causes, failures
 from tests.e2e.network import Network, inside
-from tests.e2e.test_faults import COMMON, EVERY_REPLY, causes, failures
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
