@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def apart(network: Network, cluster: Cluster) -> Cluster:
+def apart(network: Network, warm_cluster: Cluster) -> Cluster:
     """Three SuperNodes, the last of which is at the other end of the cable."""
+    cluster = warm_cluster
     cluster.address, cluster.inside = network.address, inside(network.server)
     cluster.start_superlink()
     for client_id in (0, 1):
