@@ -27,7 +27,8 @@ def read(key: str, path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str,
             raise UserError(f"{key}: {path} is a single array, not an npz file")
         with npz:
             names = [name for name in npz.files if wanted(name)]
-            _refuse_bomb(key, path, npz.zip, {f"{name}.npy" for name in names})
+            if npz.zip:
+                _refuse_bomb(key, path, npz.zip, {f"{name}.npy" for name in names})
             return {name: np.asarray(npz[name]) for name in names}, list(npz.files)
     except UserError:
         raise
