@@ -174,6 +174,8 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
     An absent client's cloud model changes with every round, and is computed when the client is sent it.
     """
 
+    # the cloud models
+    made_stacks = kept_stacks = 1
     warned = False
     not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
     # the last round's uploads, and the absent clients' cloud models that were computed last

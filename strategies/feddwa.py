@@ -81,6 +81,8 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
     not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
+    # the guidance models, unless clients send them
+    made_stacks = 1
 
     def expected(self) -> Expected:
         """Return the form of an upload: the model and, if it is trained, the guidance."""
