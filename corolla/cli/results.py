@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,14 @@ Tables = Sequence[Table]
 if TYPE_CHECKING:
     from corolla.experiments.compare import Line
     from corolla.experiments.runs import RecordedRun
+
+
+class Cost(Enum):
+    """Costs of reaching a value, by which rows are ordered."""
+
+    rounds = "rounds"
+    bytes = "bytes"
+    seconds = "seconds"
 
 
 def compare(
@@ -61,6 +70,7 @@ def compare(
             help="Also show rounds, bytes and seconds until this accuracy, e.g. 80 or 0.8, or until this RMSE.",
         ),
     ] = None,
+    by: Annotated[Cost | None, typer.Option(help="With --to: order its rows by this cost, the least first.")] = None,
     costs: Annotated[
         bool, typer.Option("--costs", help="Also show seconds and bytes, per round, per client and in all.")
     ] = False,
@@ -84,6 +94,9 @@ def compare(
             raise UserError(
                 f"{option}: not with --paper, whose tables hold accuracies only; compare the runs once more"
             )
+    if by and to is None:
+        raise UserError(f"--by {by.value} needs --to: it orders rows by their cost of reaching that value")
+    ordered = by.value if by else ""
     if as_json and latex:
         raise UserError("--json and --latex exclude each other")
     if reference and (paper or dataset):
@@ -98,11 +111,11 @@ def compare(
         warn(f"{run.path} repeats the settings and the seed of {before.path}: it gets a separate row")
     if not (paper or dataset):
         if as_json:
-            show_json({**comparison_json(groups, to, costs), "unfinished": unfinished})
+            show_json({**comparison_json(groups, to, costs, ordered), "unfinished": unfinished})
         elif latex:
-            show_latex([*result_tables(groups, to, costs), *difference_tables(groups)])
+            show_latex([*result_tables(groups, to, costs, ordered), *difference_tables(groups)])
         else:
-            show_comparison(groups, to, costs)
+            show_comparison(groups, to, costs, ordered)
         return
     lines = [line for group in groups for line in comparing.beside(group, METHOD_PARAMS, dataset)]
     if as_json:
@@ -145,12 +158,15 @@ def show_beside_papers(lines: Sequence[Line], found: Sequence[RecordedRun], data
         echo("\n".join([PAPER_CAPTION, *column.notes]))
 
 
-def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool) -> None:
-    """Print groups of runs side by side, with `costs` what they cost, their cost of reaching `to`, and their differences."""
+def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool, by: str) -> None:
+    """Print groups of runs side by side, with `costs` what they cost, their cost of reaching `to`, and their differences.
+
+    by: the cost that orders the rows of `to`, "" for none.
+    """
     from corolla.experiments import significance
 
     differences = difference_tables(groups)
-    for place, (table, caption) in enumerate([*result_tables(groups, to, costs), *differences]):
+    for place, (table, caption) in enumerate([*result_tables(groups, to, costs, by), *differences]):
         if place:
             echo()
         show_table(table)
@@ -159,8 +175,8 @@ def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None, c
         echo(f"\nno table of differences: {significance.why_no_table(groups)}")
 
 
-def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool) -> Tables:
-    """Return the tables of groups of runs side by side, each with its caption.
+def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool, by: str = "") -> Tables:
+    """Return the tables of groups of runs side by side, each with its caption. by: as in `show_comparison`.
 
     Raises UserError for a `to` outside the metric's range.
     """
@@ -175,7 +191,7 @@ def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None, cos
     if costs:
         tables.append((costing.accuracy_and_costs_table(groups), costing.CAPTION))
     if to is not None:
-        tables.append((cost_to_target.costs_table(groups, to), cost_to_target.CAPTION))
+        tables.append((cost_to_target.costs_table(groups, to, by), cost_to_target.CAPTION))
     return tables
 
 
@@ -191,8 +207,13 @@ def difference_tables(groups: Sequence[Sequence[RecordedRun]]) -> Tables:
     return tables
 
 
-def comparison_json(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool) -> dict[str, object]:
-    """Return the rows of a comparison as `corolla.compare` does, with what was asked for: costs, and those of reaching `to`."""
+def comparison_json(
+    groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool, by: str = ""
+) -> dict[str, object]:
+    """Return the rows of a comparison as `corolla.compare` does, with what was asked for: costs, and those of reaching `to`.
+
+    by: as in `show_comparison`.
+    """
     from corolla.api.comparing import rows_of
     from corolla.experiments import cost_to_target
     from corolla.experiments import costs as costing
@@ -206,6 +227,7 @@ def comparison_json(groups: Sequence[Sequence[RecordedRun]], to: float | None, c
     if to is not None:
         for row, group in zip(rows, groups, strict=True):
             row["reached"] = [cost_to_target.reached_as_told(run, to) for run in group]
+        rows = [rows[place] for place in cost_to_target.order(groups, to, by)] if by else rows
     return {"rows": rows}
 
 

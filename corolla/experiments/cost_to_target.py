@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,13 +86,37 @@ def reached_as_told(run: RecordedRun, given: float) -> dict[str, float] | None:
     return told if found.virtual_seconds is None else told | {VIRTUAL: found.virtual_seconds}
 
 
+def order(groups: Sequence[Sequence[RecordedRun]], given: float, by: str) -> list[int]:
+    """Return the positions of groups of runs, ordered by their mean cost of reaching a target, the least first.
+
+    given: as in `recorded_target`. by: "rounds", "bytes" or "seconds"; these are of simulated time if the runs have it.
+    Groups that never reach it come last. Raises UserError if some have it and others do not.
+    """
+    timed = {is_timed(run) for runs in groups for run in runs}
+    if by == "seconds" and len(timed) > 1:
+        raise UserError(
+            "--by seconds: some of these runs have simulated time (speeds) and others do not; compare them apart"
+        )
+
+    field = {"rounds": "round", "seconds": VIRTUAL if True in timed else "seconds"}.get(by, by)
+
+    def cost(runs: Sequence[RecordedRun]) -> float:
+        found = [told[field] for run in runs if (told := reached_as_told(run, given)) is not None]
+        return mean_std(found)[0] if found else math.inf
+
+    costs = [cost(runs) for runs in groups]
+    return sorted(range(len(groups)), key=costs.__getitem__)
+
+
 def shown_target(metric: Metric, target: float) -> str:
     """Return a target in the unit of the tables: per cent for a ratio."""
     return f"{100 * target:g} %" if metric.ratio else f"{target:g}"
 
 
-def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float) -> list[list[str]]:
+def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float, by: str = "") -> list[list[str]]:
     """Return the cost of reaching `target` per group of runs that differ only in the seed, header first.
+
+    by: as in `order`; "" keeps the groups' order.
 
     Raises UserError if the target is outside the range of the runs' headline metric.
     """
@@ -111,7 +136,7 @@ def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float) -> list[
         if timed:
             cells.append(_show([at.virtual_seconds for at in found if at.virtual_seconds is not None]))
         lines.append([*row, f"{len(found)} of {len(runs)}", *cells])
-    return lines
+    return [lines[0], *(lines[1 + place] for place in order(groups, target, by))] if by else lines
 
 
 def _show(values: Sequence[float]) -> str:

@@ -24,8 +24,8 @@ class TimingKeys:
     # time
     quorum: float = key(
         1.0,
-        "Part of a round's clients whose answers close the round ([how](time.md)). Others are late, which is no failure. A client "
-        "that still works is not drawn.",
+        "Part of a round's clients whose answers close the round; clients that have failed do not count ([how](time.md)). Others "
+        "are late, which is no failure. A client that still works is not drawn.",
         POSITIVE_RATIO,
         compared=False,
     )

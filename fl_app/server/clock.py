@@ -136,23 +136,32 @@ def part_of(part: float, count: int) -> int:
     return max(1, math.ceil(part * count - 1e-9))
 
 
-def closing(ends: Sequence[Answer], begins: float, config: RunConfig) -> float:
-    """Return the second at which a round closes: its quorum has answered, or its deadline has passed.
+def may_close(answered: int, failed: int, asked: int, is_due: bool, config: RunConfig) -> bool:
+    """Return whether a round may close: a part `quorum` of its clients that have not failed has answered.
 
-    ends: of all clients that were asked. begins: the second at which the round began. At the deadline a part
-    `min-results` of the clients must have answered. If too few ever answer, the round ends with the last client.
+    is_due: whether its deadline has passed, which ends the wait for the quorum. A part `min-results` of all clients that
+    were asked must have answered in any case.
     """
-    answered = sorted(end.second for end in ends if not end.cause)
-    last = max((end.second for end in ends), default=begins)
+    quorum = 0 if is_due else part_of(config.quorum, asked - failed)
+    return answered >= max(quorum, part_of(config.min_results, asked))
 
-    def reached(part: float) -> float:
-        count = part_of(part, len(ends))
-        return answered[count - 1] if count <= len(answered) else last
 
-    closes = reached(config.quorum)
-    if config.round_deadline and begins + config.round_deadline < closes:
-        closes = max(begins + config.round_deadline, reached(config.min_results))
-    return closes
+def closing(ends: Sequence[Answer], begins: float, config: RunConfig) -> float:
+    """Return the second at which a round may close (`may_close`), or at which its last client ends if it never may.
+
+    ends: of all clients that were asked. begins: the second at which the round began.
+    """
+    due = begins + config.round_deadline if config.round_deadline else math.inf
+    answered = failed = 0
+    second = begins
+    for end in sorted(ends, key=lambda end: end.second):
+        if due < end.second and may_close(answered, failed, len(ends), True, config):
+            return due
+        second = end.second
+        failed, answered = failed + bool(end.cause), answered + (not end.cause)
+        if may_close(answered, failed, len(ends), due <= second, config):
+            return second
+    return second
 
 
 def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Speed]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,17 +28,19 @@ log = logging.getLogger("corolla")
 class Attempt(RoundState):
     """One attempt at a round, or one evaluation: all state that ends with it.
 
-    generation: distinguishes the client states of different attempts. intake: the stacks or sums that uploads are
-    decoded into. sent: bytes sent to each client. received: bytes of each client's upload, dropped ones included.
-    failures: all failures. causes: each client's last cause. heads: how the logged causes begin. far: far uploads that are
-    used. works: by client, its work on the round. connected: the clients that it could ask. working: clients that still
-    worked for an earlier round when it began. held: bytes of the models that wait to arrive. ended: clients whose work has
-    ended. missed: works that have not. arrivals: the ends of works. clients: an evaluation's entries. between: the
-    method's notes between clients, after `record`. earlier: attempts at the same round that do not count. spoilt_by: why
-    this attempt does not count. without: clients that the repetition of a private round does not ask.
+    generation: distinguishes the client states of different attempts. began: second of the monotonic clock. intake: the
+    stacks or sums that uploads are decoded into. sent: bytes sent to each client. received: bytes of each client's
+    upload, dropped ones included. failures: all failures. causes: each client's last cause. heads: how the logged
+    causes begin. far: far uploads that are used. works: by client, its work on the round. connected: the clients that
+    it could ask. working: clients that still worked for an earlier round when it began. held: bytes of the models that
+    wait to arrive. ended: clients whose work has ended. missed: works that have not. arrivals: the ends of works.
+    clients: an evaluation's entries. between: the method's notes between clients, after `record`. earlier: attempts at
+    the same round that do not count. spoilt_by: why this attempt does not count. without: clients that the repetition
+    of a private round does not ask.
     """
 
     generation: int = 0
+    began: float = field(default_factory=time.monotonic)
     intake: Intake = field(default_factory=lambda: Intake.of([], Expected.of(NO_TENSORS)))
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)

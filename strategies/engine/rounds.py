@@ -26,7 +26,7 @@ from fl_app.server import checkpoint, client_arrays, disk, kept_uploads, progres
 from fl_app.server import record as records
 from fl_app.server.arrivals import FAILED, Replay, clock_of
 from fl_app.server.checkpoint import LATE
-from fl_app.server.clock import Answer, Clock, part_of
+from fl_app.server.clock import Answer, Clock, may_close
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.record import Record
 from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
@@ -279,9 +279,10 @@ class Rounds:
     def _may_close(self) -> bool:
         """Return whether a round in real time has its quorum, or enough answers at its deadline."""
         attempt, config = self.attempt, self.config
-        due = 0 < config.round_deadline <= time.monotonic() - self._began
-        answered = sum(i in attempt.intake.metrics for i in attempt.sent)
-        return answered >= part_of(config.min_results if due else config.quorum, len(attempt.sent))
+        is_due = 0 < config.round_deadline <= time.monotonic() - attempt.began
+        ended = attempt.ended & attempt.sent.keys()
+        answered = sum(i in attempt.intake.metrics for i in ended)
+        return may_close(answered, len(ended) - answered, len(attempt.sent), is_due, config)
 
     def _drawn(self) -> list[int]:
         """Return the clients that the protocol chooses of the connected ones that are not working.

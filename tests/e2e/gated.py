@@ -1,7 +1,8 @@
 """Models for tests: `--set model=gated:mlp` stops in the middle of training while a test wants it to, `gated:wide` is large.
 
 Every SuperNode of a test has its own directory in $COROLLA_GATE. A client process that begins to train adds its pid to
-`trainings`; the n-th of them waits while a file `hold-n` exists. Without the variable it is an ordinary model.
+`trainings`; the n-th of them waits while a file `hold-n` exists. Each of them first sleeps for the seconds in the file
+`sleep`, if there is one. Without the variable it is an ordinary model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ def _number_of_this_training() -> int:
     path = Path(os.environ["COROLLA_GATE"]) / "trainings"
     with path.open("a") as file:
         file.write(f"{os.getpid()}\n")
+    seconds = path.with_name("sleep")
+    time.sleep(float(seconds.read_text()) if seconds.exists() else 0)
     return len(path.read_text().splitlines())
 
 

@@ -69,6 +69,32 @@ def test_simulated_seconds_until_an_accuracy_is_reached(tmp_path: Path) -> None:
     assert (header[-1], row[-1]) == ("virtual seconds", "5")
 
 
+def test_rows_are_ordered_by_a_cost_of_reaching_an_accuracy(tmp_path: Path) -> None:
+    """One row reaches 80 % in round 3, one in round 2 with slow rounds, one never."""
+    for name, method, before, second in (
+        ("a", "local", [0.1, 0.2, 0.3, 0.4], 1.0),
+        ("b", "fedavg", [0.1, 0.5, 0.8, 0.7], 1.0),
+        ("c", "fedper", [0.1, 0.8, 0.8, 0.7], 9.0),
+    ):
+        path = write_run(tmp_path, name, [0.5, 0.5], before, method=method)
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        timed = [record | {"virtual-seconds": second} for record in records]
+        (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, timed)))
+    found = groups(tmp_path)
+    names = [runs[0].config.method for runs in found]
+
+    def ordered(by: str) -> list[str]:
+        return [names[place] for place in cost_to_target.order(found, 0.8, by)]
+
+    assert ordered("rounds") == ["fedper", "fedavg", "local"] == ordered("bytes")
+    assert ordered("seconds") == ["fedavg", "fedper", "local"]
+    header, *rows = cost_to_target.costs_table(found, 0.8, "seconds")
+    assert [row[0] for row in rows] == ["fedavg", "fedper", "local"] and [row[-1] for row in rows] == ["2", "9", "–"]
+    write_run(tmp_path, "d", [0.5, 0.5], [0.1, 0.2], method="fedrep")
+    with pytest.raises(UserError, match="--by seconds: some of these runs have simulated time"):
+        cost_to_target.order(groups(tmp_path), 0.8, "seconds")
+
+
 def test_the_interval_is_students() -> None:
     low, high = significance.interval(np.array([1.0, 2.0, 3.0])) or (0, 0)
     assert (low, high) == pytest.approx(

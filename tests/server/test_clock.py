@@ -45,6 +45,13 @@ def test_the_second_of_an_answer(tmp_path: Path) -> None:
         # a client that fails is no answer
         ([3, -1, 2, 9], {"quorum": 0.75}, 19),
         ([-3, -1, -2, 9], {"quorum": 0.75}, 19),
+        # it is a part of the clients that have not failed: three of five, and not the silent last one
+        ([-1, -1, 2, 3, 4, 90], {"quorum": 0.7}, 14),
+        # a later failure ends the wait
+        ([1, 2, 3, -5, 90], {"quorum": 0.8, "min_results": 0.4}, 100),
+        ([1, 2, 3, -5, 90], {"quorum": 0.75, "min_results": 0.4}, 15),
+        # half of all clients must have answered
+        ([-1, -2, 3, 90], {"quorum": 0.5}, 100),
         ([-3, -1, -2, -9], {"quorum": 0.75, "round_deadline": 5}, 19),
     ],
 )

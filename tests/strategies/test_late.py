@@ -28,7 +28,7 @@ from strategies.engine import late
 from strategies.engine.attempt import Attempt
 from strategies.engine.late import Work
 from strategies.engine.plain import PlainRounds
-from tests.conftest import Run, config, flat
+from tests.conftest import IN_TWO_ROUNDS, Run, config, flat
 from tests.methods.runs import timeless
 from tests.server.test_run_misbehaving import corrupting, raising, replaced
 
@@ -150,6 +150,17 @@ def test_simulated_time_alone_changes_no_bits(run: Run, tmp_path: Path) -> None:
     assert digest(plain) == digest(timed)
     assert all(record["virtual-seconds"] > 0 for record in rounds(timed))
     assert not any({"virtual-seconds", "working"} & set(record) for record in rounds(plain))
+
+
+@pytest.mark.parametrize("method", [*METHODS])
+def test_rounds_that_wait_for_everyone_change_no_bits(run: Run, method: str) -> None:
+    """Quorum 1 and no deadline, and rounds that may close early but need all three clients, in simulated time."""
+    keys: dict[str, Any] = {"method": method, "train_samples": 8} | dict(IN_TWO_ROUNDS.get(method, {}))
+    late_allowed = LATE_REASON not in METHODS[method].strategy.not_late
+    plain = run(run_name="plain", **keys)
+    waiting = run(run_name="waiting", quorum=1.0, round_deadline=0.0, speeds="lognormal:1", **keys)
+    needed = run(run_name="needed", quorum=0.99, staleness=int(late_allowed), speeds="lognormal:1", **keys)
+    assert digest(plain) == digest(waiting) == digest(needed)
 
 
 def test_a_late_upload_is_used_by_a_later_round(run: Run, tmp_path: Path) -> None:
@@ -284,6 +295,18 @@ def test_a_deployment_that_does_not_wait(raw_config: dict[str, Any], run: Run, k
     assert late == [[], [(1, fate)], [], [(1, fate)], []]
     again = run(run_name="again", replay=str(real.path), **keys)
     assert digest(again) == digest(real)
+
+
+def test_a_silent_client_is_not_waited_for_when_others_fail(raw_config: dict[str, Any]) -> None:
+    """Client 1 fails in round 1, and client 2 is silent until round 2: client 0 is half of the two that have not failed."""
+    keys: dict[str, Any] = {"quorum": 0.5, "min_results": 0.3, "num_server_rounds": 2, "num_clients": 3}
+    raw = raw_config | flat({**keys, "staleness": 1})
+    grid = Late(app, raw, 3)
+    grid.fails = 2, 1
+    folder = server_app.run(grid, parse(raw, METHOD_PARAMS), lambda *_: None, math.inf, hears=False)
+    first, second = rounds(folder)
+    assert list(first["clients"]) == ["0"] and first["working"] == [2]
+    assert [failure["client"] for failure in first["failures"]] == [1] and second["failures"] == []
 
 
 def test_a_deployment_whose_server_restarts_while_a_client_is_late(raw_config: dict[str, Any], run: Run) -> None:
