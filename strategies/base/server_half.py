@@ -21,12 +21,15 @@ from fl_app.server import client_arrays
 from fl_app.server.record import Record
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
+from strategies import afo
 from strategies.aggregate import Stack
 from strategies.base.uploads import Intake, Sums, Uploads
 from strategies.robust import Averaging
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
+# the beginning of the names of the server optimizer's moments in `memory`
+_AFO = "server-optimizer."
 
 
 @dataclass
@@ -86,6 +89,10 @@ class ServerHalf(ABC, Generic[P]):
     # `weighted_mean`. An upload's weight does not depend on other uploads. Uploads are then added up as they come, and no stack is
     # kept. A subclass that overrides `personalize`, `weights`, `averaging_of`, `compared` or `summed` must declare it again.
     streams: ClassVar[bool] = False
+    # True declares that `personalize` sets the global model's parameters to a mean of the uploads, and that clients are sent
+    # that model. The key `server-optimizer` may then move it (strategies/afo.py). A subclass that overrides `personalize` or
+    # `model_for` must declare it again.
+    averages: ClassVar[bool] = False
     # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
     spread: ClassVar[float] = 1.0
 
@@ -147,6 +154,38 @@ class ServerHalf(ABC, Generic[P]):
         return (
             Averaging(self.config.robust, self.config.robust_liars) if uploads is None else self.averaging_of(uploads)
         )
+
+    @classmethod
+    def is_optimized(cls) -> bool:
+        """Return whether the class declares `averages`, and no later override may set another model."""
+
+        def owner(name: str) -> type:
+            return next(each for each in cls.__mro__ if name in vars(each))
+
+        return cls.averages and all(issubclass(owner("averages"), owner(hook)) for hook in ("personalize", "model_for"))
+
+    def optimize(self, sent: Model) -> None:
+        """Move the global model from the sent one towards the mean that `personalize` set (key `server-optimizer`).
+
+        The optimizer's moments are in `memory`. Statistics stay the mean's.
+        """
+        c, mean = self.config, self.global_model
+        if c.server_optimizer == "none":
+            return
+        rate = c.server_learning_rate or (afo.MOMENTUM if c.server_optimizer == "momentum" else afo.ADAPTIVE)
+        state = {name: self.memory[_AFO + name] for name in ("m", "v") if _AFO + name in self.memory}
+        params, state = afo.server_step(
+            sent.params,
+            mean.params,
+            state,
+            kind=c.server_optimizer,
+            learning_rate=rate,
+            beta1=c.server_beta1,
+            beta2=c.server_beta2,
+            tau=c.server_tau,
+        )
+        self.memory |= {_AFO + name: moment for name, moment in state.items()}
+        self.global_model = Model(params, mean.buffers)
 
     # From models to downloads
 
