@@ -42,6 +42,14 @@ METHODS = Methods(
         "perfedmask",
         "pfedgate",
         "fedconcat",
+        "perfedavg",
+        "fedrod",
+        "fedproto",
+        "apple",
+        "fedpac",
+        "pfedsim",
+        "adabest",
+        "heterofl",
     )
 )
 

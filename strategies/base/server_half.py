@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from fl_app.wire import Download, Expected, Upload
 from strategies import afo
 from strategies.aggregate import Stack
 from strategies.base.uploads import Intake, Sums, Uploads
+from strategies.parts import Part
 from strategies.robust import Averaging
 
 log = logging.getLogger("corolla")
@@ -236,19 +238,27 @@ class ServerHalf(ABC, Generic[P]):
         """Return the form that every upload of the round must have: its tensors, its mask, and the method's extra arrays."""
         return Expected.of(self.layout)
 
+    def held_by(self, client_id: int) -> Part | None:
+        """Return the part of the travelling tensors that a client holds, trains and uploads. None: all of them."""
+        return None
+
     def expected_from(self, client_id: int) -> Expected:
-        """Return the form of one client's upload, if clients' uploads differ.
+        """Return the form of one client's upload, if clients' uploads differ. Default: that of the part it holds.
 
         `complete` then brings the upload into the common form.
         """
-        return self.attempt.expected or self.expected()
+        form, part = self.attempt.expected or self.expected(), self.held_by(client_id)
+        if part is None:
+            return form
+        return dataclasses.replace(form, d=int(part.params.sum()), b=int(part.buffers.sum()))
 
     def check(self, upload: Upload) -> None:
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""
 
     def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Return a checked upload in the form that the round's stacks hold."""
-        return upload
+        """Return a checked upload in the form that the round's stacks hold. Default: filled up with global values."""
+        part = self.held_by(client_id)
+        return upload if part is None else dataclasses.replace(upload, model=part.put(self.global_model, upload.model))
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Return the stacks in which uploads must not lie far apart (key `max-update-norm`), [N, ...] by a plural name."""
