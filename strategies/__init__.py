@@ -50,6 +50,7 @@ METHODS = Methods(
         "pfedsim",
         "adabest",
         "heterofl",
+        "pfedhn",
     )
 )
 

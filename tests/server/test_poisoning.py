@@ -198,6 +198,7 @@ def test_every_method_says_what_it_can_do() -> None:
         "apple",
         "fedpac",
         "heterofl",
+        "pfedhn",
     }
     assert all(method.strategy.robust <= RULES for method in METHODS.values())
 
