@@ -51,6 +51,7 @@ METHODS = Methods(
         "adabest",
         "heterofl",
         "pfedhn",
+        "pfedla",
     )
 )
 

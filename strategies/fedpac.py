@@ -123,7 +123,8 @@ def on_simplex(Q: NDArray[np.float64]) -> NDArray[np.float64]:
             y = y + reach * (solved - y)
             free &= y > 1e-15 * y.max(initial=1e-300)
         y = solved
-    return y / y.sum()
+    point: NDArray[np.float64] = y / y.sum()
+    return point
 
 
 class FedPAC(FedAvg[FedPACParams]):

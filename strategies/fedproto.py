@@ -125,12 +125,14 @@ def distance(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor, *, pull: s
     import torch
 
     if pull == "samples":
-        return ((z - prototypes[y]).square() * known[y][:, None]).mean()
+        squared: Tensor = ((z - prototypes[y]).square() * known[y][:, None]).mean()
+        return squared
     members = torch.nn.functional.one_hot(y, len(known)).to(z.dtype)
     counts = members.sum(0)
     means = (members.T @ z) / counts.clamp(min=1)[:, None]
     apart = torch.linalg.vector_norm(prototypes - means, dim=1)
-    return (apart * ((counts > 0) & known)).sum()
+    total: Tensor = (apart * ((counts > 0) & known)).sum()
+    return total
 
 
 def extras_of(layout: Layout) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -141,7 +143,7 @@ def extras_of(layout: Layout) -> Mapping[str, tuple[str, tuple[int, ...]]]:
 
 def check_counts(upload: Upload) -> None:
     """Raise WireError unless a client's counts are not negative and sum up to its samples."""
-    counts = upload.extras[COUNTS]
+    counts: NDArray[np.int64] = upload.extras[COUNTS]
     if (counts < 0).any() or counts.sum() > upload.num_examples:
         raise WireError(
             f"array {COUNTS} must be >= 0 and add up to at most its {upload.num_examples} samples, got {counts.tolist()}"

@@ -78,7 +78,8 @@ def initial_network(width: int, params: PFedHNParams, start: Array, stream: np.r
 
 
 def _uniform(stream: np.random.Generator, into: int, shape: tuple[int, ...]) -> Array:
-    return (stream.uniform(-1, 1, shape) / np.sqrt(into)).astype(np.float32)
+    drawn: Array = (stream.uniform(-1, 1, shape) / np.sqrt(into)).astype(np.float32)
+    return drawn
 
 
 def hidden_layers(network: Network, v: Array) -> list[Array]:

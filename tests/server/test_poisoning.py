@@ -199,6 +199,7 @@ def test_every_method_says_what_it_can_do() -> None:
         "fedpac",
         "heterofl",
         "pfedhn",
+        "pfedla",
     }
     assert all(method.strategy.robust <= RULES for method in METHODS.values())
 
