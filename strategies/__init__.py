@@ -52,6 +52,7 @@ METHODS = Methods(
         "heterofl",
         "pfedhn",
         "pfedla",
+        "fedma",
     )
 )
 
