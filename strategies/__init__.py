@@ -53,6 +53,7 @@ METHODS = Methods(
         "pfedhn",
         "pfedla",
         "fedma",
+        "favor",
     )
 )
 

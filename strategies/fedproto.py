@@ -143,7 +143,7 @@ def extras_of(layout: Layout) -> Mapping[str, tuple[str, tuple[int, ...]]]:
 
 def check_counts(upload: Upload) -> None:
     """Raise WireError unless a client's counts are not negative and sum up to its samples."""
-    counts: NDArray[np.int64] = upload.extras[COUNTS]
+    counts = np.asarray(upload.extras[COUNTS], np.int64)
     if (counts < 0).any() or counts.sum() > upload.num_examples:
         raise WireError(
             f"array {COUNTS} must be >= 0 and add up to at most its {upload.num_examples} samples, got {counts.tolist()}"

@@ -94,7 +94,8 @@ def unit_slopes(units: Array, toward: NDArray[np.float64], kept: NDArray[np.bool
     totals = positive.sum(axis=1, keepdims=True)
     totals = np.where(totals > 0, totals, 1)
     centred = toward - (toward * positive / totals).sum(axis=1, keepdims=True)
-    return (centred / totals * (units > 0) * ~kept[:, None]).astype(np.float32)
+    slope: Array = (centred / totals * (units > 0) * ~kept[:, None]).astype(np.float32)
+    return slope
 
 
 class PFedLA(PersonalizedStrategy[PFedLAParams]):
