@@ -119,7 +119,9 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
 
     def offered(self, client_id: int) -> list[int]:
         """Return the ids of the core models that a client is sent, sorted."""
-        others = sorted(self.personal.keys() - {client_id})
+        # in a later round that is only previewed, no client is known
+        known = set(self.personal) or set(range(self.config.num_clients if self.attempt.round > 1 else 0))
+        others = sorted(known - {client_id})
         most = self.params.models
         if not most or len(others) <= most:
             return others
@@ -130,7 +132,7 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         """Return the clients' shares of samples, and others' core models."""
         extras: dict[str, NDArray[Any]] = {PRIOR: self.prior()}
         if others := self.offered(client_id):
-            extras |= {IDS: np.array(others), MODELS: np.stack([self.personal[j]["params"] for j in others])}
+            extras |= {IDS: np.array(others), MODELS: np.stack([self.last_personal(j).params for j in others])}
         return extras
 
     def prior(self) -> NDArray[np.float64]:

@@ -50,6 +50,7 @@ from strategies.fedproto import (
     mean_prototypes,
     prototypes_of,
     pulled,
+    sent_prototypes,
 )
 from strategies.heads import head_slots
 
@@ -151,7 +152,7 @@ class FedPAC(FedAvg[FedPACParams]):
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the centroids, from the second round on."""
-        return {name: self.memory[name] for name in (PROTOTYPES, COUNTS) if name in self.memory}
+        return sent_prototypes(self)
 
     def model_for(self, client_id: int) -> Model:
         """Return the mean body under the client's head."""

@@ -167,6 +167,14 @@ def pulled(ctx: RoundContext[Any], weight: float, pull: str) -> Objective | None
     return loss
 
 
+def sent_prototypes(server: PersonalizedStrategy[Any]) -> dict[str, NDArray[Any]]:
+    """Return a server's prototypes and counts, from the second round on; zeros in a round that is only previewed."""
+    if server.attempt.round < 2:
+        return {name: server.memory[name] for name in (PROTOTYPES, COUNTS) if name in server.memory}
+    form = extras_of(server.full_layout)
+    return {name: server.memory.get(name, np.zeros(shape, dtype)) for name, (dtype, shape) in form.items()}
+
+
 class FedProto(PersonalizedStrategy[FedProtoParams]):
     """Server half. Memory: `prototypes` float32 [C, k] and `counts` int64 [C]."""
 
@@ -180,7 +188,7 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the global prototypes, from the second round on."""
-        return {name: self.memory[name] for name in (PROTOTYPES, COUNTS) if name in self.memory}
+        return sent_prototypes(self)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average the prototypes of the round's clients; other classes keep theirs."""
