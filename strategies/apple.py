@@ -249,6 +249,7 @@ METHOD = Method(
     APPLEUpdate,
     all_tensors,
     figures=FIGURES,
+    needs_whole=True,
     needs_all="it weighs every core model by its client's share of all samples",
     not_private="it sends clients each other's models",
     overview=Overview(
