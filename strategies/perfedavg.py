@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from fl_app.errors import UserError
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
-from fl_app.layout import Model
+from fl_app.layout import Model, Vector
 from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_local_statistics
 from strategies.fedavg import FedAvg, GlobalModelParams
 
@@ -108,6 +108,26 @@ def step(
     return w - beta * slope
 
 
+def mean_gradient(model: Model, ctx: RoundContext[PerFedAvgParams]) -> Vector:
+    """Return the gradient of the mean loss over all training data, float32 [d], with the layers in training mode.
+
+    In evaluation mode BatchNorm's statistics of a first round can make it larger than any step stands.
+    """
+    import torch
+
+    trainer = ctx.trainer
+    trainer.load(model)
+    total, count = torch.zeros_like(trainer.weights), 0
+    devices = [total.device] if total.is_cuda else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int(ctx.rng("evaluation-step").integers(2**31)))
+        for x, y in trainer.batches(1, "evaluation-step"):
+            trainer.differentiate(x, y, counted=False)
+            total.add_(trainer.gradient, alpha=len(y))
+            count += len(y)
+    return trainer.vector(total / max(count, 1))
+
+
 class PerFedAvg(FedAvg[PerFedAvgParams]):
     """Server half: the plain mean."""
 
@@ -133,7 +153,7 @@ class PerFedAvgUpdate(LocalUpdate[PerFedAvgParams]):
         alpha = ctx.params.alpha
         if not alpha:
             return model
-        return Model(model.params - np.float32(alpha) * ctx.trainer.loss_gradient(model), model.buffers)
+        return Model(model.params - np.float32(alpha) * mean_gradient(model, ctx), model.buffers)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PerFedAvgParams]) -> Model:
         """Take an outer step for each batch."""

@@ -15,7 +15,7 @@ Deviations:
 - A round has all its clients' steps one after the other, in the order of their ids. theta_i is then what the hypernetwork
   makes so far, so that no step repeats what earlier ones did. The paper draws one client per round.
 - The output layer's biases start at the run's initial model, so that no client starts from small random numbers.
-- Steps have momentum and weight decay, as in the authors' code; its clipping of gradients is left out.
+- Steps have momentum and weight decay, and slopes longer than 50 are cut to that length, as in the authors' code.
 - BatchNorm's running statistics are no outputs: all clients receive their mean, weighted by samples.
 - A client that never trains has an embedding as drawn.
 """
@@ -48,6 +48,8 @@ Array = NDArray[np.float32]
 # the layers by name, w0 [H, e], b0 [H], w1 [H, H], ..., w [d, H], b [d]
 Network = Mapping[str, Array]
 
+# the longest slope of a step
+_LONGEST = 50.0
 _NETWORK, _MOMENTUM, _EMBEDDINGS = "network.", "momentum.", "embeddings"
 
 
@@ -147,6 +149,11 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
                 found, toward = slopes(network, embeddings[i], generate(network, embeddings[i]) - uploads.W[row])
                 last = found.pop("last")
                 found["w"] = np.outer(found["b"], last)
+                rest = [toward, *(slope for name, slope in found.items() if name != "w")]
+                square = sum(float(slope.ravel() @ slope.ravel()) for slope in rest)
+                square += float(found["b"] @ found["b"]) * float(last @ last)
+                scale = np.float32(min(1.0, _LONGEST / max(float(np.sqrt(square)), 1e-12)))
+                toward, found = toward * scale, {name: slope * scale for name, slope in found.items()}
                 embeddings[i] -= p.learning_rate * (toward + p.weight_decay * embeddings[i])
                 for name, slope in found.items():
                     step = slope + p.weight_decay * network[name]
