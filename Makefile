@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 NEXT := .venv-next
+CHARTS := .venv-charts
 
 # the version of Flower: make install FLOWER=1.42; constraints/ has the packages of each
 FLOWER ?= 1.39
@@ -12,8 +13,10 @@ ifeq ($(filter $(FLOWER),$(FLOWERS)),)
   $(error FLOWER: must be one of $(FLOWERS), got $(FLOWER))
 endif
 INSTALLED := $(VENV)/.installed-$(FLOWER)
+NEWER := .venv-$(lastword $(FLOWERS))
+WITH_NEWER := COROLLA_NEXT=$(CURDIR)/$(NEWER)/bin/python
 
-.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
+.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker test-charts cluster-demo cluster-demo-monitored soak bench bench-short check lint types \
   docs site site-serve wheel clean lock
 
 install: $(INSTALLED) ## into .venv, with all extras and what development needs; FLOWER=1.42: with that version of Flower
@@ -26,20 +29,29 @@ $(INSTALLED): pyproject.toml constraints/flwr-$(FLOWER).txt
 	@rm -f $(VENV)/.installed*
 	@touch $@
 
-# versions that a file has stay; UPGRADE=--upgrade takes the newest
+# versions that a file has stay; UPGRADE=--upgrade takes the newest. image.txt: the names of the packages in the container image, whose
+# hashes the other files have. build.txt: the tools of its build.
+COMPILE := $(BIN)/uv pip compile --universal --python-version 3.11 --no-annotate --quiet
+HASHED = $(COMPILE) --generate-hashes --custom-compile-command "make lock" $(UPGRADE) --output-file
+IMAGE_EXTRAS := tables partitions metrics dp monitoring
 lock: install ## constraints/: the packages of each version of Flower, with hashes
 	@for version in $(FLOWERS); do \
 	  echo "flwr==$$version.*" > $(VENV)/flower.in; \
-	  $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
-	    --custom-compile-command "make lock" --constraint $(VENV)/flower.in $(UPGRADE) --output-file constraints/flwr-$$version.txt \
-	    || exit 1; \
-	done
+	  $(HASHED) constraints/flwr-$$version.txt pyproject.toml --extra dev --constraint $(VENV)/flower.in || exit 1; \
+	  $(COMPILE) pyproject.toml $(IMAGE_EXTRAS:%=--extra %) --no-header --constraint constraints/flwr-$$version.txt || exit 1; \
+	done | sed 's/[ =;].*//' | sort -u > $(VENV)/image.txt
+	@mv $(VENV)/image.txt constraints/image.txt
+	@printf 'cyclonedx-bom\nhatchling\n' > $(VENV)/build.in
+	@$(HASHED) constraints/build.txt $(VENV)/build.in
+	@printf 'helm-python-sdk\nkubernetes-validate\n' > $(VENV)/charts.in
+	@$(HASHED) constraints/charts.txt $(VENV)/charts.in
 
 run: install ## install, then compare three methods on digits
 	$(BIN)/corolla demo
 
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
 MINUTES := tests/pages tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
+QUICK := --ignore tests/e2e $(MINUTES:%=--ignore %)
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 # two files at a time: such tests wait more than they compute
 WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
@@ -47,7 +59,7 @@ unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile 
 
 test: install ## the tests
 	@echo "1/3: what is quick"
-	@$(UNIT) --ignore tests/e2e $(MINUTES:%=--ignore %)
+	@$(UNIT) $(QUICK)
 	@echo "2/3: methods, reports, whole runs"
 	@$(UNIT) $(MINUTES)
 	@echo "3/3: what starts Flower's processes"
@@ -63,20 +75,41 @@ test-faults: install ## deployments whose processes are killed and whose network
 	$(WAITING) -m "faults and not nightly" tests/e2e
 
 # the rest of both: every method in simulation, every preset, longer cuts, leaks; more than an hour
-test-nightly: install ## the rest of both, more than an hour
+test-nightly: $(NEWER)/.installed ## the rest of both, more than an hour
 	$(UNIT) -m nightly --ignore tests/e2e
-	$(BIN)/python -m pytest -m nightly -rs tests/e2e
+	$(WITH_NEWER) $(BIN)/python -m pytest -m nightly -rs tests/e2e
 	$(BIN)/python -m tests.matrix
 
-# the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, and digests of both
+# the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, a deployment, what another
+# machine reaches of its SuperLink, and digests of both
 test-next: install ## with the newest Flower, in an environment of its own
 	test -x $(NEXT)/bin/python || $(BIN)/python -m venv $(NEXT)
-	{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; pwd; } \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pinned.pth"
 	$(NEXT)/bin/python -m pip install --quiet --upgrade 'flwr[simulation]'
+	$(NEXT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_flower_patches.py \
 	  tests/server/test_exchange.py tests/server/test_roster.py tests/deploy
-	COROLLA_NEXT=$(NEXT)/bin/python $(BIN)/python -m pytest -m next -rs tests/e2e/test_next.py
+	$(NEXT)/bin/python -m pytest -rs tests/e2e/test_same_bits.py
+	COROLLA_NEXT=$(CURDIR)/$(NEXT)/bin/python $(BIN)/python -m pytest -m "next or long" -rs tests/e2e/test_next.py tests/e2e/test_fleet_port.py
+
+# the quick tests, and equal digests, on other versions of Python; one without an interpreter is named
+PYTHONS ?= 3.12 3.13
+test-pythons: install ## the quick tests and equal digests on Python 3.12 and 3.13
+	$(BIN)/python -m tests.pythons $(PYTHONS) -- -n auto --maxprocesses 4 $(QUICK)
+
+# in an environment with that Flower, on top of this one's other packages
+$(NEWER)/.installed: constraints/flwr-$(lastword $(FLOWERS)).txt | install
+	$(BIN)/python -m venv --without-pip $(NEWER)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(NEWER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+	$(NEWER)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
+	$(NEWER)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# deployments with both versions, and from one to the other
+test-newer: $(NEWER)/.installed ## deployments with 1.39 and the newest Flower of constraints/
+	$(WITH_NEWER) $(BIN)/python -m pytest -m "long and not nightly" -rs tests/e2e/test_versions.py
 
 # every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
 # table of them
@@ -85,11 +118,23 @@ test-hostile: install ## every attack of tests/hostile/catalogue.py
 
 # clusters in containers; needs a Docker engine, says so without one
 test-docker: install ## clusters in containers
-	$(BIN)/python -m pytest -m docker -rs
+	$(BIN)/python -m pytest -m "docker and not nightly" -rs
+
+# deploy/helm, rendered by Helm's own code and compared with Kubernetes's schemas, in an environment of its own (350 MB)
+test-charts: install ## the Helm chart, rendered and validated
+	@test -x $(CHARTS)/bin/python || $(PYTHON) -m venv $(CHARTS)
+	@if $(CHARTS)/bin/python -m pip install --quiet --require-hashes -r constraints/charts.txt; then \
+	  $(BIN)/python -m pytest -rs tests/deploy/test_chart.py; \
+	else \
+	  echo "make test-charts did not run: its packages cannot be installed here"; \
+	fi
 
 # SuperLink and four SuperNodes in containers: build, up, FedCAC on digits, table, down
 cluster-demo: ## SuperLink and four SuperNodes in containers
 	deploy/demo.sh
+
+cluster-demo-monitored: ## the same with Prometheus and a Grafana dashboard
+	deploy/demo.sh --monitored
 
 # 20 SuperNodes for 20 rounds: memory stays flat, nothing is left running
 soak: install ## 20 SuperNodes for 20 rounds
@@ -133,4 +178,4 @@ wheel: install ## dist/corolla-*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) $(NEXT) build dist *.egg-info
+	rm -rf $(VENV) .venv-* build dist *.egg-info

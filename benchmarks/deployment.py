@@ -1,23 +1,31 @@
-"""A deployed round beside a minimal stock Flower app's: both on one SuperLink and two SuperNodes on loopback.
+"""A deployed round beside a minimal stock Flower app's, and over HTTP beside gRPC: two SuperNodes on loopback.
 
-python -m benchmarks.deployment [--short]
+python -m benchmarks.deployment [--short] [--newer PYTHON]
 
 Both share a model of 1 kB and hardly compute. The stock app is Flower's unchanged FedAvg, which evaluates in a second
 message per round. Its client returns the model it got, and unlike ours never imports torch. A round's seconds are the
 ServerApp's, from the second round on. Our last evaluation is not part of a round.
+
+PYTHON has a newer Flower, which serves SuperNodes over HTTP (COROLLA_NEXT without the option). A second SuperLink with
+warm SuperNodes then runs beside one of this Flower's. They take turns with FedAvg, with the model of 1 kB and with one of
+45 MB. A round sends each model to both nodes and back.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loopback import NAME, Loopback, tiny
+from benchmarks.loopback import LARGE_MODEL, NAME, TINY_MODEL, Loopback, tiny
 from benchmarks.measure import arguments, finish
+from fl_app.keys import Scalar
 
 NODES = 2
+MODELS = {"1 kB": TINY_MODEL, "45 MB": LARGE_MODEL}
 PYPROJECT = """\
 [project]
 name = "stock"
@@ -98,10 +106,28 @@ def stock_rounds(cluster: Loopback, app: Path, rounds: int) -> list[float]:
     return seconds[1:]
 
 
-def our_rounds(cluster: Loopback, name: str, rounds: int) -> tuple[list[float], list[dict[str, Any]]]:
+def our_rounds(cluster: Loopback, name: str, rounds: int, **config: Scalar) -> tuple[list[float], list[dict[str, Any]]]:
     """Run our app. Return the seconds of its rounds, without the first, and their records."""
-    records = cluster.corolla(name, {**tiny(cluster.directory), "num-server-rounds": rounds})[1:]
+    model = MODELS[str(config.pop("model", "1 kB"))]
+    records = cluster.corolla(name, {**tiny(cluster.directory, model), **config, "num-server-rounds": rounds})[1:]
     return [r["seconds"]["round"] - r["seconds"].get("evaluate", 0.0) for r in records], records
+
+
+def transports(newer: str, rounds: int, repeats: int) -> dict[str, Any]:
+    """Return the seconds of rounds over gRPC and over HTTP, by the model's size, and the ratios of their medians."""
+    seconds: dict[str, list[float]] = {f"{way}, {size}": [] for size in MODELS for way in ("gRPC", "HTTP")}
+    with Loopback(NODES, ["--warm"]) as old, Loopback(NODES, ["--warm"], newer) as new:
+        for k in range(repeats):
+            for size in MODELS:
+                for way, cluster in {"gRPC": old, "HTTP": new}.items():
+                    name = f"{size.replace(' ', '-')}-{k}"
+                    found, _ = our_rounds(cluster, name, rounds, model=size, method="fedavg")
+                    seconds[f"{way}, {size}"] += found
+    typical = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = {
+        f"a round over HTTP / over gRPC, {size}": typical[f"HTTP, {size}"] / typical[f"gRPC, {size}"] for size in MODELS
+    }
+    return {"seconds of rounds by transport": seconds, **ratios}
 
 
 def in_client(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -115,7 +141,11 @@ def in_client(records: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, check."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--newer", metavar="PYTHON", default=os.environ.get("COROLLA_NEXT", ""), help="with a newer Flower"
+    )
+    options = parser.parse_args()
     rounds, repeats = (2, 1) if options.short else (6, 2)
     ours, stock, records = list[float](), list[float](), list[dict[str, Any]]()
     with Loopback(NODES) as cluster:
@@ -131,6 +161,10 @@ def main() -> None:
         "client seconds by phase": in_client(records),
         "our round / stock app's": statistics.median(ours) / statistics.median(stock),
     }
+    if options.newer:
+        results |= transports(options.newer, rounds, repeats)
+    else:
+        print("HTTP beside gRPC: not measured, neither --newer nor COROLLA_NEXT names a Python", file=sys.stderr)
     finish(results, {"our round / stock app's": 0.7}, options)
 
 

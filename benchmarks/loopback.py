@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,6 @@ import psutil
 from fl_app.keys import Scalar
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, wait_for_http
 
-BIN = Path(sys.executable).parent
 # name of the SuperLink connection
 NAME = "loopback"
 
@@ -25,14 +25,16 @@ class Loopback:
     """A SuperLink and `num_nodes` SuperNodes. `directory` is on every process's PYTHONPATH, and is deleted at the end.
 
     gate: options of `deploy.supernode`, which starts the nodes as `corolla cluster` does; None starts them with
-    Flower's own command.
+    Flower's own command. python: with the Flower and Corolla that all processes use.
     """
 
-    def __init__(self, num_nodes: int, gate: Sequence[str] | None = None) -> None:
-        self.num_nodes, self._gate = num_nodes, gate
+    def __init__(self, num_nodes: int, gate: Sequence[str] | None = None, python: str = sys.executable) -> None:
+        self.num_nodes, self._gate, self._python = num_nodes, gate, python
+        self._commands = Path(python).parent
         self._directory = tempfile.TemporaryDirectory(prefix="corolla-loopback-")
         self.directory = Path(self._directory.name)
         self.environment = flower_environment(self.directory)
+        self.environment["PATH"] = f"{self._commands}{os.pathsep}{self.environment['PATH']}"
         self.environment["COROLLA_LAUNCH"] = str(self.directory)
         self.environment["PYTHONPATH"] = str(self.directory)
         self.environment["COROLLA_STATE_HOME"] = str(self.directory / "nodes")
@@ -45,16 +47,16 @@ class Loopback:
         (self.directory / "config.toml").write_text(
             f'[superlink]\ndefault = "{NAME}"\n[superlink.{NAME}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        guarded = [sys.executable, "-P", "-m", "deploy.superlink", "--fleet", fleet, "--"]
+        guarded = [self._python, "-P", "-m", "deploy.superlink", "--fleet", fleet, "--"]
         try:
             self._start("superlink", *guarded, "--insecure", "--host", "127.0.0.1", "--port", str(port))
             wait_for_http(f"http://127.0.0.1:{port}/health", self._processes[0], self.directory / "superlink.log")
             for k in range(self.num_nodes):
                 node = f"partition-id={k} num-partitions={self.num_nodes}"
                 address = ["--superlink", fleet, "--port", str(free_ports(1)[0]), "--node-config", node]
-                command = [str(BIN / "flower-supernode")]
+                command = [str(self._commands / "flower-supernode")]
                 if self._gate is not None:
-                    command = [sys.executable, "-P", "-m", "deploy.supernode", "--name", str(k), *self._gate, "--"]
+                    command = [self._python, "-P", "-m", "deploy.supernode", "--name", str(k), *self._gate, "--"]
                 self._start(f"supernode-{k}", *command, "--insecure", *address)
         except BaseException:
             self.__exit__(None, None, None)
@@ -90,7 +92,7 @@ class Loopback:
     def run(self, *command: str) -> str:
         """Run one of the installed commands and return its output. If it fails, exit with the output."""
         done = subprocess.run(
-            [str(BIN / command[0]), *command[1:]],
+            [str(self._commands / command[0]), *command[1:]],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -124,9 +126,13 @@ def build(in_channels, num_classes, image_size):
 """  # 250 parameters, 1 kB, for scikit-learn's digits
 
 
-def tiny(directory: Path) -> dict[str, Scalar]:
-    """Write the 1 kB model. Return settings with which training takes almost no time."""
-    (directory / "tinymodel.py").write_text(TINY_MODEL)
+LARGE_MODEL = TINY_MODEL.replace("in_channels, num", "in_channels, 320_000), nn.Linear(320_000, num")
+"""A model of 11.2 million parameters, 45 MB, whose training takes little time too."""
+
+
+def tiny(directory: Path, model: str = TINY_MODEL) -> dict[str, Scalar]:
+    """Write a model. Return settings with which its training takes almost no time."""
+    (directory / "tinymodel.py").write_text(model)
     return {
         "method": "fedcac",
         "dataset": "digits",

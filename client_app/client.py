@@ -22,7 +22,7 @@ from client_app import at_once
 from client_app.notes import Notes, OwnData, spent_on
 from client_app.session import Session
 from client_app.state import State, StateStore, state_root
-from fl_app import debugging, extras, tasks, trainable_tensors, wire
+from fl_app import debugging, extras, software, tasks, trainable_tensors, wire
 from fl_app.checksums import HASHES, stamp_of
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, client_names, data_root
@@ -33,7 +33,7 @@ from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.metrics import EPSILON, FINETUNED, GLOBAL, LOSS, MAX_NUMBER, ONE_CLASS, VALIDATION, range_error
-from fl_app.server.properties import INPUT, NORMALIZATION, SUMS, normalization
+from fl_app.server.properties import INPUT, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
@@ -182,6 +182,7 @@ class CorollaClient(NumPyClient):
             "test-samples": self._reported_count(len(self.data.y_test)),
             **data_properties(self.data, self.config),
             **self._data_hashes(),
+            SOFTWARE: json.dumps({**software.announced(), software.WIRE: wire.WIRE_VERSION}),
         }
         names = client_names(self.config, self.data.info)
         if names and not self.config.private and not self.config.dp_epsilon:
@@ -597,7 +598,7 @@ def check_same_model(
             f"{layout.constants[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
         )
     params, buffers = download.model.params.size, download.model.buffers.size
-    d, b = (received.d, received.b) if part is None else (int(part.params.sum()), int(part.buffers.sum()))
+    d, b = (received.d, received.b) if part is None else (part.d, part.b)
     if download.model.nbytes and (params, buffers) != (d, b):
         raise UserError(
             f"received {params} parameters and {buffers} buffer elements, this "

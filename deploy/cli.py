@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import click
 import typer
 
-from fl_app import exit_codes
+from fl_app import exit_codes, log_format
 from fl_app.errors import UserError, counted
+from fl_app.files import no_such
 
 if TYPE_CHECKING:
+    from deploy.backup import Part
     from deploy.cluster import Cluster
 
 app = typer.Typer(no_args_is_help=True, help="SuperLink and SuperNodes on real machines, from one inventory.")
@@ -30,21 +32,38 @@ def up(
     inventory: InventoryFile,
     insecure: Insecure = False,
     timeout: Annotated[float, typer.Option(help="Seconds the SuperLink, then the SuperNodes, may take.", min=1)] = 90,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve metrics for Prometheus on the SuperLink's host; without HOST on loopback.",
+        ),
+    ] = "",
+    runs: Annotated[str, typer.Option(metavar="DIR", help="The directory of the run folders, for --metrics.")] = "runs",
+    log_lines: Annotated[
+        str, typer.Option("--log-format", metavar="text|json", help="The log lines of all processes.")
+    ] = "",
     quiet: Quiet = False,
 ) -> None:
     """Start the SuperLink and all SuperNodes, and return when they are connected."""
     from deploy import inventory as inventories
     from deploy import lifecycle
+    from deploy.commands import listen_address
 
+    log_format.choose(log_lines)
     found = inventories.read_inventory(inventory, insecure)
     if not found.secure and not inventories.is_loopback(found.superlink.fleet_address):
         _say("note: insecure: anyone on the network can read the models and join as a SuperNode")
-    running = lifecycle.up(found, _say, timeout)
+    if metrics and not inventories.is_loopback(listen_address(metrics)[0]):
+        _say(f"note: --metrics {metrics}: whoever reaches it reads run names, client numbers and scores")
+    running = lifecycle.up(found, _say, timeout, metrics, runs)
     nodes, clients = len(running.inventory.supernodes), running.inventory.num_clients
     if joined := running.inventory.joined:
         _say(
             f"clients {', '.join(map(str, joined))} join by themselves: corolla cluster admit {inventory} CLIENT FILE.pub"
         )
+    if running.metrics:
+        _say(f"metrics of the runs in {running.runs}: http://{running.metrics}/metrics")
     run = f"corolla run --superlink {found.name} --clients {clients} --set method=fedcac"
     _say(f"{counted(nodes, 'SuperNode')} connected. Now: {run}")
 
@@ -241,6 +260,47 @@ def admit(
         )
 
 
+@app.command()
+def backup(
+    inventory: InventoryFile,
+    archive: Annotated[
+        Path, typer.Argument(metavar="FILE.tar", help="The archive to write; only its owner can read it.")
+    ],
+    runs: Annotated[
+        list[Path] | None, typer.Option("--runs", help="Directory of run folders (default: runs). Repeatable.")
+    ] = None,
+    state_dir: Annotated[
+        list[Path] | None, typer.Option("--state-dir", help="Another directory of client state. Repeatable.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Keep what a lost server needs: inventory, keys, database, run folders, and what sites on this machine keep."""
+    from deploy import backup as backups
+    from deploy import inventory as inventories
+
+    found = inventories.read_inventory(inventory)
+    for option, given in (("--runs", runs), ("--state-dir", state_dir)):
+        if missing := [path for path in given or [] if not path.is_dir()]:
+            raise UserError(f"{option}: {no_such(missing[0])}")
+    parts = backups.of_server(found, inventory, runs or [Path("runs")], state_dir or [])
+    backups.write(archive, parts)
+    _show_parts(f"{archive} keeps", parts)
+
+
+@app.command()
+def restore(
+    archive: Annotated[Path, typer.Argument(metavar="FILE.tar", help="An archive of `backup`.")], quiet: Quiet = False
+) -> None:
+    """Put everything in a backup back at its path. Existing files are never overwritten."""
+    from deploy import backup as backups
+
+    _show_parts("restored", backups.read(archive))
+
+
+def _show_parts(what: str, parts: list[Part]) -> None:
+    _say("\n".join([f"{what}:", *(f"  {part.what}: {part.path}" for part in parts)]))
+
+
 def _running(inventory: str) -> Cluster:
     from deploy import cluster
     from deploy import inventory as inventories
@@ -261,4 +321,4 @@ def _say(text: str) -> None:
     """Print a line, unless the command that runs was called with --quiet."""
     context = click.get_current_context(silent=True)
     if context is None or not context.params.get("quiet"):
-        typer.echo(text)
+        typer.echo(log_format.now("launcher", "info", text) if log_format.is_json() else text)

@@ -11,24 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from deploy import certificates, hosts
-from deploy.commands import SUPERLINK, TUNNEL
+from deploy.commands import METRICS, SUPERLINK, TUNNEL
 from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
+from fl_app.log_format import TEXT
 
 
 @dataclass(frozen=True)
 class Cluster:
     """A running cluster, as recorded: the inventory at its start, its token and its Flower connection.
 
-    config: Flower's config file on this machine.
+    config: Flower's config file on this machine. metrics: HOST:PORT where they are served, or "". runs: the directory of
+    the run folders on the SuperLink's host, for them. log_format: of all its processes.
     """
 
     inventory: Inventory
     token: str
     config: str
     started: str
+    metrics: str = ""
+    runs: str = ""
+    log_format: str = TEXT
 
     @property
     def connection(self) -> dict[str, Any]:
@@ -47,6 +52,8 @@ class Cluster:
             found[node.host].append(node.name)
         if self.inventory.superlink.host != LOCAL:
             found.setdefault(LOCAL, []).append(TUNNEL)
+        if self.metrics:
+            found[self.inventory.superlink.host].append(METRICS)
         return found
 
     def ask(self, host: str, action: str, **request: Any) -> Json:
@@ -80,7 +87,7 @@ class Cluster:
 
 def is_ready(name: str, status: Json) -> bool:
     """Return whether a process answers. A SuperNode must also have reached the SuperLink."""
-    return bool(status.get("healthy") and (name in (SUPERLINK, TUNNEL) or status["node-id"]))
+    return bool(status.get("healthy") and (name in (SUPERLINK, TUNNEL, METRICS) or status["node-id"]))
 
 
 # The record -----------------------------------------------------------------------------------------------------------
@@ -104,6 +111,15 @@ def load(name: str) -> Cluster:
     joined = tuple(inventory.get("joined", ()))
     raw["inventory"] = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
     return Cluster(**raw)
+
+
+def database_here(name: str) -> Path | None:
+    """Return the path of a running cluster's database, None if it is in memory, on another host, or not known here."""
+    try:
+        link = load(name).inventory.superlink
+    except UserError:
+        return None
+    return Path(link.database) if link.database and link.host == LOCAL else None
 
 
 def save_new(cluster: Cluster) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from deploy.certificates import CA, SERVER, SERVER_KEY
 from deploy.inventory import Inventory, SuperLink, SuperNode, is_loopback
 from deploy.peers import KEY_SUFFIX
+from deploy.superlink import address as parsed_address
 from fl_app.wire import PRIVATE_KEYS
 
-SUPERLINK, TUNNEL = "superlink", "tunnel"
+SUPERLINK, TUNNEL, METRICS = "superlink", "tunnel", "metrics"
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,30 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
     if node.gpu is not None:
         environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": node.gpu}
     return Process(node.name, tuple(command), environment | dict(node.environment), f"http://127.0.0.1:{port}/health")
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Return the host and the port of HOST:PORT, or of PORT on loopback. Raises UserError."""
+    return parsed_address(text if ":" in text else f"127.0.0.1:{text}", "--metrics")
+
+
+def metrics(inventory: Inventory, place: Place, listen: str, runs: str) -> Process:
+    """Return the process that serves metrics, on the SuperLink's host.
+
+    listen: HOST:PORT. runs: the directory of the run folders.
+    """
+    link = inventory.superlink
+    command = [link.python, "-P", "-m", "deploy.metrics", "--listen", listen, "--runs", runs]
+    command += ["--control", f"127.0.0.1:{link.control_port}"]
+    if inventory.secure:
+        command += ["--root-certificates", f"{place.keys}/{CA}"]
+        command += [word for name in (CA, SERVER) for word in ("--certificate", f"{place.keys}/{name}")]
+    if link.database:
+        command += ["--database", link.database]
+    host, _, port = listen.rpartition(":")
+    # one that listens on all addresses answers on loopback
+    asked = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    return Process(METRICS, tuple(command), {}, f"http://{asked}:{port}/health")
 
 
 def node_config(client_id: int, num_clients: int, data_path: str, private_keys: str) -> str:

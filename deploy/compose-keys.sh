@@ -1,5 +1,5 @@
 #!/bin/sh
-# One-shot services of compose.tls.yaml.
+# One-shot services of compose.tls.yaml; the Helm chart uses `register`, too.
 #   keys      make the missing keys, and copy each container's own to its volume: the CA's certificate, one node's private keys,
 #             and the list of all nodes' public keys for private runs
 #   register  register the SuperNodes' public keys with the SuperLink
@@ -22,9 +22,10 @@ keys)
   done
   ;;
 register)
-  for k in 0 1 2 3; do
-    said=$(flwr supernode register "/keys/supernode-$k.pub" cluster-tls --name "supernode-$k" 2>&1) || case "$said" in
-    *"already in use"*) said="supernode-$k is registered" ;; # by a database that was kept
+  for public in /keys/supernode-*.pub; do
+    name=$(basename "$public" .pub)
+    said=$(flwr supernode register "$public" cluster-tls --name "$name" 2>&1) || case "$said" in
+    *"already in use"*) said="$name is registered" ;; # by a database that was kept
     *) echo "$said" >&2 && exit 1 ;;
     esac
     echo "$said"

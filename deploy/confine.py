@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fl_app.errors import UserError
-from fl_app.exit_codes import BAD_INPUT
+from fl_app.exit_codes import ending_on_bad_input
 
 # numbers of the system calls, the same on all architectures
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
@@ -54,6 +54,8 @@ def installation() -> tuple[str, ...]:
 
 def landlock_version() -> int:
     """Return the kernel's version of Landlock; 0 means none."""
+    if sys.platform != "linux":
+        return 0  # the number is another system call there
     return max(0, int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
@@ -122,11 +124,8 @@ def _libc() -> ctypes.CDLL:
 def main() -> None:
     """Confine this process, then become the command."""
     rules, _, *command = sys.argv[1:]
-    try:
+    with ending_on_bad_input():
         confine_process(Confinement(**{name: tuple(values) for name, values in json.loads(rules).items()}))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
     os.execvp(command[0], command)
 
 

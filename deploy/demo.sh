@@ -1,15 +1,20 @@
 #!/bin/sh
 # `make cluster-demo`: build, start, run FedCAC on digits, print its table, stop. From the clone's root:
-#   deploy/demo.sh [--tls] [--gpu] [more arguments of `corolla run`]
+#   deploy/demo.sh [--tls] [--gpu] [--monitored] [more arguments of `corolla run`]
 # The run folder is copied to runs/ ($RUNS). At the end containers, network and volumes are removed; the image is kept.
 set -eu
 cd "$(dirname "$0")/.."
 files="-f deploy/compose.yaml"
 connection=cluster
+monitored=
 while :; do
   case "${1:-}" in
-  --tls) files="$files -f deploy/compose.tls.yaml" connection=cluster-tls ;;
+  --tls)
+    files="$files -f deploy/compose.tls.yaml" connection=cluster-tls
+    export KEYS_SUPERLINK=keys-superlink
+    ;;
   --gpu) files="$files -f deploy/compose.gpu.yaml" ;;
+  --monitored) files="$files -f deploy/compose.monitored.yaml" monitored=1 ;;
   *) break ;;
   esac
   shift
@@ -38,9 +43,14 @@ trap 'exit 130' INT TERM
 
 $compose build superlink
 $compose up -d
+[ -z "$monitored" ] || echo "Grafana: http://127.0.0.1:3000, Prometheus: http://127.0.0.1:9090"
 name=${RUN_NAME:-cluster-demo-$(date +%Y%m%d-%H%M%S)}
 $compose exec -T superlink corolla run --superlink "$connection" --clients 4 --output-dir /results \
   --set method=fedcac --set num-server-rounds=5 --set fedcac.beta=2 --set "run-name=$name" "$@"
 mkdir -p "${RUNS:=runs}"
 docker cp "$($compose ps -q superlink):/results/$name" "$RUNS"
 echo "copied to $RUNS/$name"
+if [ -n "$monitored" ] && [ -t 0 ]; then
+  printf 'Grafana stays up until you press Enter: http://127.0.0.1:3000 '
+  read -r _
+fi

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 from flwr.app import Error, Message
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
@@ -45,6 +44,7 @@ from fl_app.data import open_client
 from fl_app.errors import UserError, describe
 from fl_app.files import without_near_names
 from fl_app.keys import NoParams, Scalar, specs
+from fl_app.log_format import about
 from fl_app.plugins import is_reference
 
 log = logging.getLogger("corolla")
@@ -214,7 +214,7 @@ class Gate:
         """Send an error in the client's name, instead of the application's reply."""
         kind, run_id = message.metadata.message_type, message.metadata.run_id
         text = f"refused by its site: {why}"
-        log.warning("run %d, %s: %s", run_id, kind, text)
+        log.warning("run %d, %s: %s", run_id, kind, text, extra=self._about(message))
         content = refusal.encode(kind, self.node.client_id, text)
         if content is None:
             reply = Message(Error(ErrorCode.UNKNOWN, text), reply_to=message)
@@ -230,7 +230,14 @@ class Gate:
                     self._inner.push_object(run_id, session, object_id, part.deflate())
         except Exception:
             # as in Flower's loop when a reply cannot be sent: the SuperNode continues
-            log.exception("run %d: the refusal could not be sent", run_id)
+            log.exception("run %d: the refusal could not be sent", run_id, extra=self._about(message))
+
+    def _about(self, message: Message) -> dict[str, Any]:
+        """Return the fields of a JSON log line about a message."""
+        asked = message.metadata
+        return about(
+            run=str(asked.run_id), client=self.node.client_id, round=asked.group_id, message_type=asked.message_type
+        )
 
     def _note(self, kind: str, run_id: int, message: Message, size: int, sha256: str, **more: Any) -> None:
         about = {"message": message.metadata.message_type, "round": message.metadata.group_id}
@@ -249,11 +256,9 @@ class Gate:
         judged = Judged(run, fab, application, {})
         try:
             judged.refusal = self._refusal(judged)
-        except grpc.RpcError:
-            raise
         # a server may have sent anything
         except Exception as error:
-            log.warning("run %d", run_id, exc_info=True)
+            log.warning("run %d", run_id, exc_info=True, extra=about(run=str(run_id), client=self.node.client_id))
             if isinstance(error, UserError):
                 judged.refusal = str(error)
             else:
@@ -297,7 +302,8 @@ class Gate:
         judged = self._judge(received[0].metadata.run_id)
         approval.ask(self.directory, judged.request)
         if len(self._held) < _MAX_HELD:
-            log.warning("run %s waits for approval: corolla node approve %s", judged.request.run, judged.request.run)
+            run = judged.request.run
+            log.warning("run %s waits for approval: corolla node approve %s", run, run, extra=self._about(received[0]))
             self._held.append(received)
 
     def _released(self) -> tuple[Message, ObjectTree] | None:
@@ -308,7 +314,7 @@ class Gate:
                 decided = not judged.waits or not self._undecided(judged)
             # it keeps waiting: a run that cannot be written to the audit does not start
             except (UserError, OSError) as error:
-                log.error("run %s: %s", judged.request.run, error)
+                log.error("run %s: %s", judged.request.run, error, extra=self._about(held[0]))
                 continue
             if decided:
                 self._held.remove(held)

@@ -1,4 +1,4 @@
-"""Checks that the hosts of a cluster agree before it starts: versions and clocks.
+"""Checks that the hosts of a cluster agree before it starts: versions and clocks. And a check of free disk space.
 
 All hosts must have the same Corolla and Flower, and a Flower that does not open the control API to the nodes. A
 SuperNode signs every request with its time. If that is too far from the SuperLink's time, the SuperNode is refused and
@@ -17,6 +17,8 @@ NEWEST = (1, 42)
 # seconds that a SuperNode's clock may be off: Flower's SYSTEM_TIME_TOLERANCE, and behind also TIMESTAMP_TOLERANCE
 MAX_AHEAD, MAX_BEHIND = 5.0, 305.0
 _NOTED_SECONDS = 2.0
+# Bytes free under the SuperLink's database: SQLite's own files need the least, most runs' rounds need less than the ample.
+LEAST, AMPLE = 16e6, 1e9
 
 
 def compare_versions(versions: Mapping[str, Mapping[str, str]], say: Callable[[str], None]) -> None:
@@ -46,6 +48,20 @@ def refuse_newer_flower(host: str, flwr: str) -> None:
             "without the guard anyone that reaches the port can run code on every node; "
             f"`pip install 'flwr[simulation]=={newest}.*'` there (docs/deployment.md, \"Newer Flower\")"
         )
+
+
+def note_on_space(host: str, database: str, free: float | None) -> str:
+    """Return a note if little space is free under the SuperLink's database, "" if there is ample space.
+
+    free: bytes; None: unknown, or no database on a disk. A run compares the space with the bytes of its rounds. Raises
+    UserError if not even an empty database fits.
+    """
+    if free is None or free >= AMPLE:
+        return ""
+    found = f"{host}: superlink.database: {database}: {free / 1e6:.3g} MB are free"
+    if free < LEAST:
+        raise UserError(f"{found}, and the database needs at least {LEAST / 1e6:g} MB; free space there")
+    return f"note: {found}; a round needs the bytes of all its downloads and uploads there"
 
 
 def compare_clocks(ahead: Mapping[str, float], superlink: str, authenticated: bool) -> list[str]:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from deploy import certificates, commands, connection, host_checks, hosts, peers, superlink_nodes
 from deploy.cluster import Cluster, is_ready, record_path, save_new
-from deploy.commands import SUPERLINK, TUNNEL, Place, Process
+from deploy.commands import METRICS, SUPERLINK, TUNNEL, Place, Process
 from deploy.inventory import LOCAL, Inventory
 from deploy.node import Json
+from fl_app import log_format
 from fl_app.errors import UserError
 from fl_app.privacy.keyring import PEERS
 
@@ -23,18 +24,31 @@ _LOG_LINES = 15
 # Up -------------------------------------------------------------------------------------------------------------------
 
 
-def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
+def up(
+    inventory: Inventory,
+    say: Say,
+    seconds: float,
+    metrics: str = "",
+    runs: str = "runs",
+) -> Cluster:
     """Start all processes, and return when they answer and are connected. After a failure none is left.
 
-    seconds: time limit for the SuperLink, and again for the SuperNodes. Raises UserError with the end of the failing
-    logs.
+    seconds: time limit for the SuperLink, and again for the SuperNodes. metrics: [HOST:]PORT of the
+    metrics, or none. runs: see Cluster. Raises UserError with the end of the failing logs.
     """
     if inventory.secure:
         certificates.require_usable(inventory)
         for warning in certificates.expiry_warnings(inventory):
             say(warning)
+    listen = commands.host_port(*commands.listen_address(metrics)) if metrics else ""
     cluster = Cluster(
-        inventory, secrets.token_hex(16), str(connection.config_path()), time.strftime("%Y-%m-%d %H:%M:%S")
+        inventory,
+        secrets.token_hex(16),
+        str(connection.config_path()),
+        time.strftime("%Y-%m-%d %H:%M:%S"),
+        listen,
+        str(Path(runs).absolute()),
+        log_format.chosen(),
     )
     if not record_path(inventory.name).exists():
         connection.require_free(Path(cluster.config), inventory.name, cluster.connection)
@@ -47,6 +61,8 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
         say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
         if inventory.secure:
             say(f"{len(superlink_nodes.register_all(cluster))} SuperNode keys registered")
+            _wait_until_gone(functools.partial(superlink_nodes.online_by_key, cluster), say, seconds)
+        _start_metrics(cluster, places, seconds)
         _start_supernodes(cluster, places, seconds)
     except BaseException as error:
         # hosts that were not prepared have no processes
@@ -68,6 +84,7 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
         free: list[tuple[str, int]] = []
         if host == link.host:
             free += [(commands.bind_address(link), link.fleet_port), ("127.0.0.1", link.control_port)]
+            free += [commands.listen_address(cluster.metrics)] if cluster.metrics else []
         elif host == LOCAL:
             # the tunnel listens here
             free += [("127.0.0.1", link.control_port)]
@@ -78,6 +95,8 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
     if failures:
         raise UserError("\n".join(str(error) for error in failures.values()))
     host_checks.compare_versions({host: reply["versions"] for host, reply in replies.items()}, say)
+    if note := host_checks.note_on_space(link.host, link.database, replies[link.host].get("free")):
+        say(note)
     _compare_clocks(cluster, (node.host for node in cluster.inventory.supernodes), say)
 
 
@@ -89,7 +108,10 @@ def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> J
         paths += [str(Path(inventory.superlink.database).parent)]
     files = _key_files(inventory, host) if inventory.secure else {}
     ports = commands.num_ports(inventory, host)
-    return cluster.ask(host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports)
+    database = inventory.superlink.database if host == inventory.superlink.host else ""
+    return cluster.ask(
+        host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports, database=database
+    )
 
 
 def _place(reply: Json) -> Place:
@@ -137,6 +159,13 @@ def _start_superlink(cluster: Cluster, places: dict[str, Place], seconds: float)
         _wait(cluster, [TUNNEL], seconds)
 
 
+def _start_metrics(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+    if cluster.metrics:
+        host = cluster.inventory.superlink.host
+        _start(cluster, host, [commands.metrics(cluster.inventory, places[host], cluster.metrics, cluster.runs)])
+        _wait(cluster, [METRICS], seconds)
+
+
 def _start_supernodes(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
     inventory = cluster.inventory
 
@@ -149,7 +178,11 @@ def _start_supernodes(cluster: Cluster, places: dict[str, Place], seconds: float
 
 
 def _start(cluster: Cluster, host: str, processes: Iterable[Process]) -> None:
-    cluster.ask(host, "start", processes=[dataclasses.asdict(process) for process in processes])
+    """Start processes on a host, each with the cluster's log format in its environment."""
+    given = [dataclasses.asdict(process) for process in processes]
+    for process in given:
+        process["environment"] = {log_format.VARIABLE: cluster.log_format, **process["environment"]}
+    cluster.ask(host, "start", processes=given)
 
 
 def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
@@ -174,6 +207,27 @@ def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
         time.sleep(0.5)
 
 
+def _wait_until_gone(online: Callable[[], list[str]], say: Say, seconds: float) -> None:
+    """Return when the SuperLink counts none of the SuperNodes that must be started as connected.
+
+    A SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then.
+    online: returns those that still count. Raises UserError at the time limit.
+    """
+    deadline = time.monotonic() + seconds
+    waiting = False
+    while names := ", ".join(online()):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{names}: the SuperLink still counts the last connection as alive after {seconds:g} s; try again"
+            )
+        if not waiting:
+            say(
+                f"{names}: ended without a word to the SuperLink; waiting until it counts them as gone, at most a minute"
+            )
+        waiting = True
+        time.sleep(2)
+
+
 def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     """End a SuperNode of a running cluster if it is still there, start it again, and return when it is connected.
 
@@ -189,14 +243,11 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
     if cluster.ask(node.host, "stop", names=[name])["left"]:
         raise UserError(f"{node.host}: {name} could not be ended")
-    # a SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then
-    deadline = time.monotonic() + seconds
-    while superlink_nodes.status_by_node_id(cluster).get(before) == "online":
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{name}: the SuperLink still counts its last connection as alive after {seconds:g} s; try again"
-            )
-        time.sleep(2)
+
+    def online() -> list[str]:
+        return [name] if superlink_nodes.status_by_node_id(cluster).get(before) == "online" else []
+
+    _wait_until_gone(online, say, seconds)
     place = _place(_prepare_host(cluster, node.host, []))
     index = [n.name for n in nodes.values() if n.host == node.host].index(name)
     _start(cluster, node.host, [commands.supernode(cluster.inventory, node, place, index)])
@@ -207,7 +258,7 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
 
 
 def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -> list[str]:
-    """End everything that `up` started: SuperNodes, then the SuperLink, then the tunnel. Return the problems.
+    """End everything that `up` started: metrics, SuperNodes, the SuperLink, the tunnel, in order. Return the problems.
 
     The record stays while a process is left, so that `down` can be repeated. only: hosts to ask; default all. forget:
     treat hosts that cannot be reached as ended.
@@ -215,7 +266,7 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
     inventory = cluster.inventory
     problems: list[str] = []
     there = [host for host in cluster.placement if only is None or host in only]
-    stages = [[node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
+    stages = [[METRICS], [node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
     for stage in stages:
         asked = [host for host in there if set(stage) & set(cluster.placement[host])]
         replies, failures = hosts.attempt_each(functools.partial(_stop, cluster, stage), asked)

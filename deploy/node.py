@@ -4,7 +4,7 @@ It reads the request as JSON from standard input and prints the reply. The same 
 and a remote one over ssh (deploy/hosts.py). Requests:
 
 - prepare: check versions, paths and ports; make the cluster's directory; write key files; return directory, ports,
-  versions
+  versions, and the free bytes under the SuperLink's database
 - start: start processes
 - clock: return the time on this host
 - status: return each process's pid, whether it is alive, its health, the node id it got from the SuperLink
@@ -29,6 +29,7 @@ from deploy import health, processes
 from fl_app.errors import UserError
 from fl_app.files import publish_text
 from fl_app.processes import free_ports
+from fl_app.server import disk
 
 REPLY_MARK = "corolla-node: "
 PACKAGES = ("corolla", "flwr", "torch")
@@ -101,6 +102,7 @@ def _prepare(directory: Path, token: str, request: Json) -> Json:
         "scripts": str(Path(sys.executable).parent),
         "ports": free_ports(request["ports"]),
         "versions": {name: _version(name) for name in PACKAGES},
+        "free": disk.free(Path(request["database"])) if request.get("database") else None,
     }
 
 
@@ -179,7 +181,8 @@ _MEANINGS = {
         ("CERTIFICATE_VERIFY_FAILED", "not connected: its ca.crt did not sign the SuperLink's certificate (wrong CA)"),
         (
             "Connection attempt failed",
-            "not connected: no answer at the fleet address, or plaintext to a TLS port there (the SuperLink's log would show it)",
+            "not connected: no answer at the fleet address, plaintext to a TLS port there (a SuperLink of Flower 1.39 logs it), "
+            "or a SuperLink with another Flower",
         ),
         (
             "SuperNode terminated gracefully",

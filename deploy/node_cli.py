@@ -44,11 +44,16 @@ def start(
     ] = None,
     data_path: Annotated[str, typer.Option(help="This site's own data, for `dataset=node`.")] = "",
     site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
+    log_lines: Annotated[
+        str, typer.Option("--log-format", metavar="text|json", help="The SuperNode's log lines.")
+    ] = "",
 ) -> None:
     """Run this site's SuperNode, until Ctrl-C."""
     from deploy import joining, supernode
+    from fl_app import log_format
     from fl_app.processes import flower_environment
 
+    log_format.choose(log_lines)
     directory = _directory(name)
     if peers:
         typer.echo(
@@ -58,6 +63,31 @@ def start(
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
     supernode.run(name, site, options)
+
+
+@app.command()
+def backup(
+    archive: Annotated[
+        Path, typer.Argument(metavar="FILE.tar", help="The archive to write; only its owner can read it.")
+    ],
+    state_dir: Annotated[
+        list[Path] | None, typer.Option("--state-dir", help="Another directory of client state. Repeatable.")
+    ] = None,
+) -> None:
+    """Keep what the sites of this machine need if it is lost: keys, audit, client state, notes of spent budgets."""
+    from deploy import backup as backups
+
+    parts = backups.of_site(state_dir or [])
+    backups.write(archive, parts)
+    typer.echo("\n".join([f"{archive} keeps:", *(f"  {part.what}: {part.path}" for part in parts)]))
+
+
+@app.command()
+def restore(archive: Annotated[Path, typer.Argument(metavar="FILE.tar", help="An archive of `backup`.")]) -> None:
+    """Put everything in a backup back at its path. Existing files are never overwritten."""
+    from deploy import backup as backups
+
+    typer.echo("\n".join(["restored:", *(f"  {part.what}: {part.path}" for part in backups.read(archive))]))
 
 
 @app.command()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.pace import Pace
-from fl_app import forking
+from fl_app import forking, log_format
 from fl_app.forking import Warm
 from fl_app.known_names import PACKAGES
 
@@ -40,13 +40,10 @@ def main() -> None:
     if sys.argv[1:2] == [WARM]:
         warm()
         return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("corolla: %(message)s"))
-    log.addHandler(handler)
-    log.propagate = False
     launcher: Any = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
     loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
     command: Any = importlib.import_module("flwr.supercore.cli.flower_superexec")
+    log_format.configure("superexec")
     try:
         install(launcher, loop)
     except (AttributeError, TypeError) as error:

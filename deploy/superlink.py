@@ -17,13 +17,16 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fl_app import log_format
 from fl_app.errors import UserError
-from fl_app.exit_codes import BAD_INPUT
+from fl_app.exit_codes import ending_on_bad_input
+from fl_app.server.disk import DATABASE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -34,6 +37,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # decodes %2f in a path.
 _FLEET = re.compile(rb"/v1/fleet/[a-z-]+")
 _MODULE, _SERVER = "flwr.superlink.cli.flower_superlink", "uvicorn"
+# Flower's function that returns the log settings of its server
+_LOGGING = "get_uvicorn_log_config"
 MOST_BYTES = 64 << 20
 """Most bytes of a request's body. Flower sends a message in pieces of at most 20 MB."""
 BACKLOG = 2048
@@ -94,13 +99,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="deploy.superlink")
     parser.add_argument("--fleet", required=True, metavar="HOST:PORT")
     parser.add_argument("--grpc", action="store_true", help="serve SuperNodes over gRPC, as Flower 1.39 does")
+    parser.add_argument("--log-format", default="", help="text or json; otherwise as $COROLLA_LOG_FORMAT says")
     parser.add_argument("flower", nargs="*")
     given = parser.parse_args()
-    try:
+    with ending_on_bad_input():
+        log_format.choose(given.log_format)
         run(given.fleet, given.flower, given.grpc)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
 
 
 def run(fleet: str, options: list[str], grpc: bool = False) -> None:
@@ -119,6 +123,11 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
         if any(word.split("=")[0] == option for word in options):
             raise UserError(f"{option}: --fleet names the address of SuperNodes, got {fleet}; leave {option} out")
     flower = importlib.import_module(_MODULE)
+    # after the import, which gives Flower's logger its handler
+    log_format.configure("superlink")
+    if log_format.is_json() and hasattr(flower, _LOGGING):
+        # its server would give its loggers another format
+        setattr(flower, _LOGGING, lambda level: None)
     old = serves_grpc(metadata.version("flwr"))
     if not old:
         guard(flower, None if grpc else at)
@@ -126,8 +135,19 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
         os.environ[_GRPC] = "1"
     if grpc or old:
         options = [*options, "--fleet-api-address", fleet]
+    if path := database_of(options):
+        # ServerApps inherit it
+        os.environ[DATABASE] = path
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
+
+
+def database_of(options: Sequence[str]) -> str:
+    """Return the absolute path of the database that flower-superlink's options name, "" if it is no file."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--database", default="")
+    given: str = parser.parse_known_args(options)[0].database
+    return "" if not given or given.startswith(":") or "://" in given else str(Path(given).absolute())
 
 
 def serves_grpc(version: str) -> bool:
@@ -136,12 +156,12 @@ def serves_grpc(version: str) -> bool:
     return (major, minor) < (1, 40)
 
 
-def address(text: str) -> tuple[str, int]:
-    """Return the host and the port of HOST:PORT; an IPv6 address has brackets. Raises UserError."""
+def address(text: str, option: str = "--fleet") -> tuple[str, int]:
+    """Return the host and the port of HOST:PORT; an IPv6 address has brackets. option: for errors. Raises UserError."""
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or "[" in host:
-        raise UserError(f"--fleet: must be HOST:PORT, got {text!r}")
+        raise UserError(f"{option}: must be HOST:PORT, got {text!r}")
     return host, int(port)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from fl_app.processes import flower_environment, script
 
 if TYPE_CHECKING:
     from flwr.proto.node_pb2 import NodeInfo
+    from flwr.proto.run_pb2 import Run
 
 
 def register_all(cluster: Cluster) -> list[str]:
@@ -57,28 +60,46 @@ def status_by_node_id(cluster: Cluster) -> dict[str, str]:
     return {}
 
 
+def online_by_key(cluster: Cluster) -> list[str]:
+    """Return the names of the inventory's SuperNodes with a key that the SuperLink counts as connected.
+
+    Raises UserError if the SuperLink gives no answer.
+    """
+    keys = {info.public_key for info in list_nodes(cluster) if info.status == "online"}
+    directory = Path(cluster.inventory.keys)
+    return [n.name for n in cluster.inventory.supernodes if public_bytes(directory / f"{n.name}.pub") in keys]
+
+
 def list_nodes(cluster: Cluster) -> list[NodeInfo]:
     """Return the SuperLink's nodes with their public keys, which `flwr supernode list` does not show.
 
     Raises UserError if the SuperLink gives no answer.
     """
+    return nodes_and_runs(cluster.inventory.name, cluster.connection, most_runs=1)[0]
+
+
+def nodes_and_runs(name: str, table: Mapping[str, Any], most_runs: int) -> tuple[list[NodeInfo], list[Run]]:
+    """Return a SuperLink's nodes, and its latest runs.
+
+    name, table: of the connection in Flower's config. Raises UserError if the SuperLink gives no answer.
+    """
     from flwr.cli.typing import SuperLinkConnection
     from flwr.cli.utils import init_http_client_from_connection
-    from flwr.proto.control_pb2 import ListNodesRequest
+    from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest
 
-    table: dict[str, Any] = cluster.connection
-    connection = SuperLinkConnection(
-        cluster.inventory.name, table["address"], table.get("root-certificates"), table.get("insecure")
-    )
+    connection = SuperLinkConnection(name, table["address"], table.get("root-certificates"), table.get("insecure"))
     try:
-        client = init_http_client_from_connection(connection)
+        # it prints the address each time
+        with contextlib.redirect_stdout(io.StringIO()):
+            client = init_http_client_from_connection(connection)
         try:
-            return list(client.ListNodes(ListNodesRequest()).nodes_info)
+            nodes = list(client.ListNodes(ListNodesRequest()).nodes_info)
+            return nodes, list(client.ListRuns(ListRunsRequest(limit=most_runs)).run_dict.values())
         finally:
             client.close()
     # any error on the way: TLS, HTTP, the SuperLink itself
     except Exception as error:
-        raise UserError(f"cluster {cluster.inventory.name}: cannot list its SuperLink's nodes: {error}") from None
+        raise UserError(f"cluster {name}: cannot list its SuperLink's nodes: {error}") from None
 
 
 def status_of_joined(cluster: Cluster) -> dict[int, str]:

@@ -22,17 +22,18 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import confine, site
+from deploy import confine, outage, site
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
 from deploy.pace import Pace
 from deploy.processes import state_home
 from deploy.site import Site
+from fl_app import log_format
 from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
-from fl_app.exit_codes import BAD_INPUT
+from fl_app.exit_codes import ending_on_bad_input
 from fl_app.files import make_directory
 from fl_app.privacy.keyring import PEERS
 from fl_app.site import VARIABLE, site_directory, user_state
@@ -42,6 +43,7 @@ log = logging.getLogger("corolla")
 
 Receive = Callable[[], tuple[Message, ObjectTree] | None]
 
+_COMMAND = "flwr.supernode.cli.flower_supernode"
 # least seconds between two polls for a message
 _SHORTEST = 0.1
 
@@ -59,13 +61,12 @@ def main() -> None:
     parser.add_argument(
         "--warm", action="store_true", help="fork applications from a process that has imported PyTorch"
     )
+    parser.add_argument("--log-format", default="", help="text or json; otherwise as $COROLLA_LOG_FORMAT says")
     parser.add_argument("flower", nargs="*")
     given = parser.parse_args()
-    try:
+    with ending_on_bad_input():
+        log_format.choose(given.log_format)
         run(given.name, given.site, given.flower, given.warm)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
 
 
 def run(name: str, rules: str, options: list[str], warm: bool = False) -> None:
@@ -73,7 +74,9 @@ def run(name: str, rules: str, options: list[str], warm: bool = False) -> None:
 
     warm: fork applications from a warm process. Raises UserError before it starts.
     """
-    configure_logging()
+    # first the import, which gives Flower's logger its handler
+    importlib.import_module(_COMMAND)
+    log_format.configure("supernode", node=name)
     path = site.find(rules)
     found = site.read_site(path) if path else Site()
     if found.site_dir:
@@ -107,21 +110,12 @@ def check_places(directory: Path) -> None:
             )
 
 
-def configure_logging() -> None:
-    """Log the gate's messages beside Flower's."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("corolla: %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-
-
 def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> Any:
     """Put the gate at the place where Flower's SuperNode opens its connection. Return the function that starts it.
 
     warm: as for `run`. Raises UserError.
     """
-    command: Any = importlib.import_module("flwr.supernode.cli.flower_supernode")
+    command: Any = importlib.import_module(_COMMAND)
     loop: Any = importlib.import_module("flwr.supernode.start_client_internal")
     try:
         start, connect = command.start_client_internal, loop._init_connection
@@ -131,6 +125,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
         raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
     writable = writable_directories(directory, rules.source) if rules.confine else {}
     pace = Pace(_SHORTEST)
+    outage.keep_heartbeats()
 
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
@@ -141,7 +136,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
         @contextlib.contextmanager
         def connect_behind_gate(**how: Any) -> Iterator[tuple[Any, ...]]:
             with connect(**how) as connection:
-                guarded = gate.around(Connection(*connection))
+                bare = Connection(*connection)
+                guarded = gate.around(dataclasses.replace(bare, receive=outage.patient(bare.receive, None)))
                 guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 

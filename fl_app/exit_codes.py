@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+
+from fl_app.errors import UserError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -27,3 +31,13 @@ OCCASIONS: Mapping[int, tuple[str, ...]] = {
     INTERRUPTED: ("Ctrl-C, SIGTERM or SIGHUP. A run's last line is the command that resumes it.",),
 }
 """Each exit code and the occasions on which a command ends with it, in Markdown."""
+
+
+@contextlib.contextmanager
+def ending_on_bad_input() -> Iterator[None]:
+    """End this process with one line and BAD_INPUT if the block raises UserError."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None

@@ -13,6 +13,7 @@ EXTRAS = {
     "flwr_datasets": "partitions",
     "torchmetrics": "metrics",
     "opacus": "dp",
+    "prometheus_client": "monitoring",
 }
 """The extra in pyproject.toml that installs a package, by the package's import name."""
 

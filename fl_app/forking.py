@@ -117,6 +117,8 @@ def serve(control: int, work: Callable[[socket.socket], None]) -> None:
     # keep all objects: a later garbage collection would touch, and so copy, all of them in every child
     gc.collect()
     gc.freeze()
+    # asked for here: a child whose parent has ended before it runs would see another one
+    me = os.getpid()
     children, forgotten = set[int](), set[int]()
     with socket.socket(fileno=control) as asker:
         while True:
@@ -129,7 +131,7 @@ def serve(control: int, work: Callable[[socket.socket], None]) -> None:
                 answer = os.fork()
                 if answer == 0:
                     asker.close()
-                    _work(files, work)
+                    _work(files, work, me)
                 (children if kind == _FORK else forgotten).add(answer)
                 for file in files:
                     os.close(file)
@@ -148,10 +150,10 @@ def _end(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _work(files: Sequence[int], work: Callable[[socket.socket], None]) -> NoReturn:
+def _work(files: Sequence[int], work: Callable[[socket.socket], None], parent: int) -> NoReturn:
     code = 1
     try:
-        _end_with(os.getppid())
+        _end_with(parent)
         own, output = files
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -172,7 +174,7 @@ def _work(files: Sequence[int], work: Callable[[socket.socket], None]) -> NoRetu
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, where it can (Linux)."""
+    """Have the kernel kill this process when its parent ends, where it can (Linux). parent: its process id."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         # the parent may have ended before prctl

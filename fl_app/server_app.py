@@ -19,17 +19,18 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import debugging, flower_patches, tasks, weights
+from fl_app import debugging, flower_patches, log_format, software, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.machine import available_memory
 from fl_app.metrics import Reports
-from fl_app.server import checkpoint, trackers
+from fl_app.server import checkpoint, disk, run_log, trackers
 from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.progress_protocol import (
+    JsonLines,
     LineProgress,
     PlainFormatter,
     crash_line,
@@ -51,15 +52,17 @@ from fl_app.server.run_folder import (
     SHAPE,
     TESTED,
     RunFolder,
+    folder_of,
     read_about,
     read_hashes,
     read_metrics,
     refuse_fewer_rounds,
+    software_before,
 )
-from fl_app.server.run_log import RunLog
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
+from strategies.engine.disk import needed as needed_on_disk
 from strategies.engine.memory import fitting_limit, needed
 from strategies.engine.rounds import Rounds
 
@@ -87,6 +90,10 @@ def main(grid: Grid, context: Context) -> None:
             log.error("%s", line)
         raise
     except Exception as error:
+        if isinstance(named := _named(error), UserError):
+            for line in error_lines(named):
+                log.error("%s", line)
+            raise named from error
         if debugging.place_of(error):
             log.error("%s", crash_line(debugging.reason(error)))
             debugging.show_trace(debugging.trace_of(error))
@@ -124,7 +131,7 @@ def run(
     method.check(config)
     assert roster.shape is not None
     # for the run's log, which begins with its folder
-    remarks: list[str] = []
+    remarks: list[str] = roster.notes_on_software()
     weights_file = config.initial_weights
     module = method.network(config, **roster.shape._asdict(), initial_weights=weights_file, told=remarks.append)
     layout, initial = Layout.of(module), weights.read(module)
@@ -133,9 +140,11 @@ def run(
     shared = method.travelling(config, layout)
     trial = method.strategy(config, config.params, layout, initial, shared, RunFolder(Path(), ""))
     config = _fitted(config, grid, trial, remarks.append)
+    place = Path(config.resume) if config.resume else folder_of(config, config.run_name)
+    disk.Disks(place, needed_on_disk(trial, trial.protocol.expected())).refuse()
     del trial
     folder, agreed = _opened_folder(config, roster, layout)
-    run_log = RunLog(folder.path)
+    logs = run_log.begin(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
         for line in remarks:
@@ -164,11 +173,19 @@ def run(
             _finish(rounds, strategy, folder)
             return folder
     except Exception as error:
-        run_log.ended_by(error)
+        for one in logs:
+            one.ended_by(_named(error))
         raise
     finally:
-        run_log.close()
+        for one in logs:
+            one.close()
         folder.close()
+
+
+def _named(error: Exception) -> Exception:
+    """Return the error that users see: Flower's errors do not name a full disk."""
+    full = "" if isinstance(error, UserError) else disk.full_database()
+    return UserError(full) if full else error
 
 
 def _fitted(
@@ -216,12 +233,19 @@ def _opened_folder(
 def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:
     """Continue from the last checkpoint.
 
-    Raises UserError, before the folder changes, if the run has more rounds already.
+    Raises UserError, before the folder changes, if the run has more rounds already, or with `strict` if other software
+    wrote the checkpoint.
     """
     config, saved = strategy.config, checkpoint.load_latest(folder.path)
+    before = saved.meta.get(checkpoint.SOFTWARE) or software_before(folder.path)
+    if differs := software.differences(before, software.used()):
+        line = f"resume: {differs} as in the rounds before; the digest may differ from that of an undisturbed run"
+        if config.strict:
+            raise UserError(f"{line} (--strict)")
+        log.warning("%s", line)
     rounds.restore(saved)
     refuse_fewer_rounds(config, strategy.round, may_be_equal="evaluation" in saved.meta["record"])
-    folder.continue_with(config)
+    folder.continue_with(config, strategy.round)
     folder.rewind(strategy.round, saved.meta["record"])
     log.info("%s", resumed_line(strategy.round))
 
@@ -307,7 +331,7 @@ def configure_logging() -> None:
     """Log to standard error, in any host of the app. A mark separates Corolla's lines from Flower's and Ray's."""
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(PlainFormatter())
+        handler.setFormatter(JsonLines() if log_format.is_json() else PlainFormatter())
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False

@@ -34,6 +34,9 @@ from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
 Array = NDArray[np.generic]
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 ARRAYS, ERROR = "arrays", "error"
+# Version of this file's messages. It grows with every change that a node of an earlier version would misread. Nodes that send
+# none are of the first.
+WIRE_VERSION = "1"
 # Type of the message that asks a node for its properties.
 QUERY = "get_properties"
 # Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.

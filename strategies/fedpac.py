@@ -132,6 +132,7 @@ class FedPAC(FedAvg[FedPACParams]):
     """Server half. Kept per client: `head` float32 [h]. Memory: `prototypes` float32 [C, k] and `counts` int64 [C]."""
 
     robust = frozenset()
+    makes_models = True
 
     @cached_property
     def at_head(self) -> NDArray[np.bool_]:

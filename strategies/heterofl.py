@@ -43,7 +43,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import key
 from fl_app.layout import Layout, Model
-from fl_app.wire import Download, Upload
+from fl_app.wire import Upload
 from strategies.aggregate import weighted_mean
 from strategies.base import (
     ClientState,
@@ -184,6 +184,8 @@ class HeteroFL(FedAvg[HeteroFLParams]):
 
     # an element may have only one client that holds it
     robust = frozenset()
+    makes_models = True
+    sends_parts = True
 
     @cached_property
     def rates(self) -> list[float]:
@@ -211,11 +213,6 @@ class HeteroFL(FedAvg[HeteroFLParams]):
         """Return the client's network inside the wide one: the global model with 0 beyond its part."""
         part = self.held_by(client_id)
         return within(self.global_model, part)
-
-    def download_for(self, client_id: int, round: int, task: str) -> Download:
-        """Return the message to a client: its part alone."""
-        whole = super().download_for(client_id, round, task)
-        return dataclasses.replace(whole, model=self.held_by(client_id).take(whole.model))
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the client's rate."""

@@ -7,6 +7,7 @@ fills them up with the values of the global model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,16 @@ class Part:
 
     params: NDArray[np.bool_]
     buffers: NDArray[np.bool_]
+
+    @cached_property
+    def d(self) -> int:
+        """Number of the part's parameters."""
+        return int(np.count_nonzero(self.params))
+
+    @cached_property
+    def b(self) -> int:
+        """Number of the part's buffer elements."""
+        return int(np.count_nonzero(self.buffers))
 
     @classmethod
     def of_tensors(cls, layout: Layout, names: frozenset[str]) -> Part:

@@ -117,6 +117,8 @@ def slopes(network: Network, v: Array, delta: Array) -> tuple[dict[str, Array], 
 class PFedHN(PersonalizedStrategy[PFedHNParams]):
     """Server half. Memory: the hypernetwork and its momentum by layer, and `embeddings` float32 [N, e]."""
 
+    makes_models = True
+
     @property
     def network(self) -> Network:
         """Return the hypernetwork; the first one before round 1."""

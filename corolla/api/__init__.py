@@ -36,6 +36,7 @@ def run(
     scale: str = "full",
     overwrite: bool = False,
     backend: str | None = None,
+    strict: bool = False,
     verbose: bool = False,
     progress: bool = True,
     **keys: Any,
@@ -54,6 +55,7 @@ def run(
     - `scale`: "small" cuts clients, rounds and samples for a laptop; `keys` still win.
     - `overwrite`: replace the run of this `run_name` just before the new one starts.
     - `backend`: processes of simulated clients, "pool" or "ray"; None: a pool on Linux without GPUs, else Ray.
+    - `strict`: with `resume`, refuse to continue with other code or other versions of the packages that compute.
     - `verbose`: show Flower's and Ray's log lines, and keep all frames of errors.
     - `progress`: show a panel in a notebook or on a terminal, and lines elsewhere; False: print only warnings and
       errors.
@@ -78,6 +80,7 @@ def run(
         scale=scale,
         overwrite=overwrite,
         backend=backend,
+        strict=strict,
         verbose=verbose,
     )
     return Run(starting.start(None if preset is None else os.fspath(preset), options, keys, progress))

@@ -29,7 +29,7 @@ from corolla.api.waiting import Plain, is_terminal
 from fl_app.debugging import is_aside
 from fl_app.errors import plain, plain_lines
 from fl_app.server import progress_protocol
-from fl_app.server.progress_protocol import LOG_MARK, Crash, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
+from fl_app.server.progress_protocol import Crash, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
 from fl_app.server.run_folder import ask_to_stop
 
 # most rounds in the table
@@ -300,8 +300,8 @@ class Display:
         """Process a line of Flower's stream. Only marked lines, Corolla's own, are shown unless verbose."""
         line = plain(_COLOUR.sub("", line).replace("\t", " "))
         self.lines.append(line)
-        if line.startswith(LOG_MARK):
-            self.line(line.removeprefix(LOG_MARK))
+        if (own := progress_protocol.own_text(line)) is not None:
+            self.line(own)
             return
         if self._verbose:
             self._print(line)

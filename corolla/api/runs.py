@@ -36,7 +36,15 @@ from fl_app.config import RunConfig
 from fl_app.errors import RunFailed, UserError, counted
 from fl_app.keys import Scalar, without_others
 from fl_app.server.record import lacking
-from fl_app.server.run_folder import PLUGINS, check_free, check_unchanged, is_run, read_metrics, refuse_fewer_rounds
+from fl_app.server.run_folder import (
+    PLUGINS,
+    check_free,
+    check_unchanged,
+    ended_by_full_disk,
+    is_run,
+    read_metrics,
+    refuse_fewer_rounds,
+)
 
 if TYPE_CHECKING:
     from corolla.experiments.launch import RayCluster
@@ -76,6 +84,7 @@ class How:
     clients_at_once: int = 1
     overwrite: bool = False
     backend: Backend | None = None
+    strict: bool = False
 
 
 SET_BY_US = {
@@ -125,11 +134,15 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
             raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
     if not how.resume:
         base = scaled(read_preset(preset) if preset else {}, how.scale)
+    if how.strict and not how.resume:
+        raise UserError("--strict needs --resume: it refuses to continue with other software")
     if how.resume and (how.overwrite or given.get("overwrite")):
         raise UserError("--resume and --overwrite exclude each other")
     options: dict[str, Scalar] = {} if how.output_dir is None else {"output-dir": how.output_dir}
     if how.overwrite:
         options["overwrite"] = True
+    if how.strict:
+        options["strict"] = True
     config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))
     if how.superlink is None:
         config["num-clients"] = number_of_clients(config)
@@ -208,9 +221,11 @@ def is_finished(run: Path, config: RunConfig) -> bool:
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
     """Run on a SuperLink named in Flower's config file."""
     from corolla.experiments.launch import flwr_run
+    from deploy.cluster import database_here
     from deploy.connection import bad_certificate, require_known
     from deploy.exposure import require_closed
     from fl_app.processes import flower_environment
+    from fl_app.server.disk import full_database
 
     require_known(superlink)
     require_closed(superlink)
@@ -219,6 +234,8 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
         where = f"--superlink {superlink} "
         return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose, where)
     except UserError:
+        if (path := database_here(superlink)) and (full := full_database(path)):
+            raise UserError(full) from None
         if why := bad_certificate(superlink):
             raise UserError(
                 f"superlink {superlink}: its certificate cannot be trusted: {why}; if it is your cluster, run "
@@ -275,6 +292,9 @@ def run_one(
     if display.crash:
         more = "" if verbose else "; --verbose shows the traceback"
         raise RunFailed(f"{display.crash}{more}")
+    # a SuperLink on a full disk cannot pass on the error
+    if status != COMPLETED and display.folder and (full := ended_by_full_disk(display.folder)):
+        raise UserError(full)
     if status == LOST:
         more = f"; {resume_line(display.folder, where)}" if display.folder else ""
         raise RunFailed(f"the SuperLink ended or can no longer be reached{more}")

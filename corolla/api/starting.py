@@ -47,7 +47,7 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
 
 def checked(options: Mapping[str, Any]) -> None:
     """Raise UserError for an option that `corolla run` would refuse, with its message but the keyword's name."""
-    for name in ("in_process", "verbose", "progress", "overwrite"):
+    for name in ("in_process", "verbose", "progress", "overwrite", "strict"):
         if type(options[name]) is not bool:
             raise UserError(f"{name}: must be True or False, got {options[name]!r}")
     for name, kind in OPTION_TYPES.items():

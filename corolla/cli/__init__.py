@@ -22,7 +22,7 @@ from corolla.api import log_file
 from corolla.api.console import errors
 from corolla.api.settings import look_for_plugins
 from corolla.cli import completion, examples, listings, products, results, runs, sweeps, verify
-from fl_app import debugging, exit_codes
+from fl_app import debugging, exit_codes, log_format
 from fl_app.errors import MethodFault, RoundFailed, RunFailed, UserError
 
 app = typer.Typer(
@@ -103,7 +103,10 @@ def main() -> None:
             raise
         if not ours or consoles.verbose:
             errors.print(escape(debugging.trace_of(error)), soft_wrap=True)
-        errors.print(f"[bold red]error:[/] {escape(debugging.reason(error))}", soft_wrap=True)
+        if log_format.is_json():
+            typer.echo(log_format.now("launcher", "error", debugging.reason(error)), err=True)
+        else:
+            errors.print(f"[bold red]error:[/] {escape(debugging.reason(error))}", soft_wrap=True)
         bad_input = isinstance(error, UserError) and not isinstance(error, (RoundFailed, MethodFault))
         raise SystemExit(exit_codes.BAD_INPUT if bad_input else exit_codes.FAILED) from None
 

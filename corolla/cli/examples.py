@@ -33,17 +33,22 @@ EXAMPLES: Mapping[str, str] = {
     "cluster revoke": "lab.yaml 2",
     "cluster down": "lab.yaml",
     "cluster commands": "lab.yaml --slurm",
+    "cluster backup": "lab.yaml lab-monday.tar --runs runs",
+    "cluster restore": "lab-monday.tar",
     "cluster admit": "lab.yaml 2 bern.pub",
     "node join": "bern",
     "node start": "bern",
     "node approve": "1234567890",
     "node audit": "bern",
     "node application": "",
+    "node backup": "bern-monday.tar",
+    "node restore": "bern-monday.tar",
     "data prepare": "--set dataset=cifar10",
     "data show": "my-experiment.toml",
     "data verify": "",
     "state list": "",
     "state remove": "fedcac-3f2a9c",
+    "state prune": "--older-than 30d --dry-run",
 }
 """Arguments of each command's example; "" if it needs none."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -360,6 +361,38 @@ def state_list(
         console.print(
             f"{e.experiment}  {when}  {counted(e.clients, 'client')}  {size(e.nbytes)}  {run}", soft_wrap=True
         )
+
+
+@state_app.command("prune")
+def state_prune(
+    older_than: Annotated[str, typer.Option(metavar="AGE", help="Least age of the last write: 30d, 12h or 8w.")],
+    state_dir: StateDirOption = "",
+    runs: Annotated[Path, typer.Option(help="Directory where the run folders are searched.")] = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Delete client state that was last written long ago. Such a run cannot be resumed any more."""
+    from client_app.state import remove, state_root, stored
+
+    root, before = state_root(state_dir), time.time() - seconds_in("--older-than", older_than)
+    going_on = {experiment for experiment, run in by_experiment(runs).items() if run.state == "running"}
+    found = [e for e in stored(root) if e.modified < before and e.experiment not in going_on]
+    for e in found:
+        if not dry_run:
+            remove(root, e.experiment)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.modified))
+        console.print(f"{e.experiment}  {when}  {counted(e.clients, 'client')}  {size(e.nbytes)}", soft_wrap=True)
+    what = "would be removed" if dry_run else "removed"
+    total = size(sum(e.nbytes for e in found))
+    console.print(f"{counted(len(found), 'experiment')} {what} under {root}, {total} in all", soft_wrap=True)
+
+
+def seconds_in(option: str, text: str) -> float:
+    """Return the seconds of a duration such as 30d. Raises UserError that names the option."""
+    found = re.fullmatch(r"(\d{1,6})([hdw])", text, re.ASCII)
+    if not found:
+        raise UserError(f"{option}: must be a number of hours, days or weeks, such as 12h, 30d or 8w, got {text!r}")
+    return int(found[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[found[2]]
 
 
 @state_app.command("remove")

@@ -75,6 +75,9 @@ def run(
         Path | None,
         typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint."),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="With --resume: refuse to continue with other code or packages.")
+    ] = False,
     scale: ScaleOption = Scale.full,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run with this run-name, just before the new one starts.")
@@ -102,6 +105,7 @@ def run(
         clients_at_once,
         overwrite,
         backend,
+        strict,
     )
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:

@@ -42,7 +42,9 @@ from fl_app.toml import to_toml
 log = logging.getLogger("corolla")
 
 _END_SECONDS = 60
-_LONGEST_TEMPORARY = 107 - len(
+# bytes of a socket's name: sun_path without its last 0
+_LONGEST_NAME = 107 if sys.platform == "linux" else 103
+_LONGEST_TEMPORARY = _LONGEST_NAME - len(
     "/corolla-flwr-12345678/ray/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store"
 )
 
@@ -141,7 +143,7 @@ class SimulationSuperLink:
 
 
 def _short(directory: str) -> str:
-    """Return a directory for temporary files with a path short enough for Ray's sockets, which have at most 107 bytes."""
+    """Return a directory for temporary files with a path short enough for the names of Ray's sockets."""
     return directory if len(directory.encode()) <= _LONGEST_TEMPORARY else "/tmp"
 
 

@@ -13,16 +13,16 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from corolla.experiments.runs import RecordedRun
 from fl_app.errors import describe
 from fl_app.keys import Scalar, own
-from fl_app.metrics import Metric, Record, tracked_names
+from fl_app.metrics import Metric, tracked_names
 from fl_app.server import client_rows, matrices
-from fl_app.server.run_folder import CLIENTS, CONFIG, METRICS, MODELS, RUN, SUMMARY
+from fl_app.server.run_folder import CLIENTS, CONFIG, METRICS, MODELS, RUN, SUMMARY, new_records
 
 _POLL = 0.3
 FILES = (CONFIG, METRICS, CLIENTS, client_rows.COLUMNS, client_rows.LINES, RUN, SUMMARY)
@@ -85,19 +85,6 @@ def main() -> None:
 
 # numbers in an evaluation that are not metrics
 BOOKKEEPING = ("digest-version", "evaluated", "expected")
-
-
-def new_records(path: Path, position: int) -> Iterator[Record]:
-    """Yield the complete lines of metrics.jsonl from a byte position on. `position` in a record is the next line's start."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        file.seek(position)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            position += len(line)
-            yield {**json.loads(line), "position": position}
 
 
 def settings(run: RecordedRun) -> dict[str, Scalar]:

@@ -263,6 +263,12 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         about="place",
     )
     resume: str = key("", "Run folder to continue; set by `corolla run --resume`.", about="place")
+    strict: bool = key(
+        False,
+        "A resumed run is refused if its checkpoint was written by other code, or other versions of Flower, NumPy or PyTorch; "
+        "set by `corolla run --strict`.",
+        about="place",
+    )
     collect_personal_models: bool = key(
         False,
         "Upload every client's personal model at the end. If off, parts that never travel stay on the clients.",

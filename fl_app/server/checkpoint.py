@@ -19,6 +19,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from fl_app import software
 from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
 from fl_app.files import explain_full_disk, make_directory, publish, publish_text
@@ -30,6 +31,8 @@ log = logging.getLogger("corolla")
 DIRECTORY = "checkpoints"
 # Key of a checkpoint's JSON: the files with the clients' arrays.
 CLIENTS = "client-files"
+# Key of a checkpoint's JSON: what wrote it (fl_app/software.py).
+SOFTWARE = "software"
 _KEEP = 2
 
 
@@ -63,7 +66,13 @@ def save(
         clients = files.write(round, personal or {})
         tensors = directory / f"round-{round:06d}.safetensors"
         publish(tensors, lambda file: write_tensors(file, arrays))
-        facts = {**meta, "round": round, "tensors-sha256": sha256_of(tensors), CLIENTS: clients}
+        facts = {
+            **meta,
+            "round": round,
+            SOFTWARE: software.used(),
+            "tensors-sha256": sha256_of(tensors),
+            CLIENTS: clients,
+        }
         body = json.dumps(facts, allow_nan=False)
         publish_text(tensors.with_suffix(".json"), f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
     for old in rounds(run)[:-_KEEP]:

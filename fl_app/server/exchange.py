@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from fl_app import debugging, wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
-from fl_app.server import superlink
+from fl_app.server import disk, superlink
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.replies import Answer, Inbox
 from fl_app.server.roster import POLL_SECONDS, Roster
@@ -85,7 +85,7 @@ class Exchange:
         """Send `total` messages, built one at a time, and yield every reply as it arrives, failures included.
 
         what: the step, for progress. timeout: seconds after which a client without a reply is given up, counted from
-        its message.
+        its message. Raises UserError if a reply fails while the disk of the SuperLink's database is full.
         """
         requests = iter(requests)
         # message id -> client id, bytes
@@ -125,6 +125,9 @@ class Exchange:
                     in_flight -= size
                     count()
                     reply = Reply(client_id, answer.content, answer.cause)
+                    if answer.content is None and (full := disk.full_database()):
+                        # the SuperLink lost this reply, and will lose the others
+                        raise UserError(full)
                     del answer
                     self._hear(reply)
                     yield reply

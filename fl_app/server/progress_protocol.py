@@ -7,6 +7,7 @@ people, followed by the same as data. Both sides import this module, so it impor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,6 +21,7 @@ from typing import Any
 
 from fl_app.debugging import is_aside
 from fl_app.errors import plain, plain_lines
+from fl_app.log_format import JsonFormatter
 from fl_app.metrics import moments
 
 log = logging.getLogger("corolla")
@@ -34,6 +36,10 @@ PROGRESS_SECONDS = 0.25
 _FOLDER, _RESUMED, _STOPPED = "run folder: ", "resumed after round ", "stopped after round "
 _ERROR, _PROGRESS, _DATA, _LEFT_OUT = "error: ", "progress: ", " | data: ", " cannot take part: "
 _CRASH = "crashed: "
+# the ServerApp's, in JSON lines
+COMPONENT = "serverapp"
+# how a JSON line begins
+_JSON = '{"time":'
 
 
 @dataclass(frozen=True)
@@ -295,7 +301,46 @@ class PlainFormatter(logging.Formatter):
         return mark + plain_lines(super().format(record))
 
 
+class JsonLines(JsonFormatter):
+    """Writes the ServerApp's records as JSON lines.
+
+    displayed: whether a display reads the lines: `line` then has the text for it. always: fields of every line.
+    """
+
+    def __init__(self, displayed: bool = True, **always: Any) -> None:
+        super().__init__(COMPONENT, **always)
+        self.displayed = displayed
+
+    def described(self, message: str, fields: dict[str, Any]) -> str:
+        """Return the message for people, and add the fields that the line has: run, round, client."""
+        found = read_line(message)
+        if found is None:
+            return message
+        if self.displayed:
+            fields["line"] = message
+        match found:
+            case Folder(path):
+                self.always["run"] = fields["run"] = path.name
+            case Resumed(number) | Stopped(number) | Round(number=number):
+                fields["round"] = number
+            case LeftOut(who) if who.startswith("client "):
+                fields["client"] = int(who.removeprefix("client "))
+        return sentence(found) if isinstance(found, Round) else message
+
+
 # Reading --------------------------------------------------------------------------------------------------------------
+
+
+def own_text(line: str) -> str | None:
+    """Return the text of one of Corolla's lines in a stream, marked or JSON. Return None for another program's line."""
+    if line.startswith(LOG_MARK):
+        return line.removeprefix(LOG_MARK)
+    if line.startswith(_JSON):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            fields = json.loads(line)
+            if fields["component"] == COMPONENT and "trace" not in fields:
+                return str(fields.get("line", fields["message"]))
+    return None
 
 
 def read_line(text: str) -> Line | None:

@@ -11,13 +11,14 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+from fl_app import software
 from fl_app.checksums import HASHES, DataHashes, told_hashes
 from fl_app.data.encoding import Encoding
 from fl_app.data.moments import PIXEL, Sums
 from fl_app.errors import counted, plain
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME, SCALING
-from fl_app.wire import ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WireError
+from fl_app.wire import ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WIRE_VERSION, WireError
 
 Properties = dict[str, Scalar]
 
@@ -35,9 +36,11 @@ All sites' sums give common mean and deviation.
 INPUT = "input"
 """How samples are stored, and how a table's columns become features, as JSON. An exported model reads raw rows by it.
 """
+SOFTWARE = "software"
+"""What a client computes with (fl_app/software.py), as JSON."""
 _TEXTS = (
     *("class-counts", "class-names", CLIENT_NAME, FEATURES, FEATURE_TAGS),
-    *(*HASHES, NORMALIZATION, SUMS, INPUT, LIST, SEALED, ERROR),
+    *(*HASHES, NORMALIZATION, SUMS, INPUT, SOFTWARE, LIST, SEALED, ERROR),
 )
 _SAMPLE = "input-shape"
 # Most names in an error.
@@ -85,6 +88,15 @@ def check(answer: Mapping[str, Scalar], num_clients: int) -> int:
     if counts is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", str(counts), re.ASCII):
         raise WireError(f"property class-counts must be counts with commas, got {_short(counts)}")
     return client_id
+
+
+def check_wire(found: Mapping[str, str]) -> None:
+    """Raise WireError unless a client's messages are of this version. found: its software."""
+    if (version := found.get(software.WIRE, "1")) != WIRE_VERSION:
+        raise WireError(
+            f"it writes messages of version {version}, the server of version {WIRE_VERSION}: install the same Corolla on both "
+            f"(it has {found.get('corolla', 'an unknown version')})"
+        )
 
 
 def check_keys(answer: Mapping[str, Scalar], agreed: str | None, num_clients: int) -> None:
@@ -139,6 +151,11 @@ class Told:
     def shared_hashes(self) -> DataHashes | None:
         """Its hashes if its data are a part of a shared data set, else None."""
         return self.hashes if self.hashes is not None and self.hashes.partition else None
+
+    @cached_property
+    def software(self) -> dict[str, str]:
+        """What it computes with; facts that it does not send are missing."""
+        return software.told(self.answer.get(SOFTWARE))
 
     @cached_property
     def key_list(self) -> str | None:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fl_app import wire
+from fl_app import software, wire
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig
 from fl_app.data.moments import added
-from fl_app.errors import UserError, plain
+from fl_app.errors import UserError, listed, plain
 from fl_app.known_names import SCALING
 from fl_app.server import properties
 from fl_app.server.agreement import Agreed, Agreement, most_alike
@@ -98,6 +98,8 @@ class Roster:
         # nodes that had not answered when a meeting ended
         self._silent: set[int] = set()
         self._unlogged: list[int] = []
+        # clients whose software was not compared with the server's yet
+        self._uncompared: list[int] = []
         # node id -> time of the next query, after an error
         self._again: dict[int, float] = {}
         self._holders = Holders()
@@ -252,6 +254,24 @@ class Roster:
                 self._logged.add((node, why))
                 log.warning("%s", left_out_line(who, why))
         self._unlogged.clear()
+        if self._started:
+            for line in self.notes_on_software():
+                log.warning("%s", line)
+
+    def notes_on_software(self) -> list[str]:
+        """Return a line for each software that differs from the server's, with its clients. Each client is named once."""
+        here, found = software.announced(), dict[str, list[int]]()
+        for client_id in dict.fromkeys(self._uncompared):
+            if client_id in self.node_of:
+                there = self._answers[self.node_of[client_id]].software
+                if differs := software.differences(here, there):
+                    found.setdefault(differs, []).append(client_id)
+        self._uncompared = []
+        return [
+            f"{'client' if len(ids) == 1 else 'clients'} {listed([str(i) for i in sorted(ids)], most=_MOST_SHOWN)}: "
+            f"{differs} as the server: results may differ in bits"
+            for differs, ids in found.items()
+        ]
 
     @property
     def left_out(self) -> list[dict[str, str]]:
@@ -402,7 +422,9 @@ class Roster:
             who = claimed(given)
             if given.get(wire.ERROR):
                 raise wire.WireError(wire.one_line(given[wire.ERROR]))
-            told = self._answers[node] = Told(given)
+            told = Told(given)
+            properties.check_wire(told.software)
+            self._answers[node] = told
             self._unseated.append(node)
             if not self._started:
                 self._agreement.add(told)
@@ -449,6 +471,7 @@ class Roster:
         self.node_of, self.properties, self._holders = {}, {}, Holders()
         self._client_of = {node: client_id for client_id, node in self._unmet.items()}
         self._contested, self._unseated, self._vacated = set(), [], False
+        self._uncompared = []
         for node in self._answers:
             self._seat(node)
 
@@ -478,6 +501,7 @@ class Roster:
             del self._client_of[other]
         self.node_of[client_id], self._client_of[node] = node, client_id
         self.properties[client_id] = told.answer
+        self._uncompared.append(client_id)
         if self._started:
             self._record_hashes(client_id)
 

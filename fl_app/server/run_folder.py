@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fl_app import plugins, tasks
+from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
@@ -31,7 +31,7 @@ from fl_app.keys import Scalar, own, show, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
-from fl_app.server import client_rows, kept_uploads, matrices
+from fl_app.server import client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.sources import NODE, PLACES, anchored, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
@@ -51,6 +51,10 @@ PLUGINS = "plugins"
 MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
+# Key of the entries of `made-with`.
+FROM_ROUND = "from-round"
+# Key of run.json: the path of the SuperLink's database.
+DATABASE = "superlink-database"
 DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
 # Keys of the table `data`. It has hashes only of shared data: clients.json has those of clients with their own data.
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
@@ -118,8 +122,9 @@ class RunFolder:
         about = {
             "experiment": experiment,
             "starts": 0,
-            MADE_WITH: [made_with()],
+            MADE_WITH: [_software() | {FROM_ROUND: 1}],
             "figures": to_json(figures),
+            **_database(),
             **(facts or {}),
         }
         if config.initial_weights:
@@ -167,15 +172,26 @@ class RunFolder:
         with contextlib.suppress(OSError):
             (self.path / STOP).unlink()
 
-    def continue_with(self, config: RunConfig) -> None:
-        """Record a resumed start: the changed keys, and this machine's versions and CPU if they changed."""
+    def continue_with(self, config: RunConfig, done: int) -> None:
+        """Record a resumed start: the changed keys, and this machine's software and CPU if they changed.
+
+        done: the number of rounds before it.
+        """
         self.forget_stop()
         # runs of earlier versions have none: {} means unknown
-        made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()
-        made = made if made[-1] == now else [*made, now]
-        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
+        made, now = read_about(self.path).get(MADE_WITH, [{}]), _software()
+        same = {**made[-1], FROM_ROUND: 0} == {**now, FROM_ROUND: 0}
+        made = made if same else [*made, now | {FROM_ROUND: done + 1}]
+        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made}, **_database())
         self.write_config(
-            config, {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": "", "overwrite": False}
+            config,
+            {
+                "output-dir": str(self.path.parent),
+                "run-name": self.path.name,
+                "resume": "",
+                "strict": False,
+                "overwrite": False,
+            },
         )
 
     def write_config(self, config: RunConfig, places: Mapping[str, Scalar]) -> None:
@@ -282,6 +298,28 @@ class RunFolder:
         with explain_full_disk("output-dir", self.path):
             make_directory(directory)
             save_safetensors(directory / f"{name}.safetensors", layout, model)
+
+
+def _software() -> dict[str, Any]:
+    """Return an entry of `made-with`, without its round."""
+    return {**made_with(), software.CODE: software.code_hash()}
+
+
+def _database() -> dict[str, str]:
+    path = disk.database()
+    return {DATABASE: str(path)} if path else {}
+
+
+def ended_by_full_disk(run: Path) -> str:
+    """Return the line about a full disk under the database that a run's SuperLink uses, "" if there is none."""
+    path = read_about(run).get(DATABASE)
+    return disk.full_database(Path(path)) if isinstance(path, str) else ""
+
+
+def software_before(run: Path) -> dict[str, Any]:
+    """Return what a run was last made with, by its record. Checkpoints of earlier versions do not say it."""
+    made = read_about(run).get(MADE_WITH) or [{}]
+    return dict(made[-1])
 
 
 def ask_to_stop(run: Path) -> bool:
@@ -557,6 +595,22 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
                 if table is not None and "clients" not in table:
                     table["clients"] = files.of(record["round"], part)
         yield record
+
+
+def new_records(path: Path, position: int) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of metrics.jsonl from a byte position on. `position` in a record is the next line's start.
+
+    Raises ValueError if the file has no line's start there.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(position)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            position += len(line)
+            yield {**json.loads(line), "position": position}
 
 
 def _read_lines(run: Path) -> Iterator[dict[str, Any]]:

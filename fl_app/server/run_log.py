@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import IO, Any, cast
 
+from fl_app import log_format
 from fl_app.debugging import trace_to_show
 from fl_app.errors import UserError, describe, plain_lines
 from fl_app.files import opener
-from fl_app.server.progress_protocol import Folder, Progress, Round, read_line, sentence
+from fl_app.server.progress_protocol import Folder, JsonLines, Progress, Round, read_line, sentence
 
-NAME = "log.txt"
+NAME, JSON_NAME = "log.txt", "log.jsonl"
 log = logging.getLogger("corolla")
 
 
@@ -22,8 +23,10 @@ class RunLog(logging.FileHandler):
     Progress is left out. A full disk loses log lines without an error: the writers of essential files raise their own.
     """
 
+    file = NAME
+
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder / NAME, encoding="utf-8")
+        super().__init__(folder / self.file, encoding="utf-8")
         log.addHandler(self)
 
     def close(self) -> None:
@@ -52,6 +55,25 @@ class RunLog(logging.FileHandler):
 
     def _open(self) -> IO[Any]:  # type: ignore[override]
         return cast(IO[Any], open(self.baseFilename, "a", encoding="utf-8", opener=opener))
+
+
+class JsonRunLog(RunLog):
+    """The same as JSON lines, in another file (fl_app/log_format.py)."""
+
+    file = JSON_NAME
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._lines = JsonLines(displayed=False, run=folder.name)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a JSON line."""
+        return self._lines.format(record)
+
+
+def begin(folder: Path) -> list[RunLog]:
+    """Begin the logs of a run's folder: as text, and also as JSON if the deployment's log lines are JSON."""
+    return [RunLog(folder), *([JsonRunLog(folder)] if log_format.is_json() else [])]
 
 
 def _for_people(text: str) -> str:

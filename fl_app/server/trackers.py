@@ -166,9 +166,8 @@ def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) 
             followers.extend([Follower(name, folder[0], after, warn) for name in names])
 
     def take(line: str) -> None:
-        found = (
-            progress_protocol.read_line(line.removeprefix(LOG_MARK)) if names and line.startswith(LOG_MARK) else None
-        )
+        own = progress_protocol.own_text(line) if names else None
+        found = progress_protocol.read_line(own) if own is not None else None
         if isinstance(found, Folder):
             folder[:] = [found.path]
             # A resumed run's tracker still has the rounds after the checkpoint: it starts when Resumed says where.

@@ -95,6 +95,11 @@ class ServerHalf(ABC, Generic[P]):
     # that model. The key `server-optimizer` may then move it (strategies/afo.py). A subclass that overrides `personalize` or
     # `model_for` must declare it again.
     averages: ClassVar[bool] = False
+    # True declares that `model_for` makes a client's model from common arrays. The server then keeps no model per client.
+    makes_models: ClassVar[bool] = False
+    # True declares that a client is sent only the part of its model that it holds (`held_by`). Its client half must say the
+    # same (`LocalUpdate.held`).
+    sends_parts: ClassVar[bool] = False
     # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
     spread: ClassVar[float] = 1.0
 
@@ -195,6 +200,11 @@ class ServerHalf(ABC, Generic[P]):
         """Return the model that a client's next round starts from (the tensors that travel)."""
         return self.global_model
 
+    @classmethod
+    def keeps_models(cls) -> bool:
+        """Return whether the server keeps a model for every client between rounds."""
+        return cls.model_for is not ServerHalf.model_for and not cls.makes_models
+
     @property
     def sends_one_model(self) -> bool:
         """Whether every client is sent the global model, whatever the round."""
@@ -207,12 +217,14 @@ class ServerHalf(ABC, Generic[P]):
     def download_for(self, client_id: int, round: int, task: str) -> Download:
         """Return the method's message to a client. Raises UserError for a model that no client could take."""
         constants = self.full_layout.constants
+        model = _sendable(self.model_for(client_id), self.layout, self.config.method)
+        part = self.held_by(client_id) if self.sends_parts else None
         return Download(
             task=task,
             round=round,
             attempt=0,
             experiment=self.folder.experiment,
-            model=_sendable(self.model_for(client_id), self.layout, self.config.method),
+            model=model if part is None else part.take(model),
             extras=self.download_extras(client_id),
             method={trainable_tensors.HASH: constants} if constants else {},
         )
@@ -250,7 +262,7 @@ class ServerHalf(ABC, Generic[P]):
         form, part = self.attempt.expected or self.expected(), self.held_by(client_id)
         if part is None:
             return form
-        return dataclasses.replace(form, d=int(part.params.sum()), b=int(part.buffers.sum()))
+        return dataclasses.replace(form, d=part.d, b=part.b)
 
     def check(self, upload: Upload) -> None:
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""

@@ -75,8 +75,8 @@ def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool 
         client = 4 m, and 1 m more with momentum, or 2 m with AdamW
 
     With `ray` it is 9 v more for the server and 11 m more for a client.
-    limit: `server-memory-limit`; a larger stack lies on the disk. The models kept for all N clients do not count if the
-    method does not override `model_for`. Batches, activations and what a method's client half keeps are unknown, so the
+    limit: `server-memory-limit`; a larger stack lies on the disk. The models of all N clients count if the server keeps them
+    (`ServerHalf.keeps_models`). Batches, activations and what a method's client half keeps are unknown, so the
     estimate is too low rather than too high.
     """
     config, whole = server.config, server.full_layout
@@ -85,8 +85,7 @@ def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool 
     if not config.private and not (streams(type(server)) and not why_kept(config, expected)):
         upload = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in expected.shapes().values())
         stack = config.drawn(config.num_clients) * upload
-        keeps_models = type(server).model_for is not ServerHalf.model_for
-        kept = config.num_clients * v if keeps_models else 0
+        kept = config.num_clients * v if server.keeps_models() else 0
         fixed = _SERVER * v
     client = _CLIENT + (2 if config.optimizer == "adamw" else 1 if config.momentum else 0)
     if ray:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from fl_app.errors import MethodFault, RoundFailed, UserError, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, undefined_note
-from fl_app.server import checkpoint, client_arrays, kept_uploads, progress_protocol
+from fl_app.server import checkpoint, client_arrays, disk, kept_uploads, progress_protocol
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.record import Record
@@ -31,6 +32,7 @@ from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake
 from strategies.engine.attempt import Attempt, TooFewResults, failure_lines
+from strategies.engine.disk import needed
 
 log = logging.getLogger("corolla")
 
@@ -110,6 +112,11 @@ class Rounds:
         self.client_files = checkpoint.client_files_of(folder.path)
         self.attempt = Attempt()
         self.ended_early = ""
+
+    @cached_property
+    def disks(self) -> disk.Disks:
+        """The disks that the run writes, and a round's needs."""
+        return disk.Disks(self.folder.path, needed(self.server, self.protocol.expected()))
 
     def _called(self, client_id: str) -> str:
         """Return the client's name from its data; its id if there is none."""
@@ -193,8 +200,10 @@ class Rounds:
     def train_once(self, attempt: Attempt, watch: Stopwatch) -> Record:
         """Make one attempt at a round and return the round's record.
 
-        Raises TooFewResults if it does not count; nothing has changed then.
+        Raises TooFewResults if it does not count; nothing has changed then. Raises UserError if a disk has no room for it.
         """
+        self.disks.refuse_messages()
+        self.disks.warn()
         self.exchange.refresh()
         self.begin(attempt)
         watch.lap("prepare")

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -402,6 +403,26 @@ def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no
     assert code == 0 and f"{experiment}" in out and "3 clients" in out and out.split()[-1] == "runs/two"
     assert corolla("state")[1] == out and "kB in all" in out
     assert "no run under elsewhere" in corolla("state", "list", "--runs", "elsewhere")[1]
+    code, out, _ = corolla("state", "prune", "--older-than", "30d")
+    assert code == 0 and "0 experiments removed" in out
+    shutil.copytree(os.environ["COROLLA_STATE_DIR"], "kept")
+    long_ago = time.time() - 31 * 86400
+    for path in Path(os.environ["COROLLA_STATE_DIR"]).rglob("*.state"):
+        os.utime(path, (long_ago, long_ago))
+    code, out, _ = corolla("state", "prune", "--older-than", "30d", "--dry-run")
+    assert code == 0 and "1 experiment would be removed" in out and experiment in out
+    assert experiment in corolla("state", "list")[1]
+    with Path("runs/two/.lock").open("a") as other:
+        Path("runs/two/summary.json").rename("runs/two/moved")
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "0 experiments removed" in corolla("state", "prune", "--older-than", "4w")[1]
+    Path("runs/two/moved").rename("runs/two/summary.json")
+    assert "1 experiment removed" in corolla("state", "prune", "--older-than", "4w")[1]
+    assert experiment not in corolla("state", "list")[1]
+    for wrong in ("30", "-1d", "1y", "d"):
+        code, _, err = corolla("state", "prune", "--older-than", wrong)
+        assert code == 2 and "hours, days or weeks" in err
+    shutil.copytree("kept", os.environ["COROLLA_STATE_DIR"], dirs_exist_ok=True)
     assert corolla("state", "remove", experiment)[0] == 0
     assert experiment not in corolla("state", "list")[1]
     code, _, err = corolla("state", "remove", experiment)

@@ -103,3 +103,16 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("COROLLA_STATE_DIR")
     with pytest.raises(UserError, match="which contains .*flwr/site.toml"):
         supernode.writable_directories(site, str(tmp_path / "flwr" / "site.toml"))
+
+
+def test_another_system_has_no_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+    class NoCalls:
+        def syscall(self, *_: object) -> int:
+            raise AssertionError
+
+    monkeypatch.setattr(confine, "_libc", NoCalls)
+    assert confine.landlock_version() == 0
+    with pytest.raises(UserError, match="has no Landlock"):
+        confine.confine_process(Confinement((), (), ()))

@@ -12,6 +12,7 @@ from deploy import host_checks, hosts, inventory, node
 from deploy.cluster import Cluster
 from deploy.lifecycle import _compare_clocks
 from fl_app.errors import UserError
+from tests.disks import full_disk
 
 
 def found(flwr: str = "1.39.0", torch: str = "2.11.0") -> dict[str, str]:
@@ -75,3 +76,21 @@ def test_a_real_answer_holds_the_other_sides_clock(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match=r"node2: its clock is (29\.|30\.)\d s ahead"):
         _compare_clocks(lab, ["node2"], said.append)
     assert hosts.ask("local", "", {"action": "clock", "cluster": "lab", "token": ""})["clock"] < time.time() - 29
+
+
+def test_little_space_under_the_database_is_noted_and_none_is_refused() -> None:
+    assert host_checks.note_on_space("local", "/x/lab.db", None) == "" == host_checks.note_on_space("a", "/x", 2e9)
+    noted = host_checks.note_on_space("local", "/x/lab.db", 300e6)
+    assert noted.startswith("note: local: superlink.database: /x/lab.db: 300 MB are free; ")
+    with pytest.raises(
+        UserError, match="local: superlink.database: /x/lab.db: 3.2 MB are free, and the database needs at"
+    ):
+        host_checks.note_on_space("local", "/x/lab.db", 3.2e6)
+
+
+def test_a_host_tells_the_space_under_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
+    request = {"action": "prepare", "cluster": "lab", "token": "t", "paths": [], "free": [], "files": {}, "ports": 0}
+    assert node.handle(request | {"database": ""})["free"] is None
+    with full_disk(tmp_path, free=1 << 20) as there:
+        assert node.handle(request | {"database": str(there / "lab.db")})["free"] == 1 << 20

@@ -14,7 +14,7 @@ CUT = f"INFO : SuperNode ID: 17\n{FAILED}{FAILED}INFO : Connection successful af
         ("Exit Code: 305\n[code: 2004] Failed to activate SuperNode", "its key is not registered"),
         ("[code: 2001] SuperNode authentication is enabled", "without a key"),
         (f"Handshake failed: CERTIFICATE_VERIFY_FAILED: ...\n{FAILED}", "wrong CA"),
-        (FAILED, "no answer at the fleet address, or plaintext to a TLS port"),
+        (FAILED, "no answer at the fleet address, plaintext to a TLS port"),
         (f"INFO : SuperNode ID: 17\n{FAILED}", "no answer at the fleet address"),  # a cut that lasts
         (f"{CUT}{FAILED}", "no answer at the fleet address"),  # and another one
         ("INFO : SuperNode terminated gracefully.", "its clock is more than 5 s ahead"),

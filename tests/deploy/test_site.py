@@ -150,7 +150,7 @@ def test_the_gate_tells_applications_where_the_site_keeps_its_notes(
     seen: list[Path] = []
     monkeypatch.setattr(supernode, "install", lambda *given: lambda: seen.append(site_directory()))
     monkeypatch.setattr(supernode, "sites_directory", lambda: tmp_path / "sites")
-    monkeypatch.setattr(supernode, "configure_logging", lambda: None)
+    monkeypatch.setattr("fl_app.log_format.configure", lambda *given, **more: None)
     rules = written(tmp_path, f'site-dir = "{tmp_path}/ruled"\n')
     supernode.run("a", str(rules), [])
     monkeypatch.delenv("COROLLA_SITE_DIR")
@@ -167,7 +167,7 @@ def test_a_supernode_does_not_start_with_other_things_in_the_sites_own_directory
         monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
     monkeypatch.setenv(variable, str(tmp_path / "srv" / "x"))
     monkeypatch.setattr(supernode, "install", lambda *given: lambda: None)
-    monkeypatch.setattr(supernode, "configure_logging", lambda: None)
+    monkeypatch.setattr("fl_app.log_format.configure", lambda *given, **more: None)
     rules = written(tmp_path, f'site-dir = "{tmp_path}/srv"\n')
     with pytest.raises(UserError, match=r"site-dir: .*/srv must hold nothing else, but .*, for example .*/srv/notes"):
         supernode.run("a", str(rules), [])

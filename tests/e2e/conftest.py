@@ -26,6 +26,7 @@ from fl_app.processes import end_processes, flower_environment, free_ports, proc
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.e2e.browser import find as find_browser
+from tests.e2e.network import network as network
 
 COROLLA = script("corolla")
 
@@ -36,7 +37,7 @@ def browser() -> str:
     return find_browser()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 240, every: float = 0.02) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 600, every: float = 0.02) -> Any:
     """Return the condition's first true value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -50,7 +51,8 @@ def wait_for(condition: Callable[[], Any], seconds: float = 240, every: float = 
 class Cluster:
     """One flower-superlink and its flower-supernodes, on loopback unless a test puts them elsewhere.
 
-    inside: words before every command that say where it runs (`ip netns exec ...`).
+    inside: words before every command that say where it runs (`ip netns exec ...`). python, node_python: of the SuperLink and of
+    the SuperNodes, with the Flower beside it. grpc: a newer SuperLink serves SuperNodes of Flower 1.39.
     """
 
     home: Path
@@ -58,10 +60,13 @@ class Cluster:
     # of the SuperLink, for SuperNodes
     address: str = "127.0.0.1"
     inside: Sequence[str] = ()
-    # the SuperLink keeps its nodes in a file: without one they end when it is restarted
-    database: bool = False
+    # the file in which the SuperLink keeps its nodes: without one they end when it is restarted
+    database: Path | None = None
     # SuperNodes fork their applications from a process that has imported PyTorch (deploy.supernode --warm)
     warm: bool = False
+    python: str = sys.executable
+    node_python: str = sys.executable
+    grpc: bool = False
     fleet: str = ""
     port: int = 0
     processes: dict[str, psutil.Popen] = field(default_factory=dict)
@@ -82,10 +87,12 @@ class Cluster:
             f'[superlink]\ndefault = "test"\n[superlink.test]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
         )
         options = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
-        options += ["--database", str(self.home / "superlink.db")] if self.database else []
+        options += ["--database", str(self.database)] if self.database else []
+        guard = ["--fleet", self.fleet, *(["--grpc"] if self.grpc else [])]
         self._start(
             "superlink",
-            [*self.inside, sys.executable, "-P", "-m", "deploy.superlink", "--fleet", self.fleet, "--", *options],
+            [*self.inside, self.python, "-P", "-m", "deploy.superlink", *guard, "--", *options],
+            PATH=self._path(self.python),
         )
         wait_for(lambda: self.processes["superlink"].poll() is not None or self._answers(), every=0.2)
         assert self.processes["superlink"].poll() is None, self.log("superlink")
@@ -101,11 +108,11 @@ class Cluster:
         node += "".join(f' {name.replace("_", "-")}="{value}"' for name, value in config.items())
         address = ["--superlink", self.fleet, "--port", str(free_ports(1)[0]), "--node-config", node]
         where = self.inside if inside is None else inside
-        name, command = f"supernode-{client_id}", [script("flower-supernode")]
-        environment = {"COROLLA_GATE": str(self.gate(client_id))}
+        name, command = f"supernode-{client_id}", [str(Path(self.node_python).parent / "flower-supernode")]
+        environment = {"COROLLA_GATE": str(self.gate(client_id)), "PATH": self._path(self.node_python)}
         if self.warm:
             environment["COROLLA_STATE_HOME"] = str(self.home.parent / "nodes")
-            command = [sys.executable, "-P", "-m", "deploy.supernode", "--name", name, "--warm", "--"]
+            command = [self.node_python, "-P", "-m", "deploy.supernode", "--name", name, "--warm", "--"]
         self._start(name, [*where, *command, "--insecure", *address], **environment)
 
     def start_site(self, client_id: int, num_clients: int, rules: str) -> None:
@@ -129,6 +136,10 @@ class Cluster:
         command += ["--superlink", self.fleet, "--port", str(free_ports(1)[0])]
         command += ["--node-config", f"partition-id={client_id} num-partitions={num_clients}"]
         self._start(name, [*self.inside, *command], COROLLA_STATE_HOME=str(self.home.parent / "nodes"))
+
+    def _path(self, python: str) -> str:
+        """PATH on which the commands beside a Python come first."""
+        return f"{Path(python).parent}{os.pathsep}{self.environment['PATH']}"
 
     def _start(self, name: str, command: list[str], **environment: str) -> None:
         with (self.home / f"{name}.log").open("ab") as log:
@@ -307,7 +318,7 @@ class BackgroundRun:
         assert self.recorded() >= round, self.log
 
     def finish(self) -> None:
-        code = self.process.wait(timeout=400)
+        code = self.process.wait(timeout=800)
         assert code == 0, self.log
 
 

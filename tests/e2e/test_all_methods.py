@@ -39,7 +39,7 @@ SMALL = {
 @pytest.mark.parametrize(
     "methods",
     [
-        pytest.param(OWN_MESSAGES, id="own-messages"),
+        pytest.param(OWN_MESSAGES, id="own-messages", marks=pytest.mark.nightly),
         pytest.param(THE_OTHERS, id="the-others", marks=pytest.mark.nightly),
     ],
 )

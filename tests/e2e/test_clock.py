@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import Lab
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 # a process that finds this first has another clock; as if its host had, which `up` would see before
 AHEAD = """

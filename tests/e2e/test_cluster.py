@@ -124,7 +124,7 @@ def test_remote_hosts_over_ssh(lab: Lab) -> None:
     status = lab.cluster("status")
     assert status.returncode == 0, status.stdout + status.stderr
     assert "tunnel" in status.stdout and "lab@node1" in status.stdout
-    assert "Fleet API" in lab.cluster("logs", "superlink", "--lines", "500").stdout
+    assert "Starting Flower SuperLink" in lab.cluster("logs", "superlink", "--lines", "500").stdout
     node.kill()
     ended = lab.cluster("status")
     assert ended.returncode == 1 and "ended" in ended.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT, IMAGE = "corolla-test", "corolla-test"
 RUN = {"method": "fedcac", "num-server-rounds": 2, "fedcac.beta": 1, "train-samples": 40}
 SETTINGS = [word for k, v in RUN.items() for word in ("--set", f"{k}={json.dumps(v)}")]
-ENVIRONMENT = {**os.environ, "COMPOSE_PROJECT_NAME": PROJECT, "COROLLA_IMAGE": IMAGE}
+# by its tag: a machine without a registry has a base image of its own, with another digest
+BASE = {"BASE_IMAGE": "python:3.11-slim-bookworm"}
+ENVIRONMENT = {**BASE, **os.environ, "COMPOSE_PROJECT_NAME": PROJECT, "COROLLA_IMAGE": IMAGE}
 
 
 def run(*command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -82,6 +86,7 @@ def read(text: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_the_demo_runs_to_the_end(expected: str, tmp_path: Path) -> None:
     done = run("deploy/demo.sh", *SETTINGS, RUNS=str(tmp_path), RUN_NAME="demo")
     assert "fedcac" in done.stdout and f"copied to {tmp_path}/demo" in done.stdout
@@ -142,6 +147,40 @@ def test_tls_and_authentication(expected: str) -> None:
     compose("up", "-d")
 
 
+def test_what_is_in_the_image(image: str) -> None:
+    def inside(script: str) -> str:
+        return run("docker", "run", "--rm", "--read-only", "--tmpfs", "/tmp", image, "sh", "-c", script).stdout
+
+    sbom = json.loads(inside("cat /usr/share/corolla/sbom.cdx.json"))
+    there = {part["name"].lower().replace("_", "-"): part["version"] for part in sbom["components"]}
+    assert sbom["bomFormat"] == "CycloneDX" and {"flwr", "torch", "prometheus-client", "corolla"} <= set(there)
+    # locked versions, and nothing else; a package may have one for each Python
+    if not os.environ.get("TORCH"):
+        lock = (ROOT / "constraints" / "flwr-1.39.txt").read_text()
+        locked = set(re.findall(r"^([a-z0-9.-]+)==([^ ]+)", lock, re.MULTILINE))
+        assert set(there.items()) - locked == {("corolla", there["corolla"])}
+    # nobody special, and no tools that build
+    assert inside("id -u").strip() == "1000"
+    assert (
+        inside("command -v gcc cc make pip uv-build; python -m pip --version 2>&1 | tail -1")
+        .strip()
+        .endswith("No module named pip")
+    )
+    assert "usage: deploy.metrics" in inside("python -P -m deploy.metrics --help")
+
+
 def test_the_gpu_file_gives_each_supernode_a_gpu() -> None:
     files = ["-f", "deploy/compose.yaml", "-f", "deploy/compose.gpu.yaml"]
     assert run(*composer(), *files, "config").stdout.count("nvidia") == 4
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_monitored_files_are_read(tls: bool) -> None:
+    files = ["-f", "deploy/compose.yaml", *(["-f", "deploy/compose.tls.yaml"] if tls else [])]
+    files += ["-f", "deploy/compose.monitored.yaml"]
+    keys = {"KEYS_SUPERLINK": "keys-superlink"} if tls else {}
+    config = yaml.safe_load(run(*composer(), *files, "config", **keys).stdout)["services"]
+    assert {"superlink", "metrics", "prometheus", "grafana"} <= set(config)
+    # nothing but this machine reaches them
+    assert all("127.0.0.1" in str(port) for name in ("prometheus", "grafana") for port in config[name]["ports"])
+    assert config["superlink"]["cap_drop"] == ["ALL"]

@@ -13,7 +13,7 @@ from tests.e2e.conftest import Cluster, corolla, settings, summary
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = 4
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("example, metric", [("tabular", "mae"), ("series", "accuracy"), ("lora", "accuracy")])

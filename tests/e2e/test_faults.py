@@ -21,9 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, replay, rounds, summary, wait_for
+from fl_app.processes import end_processes
+from tests.disks import full_disk
+from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, replay, rounds, settings, summary, wait_for
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 # part of the model is aggregated and part of it stays with the client: both must survive
 COMMON: dict[str, Any] = {"method": "fedper", "model": "gated:mlp", "num-server-rounds": 3, "checkpoint-every": 1}
@@ -94,6 +96,7 @@ def test_killed_and_restarted_supernode(cluster: Cluster, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("warm_cluster")
+@pytest.mark.nightly
 def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start_superlink()
     for client_id in (0, 1):
@@ -116,7 +119,7 @@ def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) 
 
 @pytest.mark.parametrize("victim", [pytest.param("serverapp", marks=pytest.mark.nightly), "superlink"])
 def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path, victim: str) -> None:
-    cluster.database = True
+    cluster.database = cluster.home / "superlink.db"
     cluster.start(3)
     cluster.hold(1, training=3)
     run = BackgroundRun(cluster, tmp_path / "killed", 3, COMMON)
@@ -139,6 +142,85 @@ def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path
     assert "resumed after round 2" in resumed.stdout
     assert [r["round"] for r in rounds(run.folder)] == [1, 2, 3] and failures(run) == []
     assert_nothing_is_lost(run, tmp_path)
+
+
+# three runs of real processes
+@pytest.mark.timeout(1200)
+def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_after_it(
+    warm_cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster, config = warm_cluster, COMMON | EVERY_REPLY | {"model": "gated:large"}
+    with full_disk(tmp_path, free=64 << 20) as disk:
+        cluster.database = disk / "superlink.db"
+        cluster.start(3)
+        cluster.wait_for_nodes()
+        # a round's messages have 25.6 MB
+        # room for the app, not for that
+        (disk / "filler").write_bytes(bytes((53 << 20) - cluster.database.stat().st_size))
+        refused = corolla(
+            *("run", "--superlink", "test", "--clients", "3", "--output-dir", str(tmp_path)),
+            *settings({"run-name": "refused", **config}),
+            environment=cluster.environment,
+        )
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert "and a round needs about 25.6 MB, 12.8 MB of it for uploads alone" in " ".join(refused.stderr.split())
+        assert not (tmp_path / "refused").exists()
+        (disk / "filler").unlink()
+        for client_id in range(3):
+            cluster.hold(client_id, training=1)
+        run = BackgroundRun(cluster, tmp_path / "full", 3, config)
+        for client_id in range(3):
+            cluster.training(client_id, 1)
+        fill(disk / "filler")
+        for client_id in range(3):
+            cluster.release(client_id, training=1)
+        assert run.process.wait(timeout=800) == 2, run.log
+        said = f"superlink.database: the disk of {cluster.database} is full"
+        assert said in " ".join(run.log.split()) and "Traceback" not in run.log
+        (disk / "filler").unlink()
+        resumed = corolla("run", "--superlink", "test", "--resume", str(run.folder), environment=cluster.environment)
+        assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        assert failures(run) == []
+        assert_nothing_is_lost(run, tmp_path)
+
+
+@pytest.mark.timeout(1200)
+def test_a_machine_that_is_lost_between_two_rounds_goes_on_from_a_backup(lab: Lab, tmp_path: Path) -> None:
+    machine = tmp_path / "machine"
+    state = machine / "client-state"
+    lab.environment |= {"COROLLA_STATE_DIR": str(state), "COROLLA_SITE_DIR": str(machine / "notes")}
+    lab.inventory = machine / "lab.yaml"
+    (machine / "runs").mkdir(parents=True)
+    lab.write(
+        superlink={"database": str(machine / "superlink.db")},
+        tls=True,
+        hosts=[{"host": "local", "supernodes": 2, "gpus": [], "warm": True}],
+    )
+    assert lab.cluster("keys").returncode == 0
+    up = lab.cluster("up")
+    assert up.returncode == 0, up.stdout + up.stderr
+    run = BackgroundRun(lab, machine / "runs" / "lost", 2, COMMON | {"num-server-rounds": 5}, superlink="lab")
+    wait_for(lambda: run.recorded() >= 2 or run.process.poll() is not None, seconds=600)
+    # the run goes on meanwhile
+    kept = lab.cluster("backup", str(tmp_path / "backup.tar"), "--runs", str(machine / "runs"))
+    assert kept.returncode == 0, kept.stdout + kept.stderr
+    run.process.kill()
+    # they end without a word to the SuperLink, which counts its nodes as connected for a minute
+    end_processes(lab.started(), 1)
+    for place in (machine, tmp_path / "state", tmp_path / "flwr"):
+        shutil.rmtree(place)
+    restored = corolla("cluster", "restore", str(tmp_path / "backup.tar"), environment=lab.environment)
+    assert restored.returncode == 0, restored.stdout + restored.stderr
+    (tmp_path / "flwr").mkdir()
+    up = lab.cluster("up")
+    assert up.returncode == 0, up.stdout + up.stderr
+    resumed = corolla("run", "--superlink", "lab", "--resume", str(run.folder), environment=lab.environment)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed after round" in resumed.stdout
+    assert [sorted(r["clients"]) for r in rounds(run.folder)] == [["0", "1"]] * 5
+    assert_nothing_is_lost(run, tmp_path)
+    down = lab.cluster("down")
+    assert down.returncode == 0, down.stdout + down.stderr
 
 
 def started_by(process: psutil.Process, word: str) -> list[psutil.Process]:
@@ -224,6 +306,7 @@ def hashes(directory: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
+@pytest.mark.nightly
 def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     # keeps round 2 open while what client 1 has left in it is cut

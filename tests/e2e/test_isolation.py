@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,7 @@ from corolla.experiments.superlink_supervisor import NETWORK
 from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.processes import end_processes, flower_environment, processes_with, script
 from tests.e2e.conftest import COROLLA, settings, wait_for
-from tests.e2e.test_network import IP, NUMBERS, inside, ip
+from tests.e2e.network import IP, NUMBERS, inside, ip, listeners
 from tests.experiments.test_namespace import ended_well, fork
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -32,7 +31,6 @@ pytestmark = [pytest.mark.timeout(900)]
 NOBODY = 65534
 RAY_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 FOREVER = {"num-server-rounds": 5000, "train-samples": 30, "test-samples": 10, "local-epochs": 1}
-Listener = tuple[IPv4Address | IPv6Address, int]
 
 
 @contextmanager
@@ -78,27 +76,6 @@ def flwr_run(directory: Path) -> list[str]:
     values = FOREVER | {"output-dir": str(directory / "runs"), "state-dir": str(directory / "state")}
     config = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in values.items())
     return [script("flwr"), "run", str(APP_DIRECTORY), "--stream", "--run-config", config]
-
-
-def listeners(mark: str) -> dict[Listener, psutil.Process]:
-    """Addresses that processes with a mark listen on (TCP), each with one of them, whatever network they live in."""
-    found: dict[Listener, psutil.Process] = {}
-    for process in processes_with(mark):
-        sockets = set()
-        for path in Path(f"/proc/{process.pid}/fd").glob("*"):
-            try:
-                sockets.add(os.readlink(path))
-            except OSError:
-                continue
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
-                _, local, _, state, *rest = line.split()
-                if state == "0A" and f"socket:[{rest[5]}]" in sockets:
-                    address, port = local.split(":")
-                    words = [bytes.fromhex(address[k : k + 8])[::-1] for k in range(0, len(address), 8)]
-                    there = ip_address(b"".join(words))
-                    found[getattr(there, "ipv4_mapped", None) or there, int(port, 16)] = process
-    return found
 
 
 def reachable(port: int, uid: int) -> bool:

@@ -5,83 +5,17 @@ The SuperLink and two SuperNodes live in one network namespace, the third in ano
 
 from __future__ import annotations
 
-import itertools
-import os
-import shutil
-import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from deploy.node import explain_refusals
 from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary, wait_for
+from tests.e2e.network import Network, inside
 from tests.e2e.test_faults import COMMON, EVERY_REPLY, causes, failures
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
-
-IP = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or ""
-NUMBERS = itertools.count()
-
-
-def ip(*words: str) -> None:
-    subprocess.run([IP, *words], check=True, capture_output=True, text=True)
-
-
-@dataclass
-class Network:
-    """Two network namespaces and the cable between them: `server`, with a bridge as its switch, and `client`."""
-
-    server: str
-    client: str
-    # of the server; nobody outside the namespaces sees it
-    address: str = "10.213.7.1"
-
-    def build(self) -> None:
-        for name in (self.server, self.client):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", self.server, "link", "add", "switch", "type", "bridge")
-        ip("-n", self.server, "address", "add", f"{self.address}/24", "dev", "switch")
-        ip("-n", self.server, "link", "set", "switch", "up")
-        ip("-n", self.server, "link", "add", "port", "type", "veth", "peer", "name", "eth0", "netns", self.client)
-        ip("-n", self.server, "link", "set", "port", "master", "switch", "up")
-        ip("-n", self.client, "address", "add", "10.213.7.2/24", "dev", "eth0")
-        ip("-n", self.client, "link", "set", "eth0", "up")
-
-    def remove(self) -> None:
-        for name in (self.server, self.client):
-            if (Path("/run/netns") / name).exists():
-                ip("netns", "delete", name)
-
-    def cut(self) -> None:
-        ip("-n", self.server, "link", "set", "port", "down")
-
-    def heal(self) -> None:
-        ip("-n", self.server, "link", "set", "port", "up")
-
-
-def inside(namespace: str) -> list[str]:
-    """Words before a command that run it in a namespace."""
-    return [IP, "netns", "exec", namespace]
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    if not IP or os.geteuid() != 0:
-        pytest.skip("cutting a network needs the command `ip` (iproute2)" if not IP else "cutting a network needs root")
-    name = f"corolla-{os.getpid()}-{next(NUMBERS)}"
-    network = Network(f"{name}-server", f"{name}-client")
-    try:
-        try:
-            network.build()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-        yield network
-    finally:
-        network.remove()
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from fl_app.app_bundle import APP_DIRECTORY
 from tests.e2e.conftest import settings, summary
 
-pytestmark = [pytest.mark.next, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.next, pytest.mark.timeout(900)]
 
 NEXT = os.environ.get("COROLLA_NEXT", "")  # its Python
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import Cluster, corolla, rounds, settings, summary
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 CLIENTS, LIAR = 4, 3
 METHOD = f"""

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary
 from tests.privacy.keys import make
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 @pytest.mark.usefixtures("warm_cluster")

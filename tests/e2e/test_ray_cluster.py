@@ -16,7 +16,7 @@ import pytest
 from fl_app.processes import end_processes, free_ports, processes_with, script
 from tests.e2e.conftest import COROLLA, corolla, settings, summary, wait_for
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 MARK = "RAY_TEST_CLUSTER"
 CONFIG = {"method": "fedcac", "num-server-rounds": 3, "train-samples": 40, "device": "cpu"}

@@ -16,7 +16,7 @@ from fl_app.server import checkpoint
 from tests import slurm
 from tests.e2e.conftest import Lab, corolla, settings, summary, wait_for
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 CONFIG = {"method": "fedcac", "num-server-rounds": 3, "train-samples": 40, "checkpoint-every": 1, "device": "cpu"}
 

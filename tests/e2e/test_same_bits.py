@@ -11,7 +11,7 @@ from tests.conftest import PLUGINS
 from tests.e2e.conftest import Cluster, corolla, rounds, settings, summary
 from tests.privacy.keys import make
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 CLIENTS = 4
 CASES = {

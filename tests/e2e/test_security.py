@@ -7,6 +7,7 @@ CA's certificate, without a key, and one that speaks plaintext.
 from __future__ import annotations
 
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -14,11 +15,14 @@ import pytest
 import yaml
 
 from deploy import node
+from deploy.superlink import serves_grpc
 from fl_app.processes import end_processes, free_ports, processes_with, script
 from tests.e2e.conftest import BackgroundRun, Lab, rounds, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
+# only gRPC's log of a SuperLink tells of plaintext at its TLS port
+PLAINTEXT = "spoke plaintext to the TLS port" if serves_grpc(metadata.version("flwr")) else ""
 # what the SuperNode's own log says, what that means, and what `corolla cluster logs superlink` says
 REFUSALS = {
     "unregistered": (
@@ -28,7 +32,7 @@ REFUSALS = {
     ),
     "no-key": ("[code: 2001] SuperNode authentication is enabled", "started without a key", ""),
     "wrong-ca": ("CERTIFICATE_VERIFY_FAILED", "did not sign the SuperLink's certificate", ""),
-    "plaintext": ("Connection attempt failed", "plaintext to a TLS port", "spoke plaintext to the TLS port"),
+    "plaintext": ("Connection attempt failed", "plaintext to a TLS port", PLAINTEXT),
 }
 
 

@@ -228,6 +228,7 @@ def test_a_sweep_and_tables_of_its_runs(installed: Installed, here: Path) -> Non
     assert "many" in installed.output(here, "corolla", "runs")
 
 
+@pytest.mark.nightly
 def test_ones_own_method_beside_foreign_folders_runs_alike_in_every_mode(installed: Installed, here: Path) -> None:
     fleet, control = free_ports(2)
     lab = {"superlink": {"fleet-port": fleet, "control-port": control}, "hosts": [{"host": "local", "supernodes": 2}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.experiments import scratch
+from corolla.experiments import launch, scratch
 from corolla.experiments.launch import SimulationSuperLink
 from fl_app.errors import UserError
 from tests.disks import full_disk
@@ -51,3 +52,11 @@ def test_memory_that_cannot_be_shared(tmp_path: Path) -> None:
     if "unshare failed" in done.stderr or done.returncode == 77:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
     assert done.stdout.startswith("/dev/shm: cannot be written") and "or run with --in-process" in done.stdout
+
+
+def test_a_sockets_name_is_as_long_as_this_system_allows() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory, socket.socket(socket.AF_UNIX) as sock:
+        longest = f"{directory}/".ljust(launch._LONGEST_NAME, "x")
+        with pytest.raises(OSError, match="too long"):
+            sock.bind(f"{longest}x")
+        sock.bind(longest)

@@ -35,7 +35,7 @@ RUNNING = {
     "record-matrices",
     "keep-uploads",
 }
-PLACES = {"data-dir", "overwrite", "run-name", "output-dir", "state-dir", "resume"}
+PLACES = {"data-dir", "overwrite", "run-name", "output-dir", "state-dir", "resume", "strict"}
 OTHER_WORDS: dict[str, Scalar] = {
     "method": "local",
     "dataset": "mnist",

@@ -1,4 +1,4 @@
-"""A SuperNode in a few lines: Flower's Fleet API over real gRPC, the real ClientApp in this process, and every byte it sends open.
+"""A SuperNode in a few lines: Flower's Fleet API over its real transport, the real ClientApp here, and every byte it sends open.
 
 What it answers is a `Reply`: as the ClientApp made it, or altered by an attack, as records (`content`) or as the objects that
 travel (`objects`, `tree`, `envelope`).
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import threading
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 from flwr.app import Context, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.config import get_fused_config_from_dir
@@ -29,18 +32,23 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.client_app import app as client_app
+from deploy.superlink import serves_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.3
 # as a real SuperNode, which sends again what did not arrive
+_ATTEMPTS = 5
 _AGAIN = {
-    "maxAttempts": 5,
+    "maxAttempts": _ATTEMPTS,
     "initialBackoff": "0.1s",
     "maxBackoff": "2s",
     "backoffMultiplier": 3,
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
 _OPTIONS = [("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _AGAIN}]}))]
+_SECONDS = 600.0
+# the run is over, or the SuperLink refuses an attack
+REFUSED = grpc.RpcError, httpx.HTTPError
 # the ClientApps of all nodes are in this process
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -149,14 +157,11 @@ class SuperNode:
         self._partition, self._alter, self._once = dict(partition), alter, once
         self._private, public = generate_key_pairs()
         self._public = public_key_to_bytes(public)
-        self._channel = grpc.intercept_channel(
-            grpc.insecure_channel(fleet, _OPTIONS), _interceptor(self._private, public)
-        )
-        self._stub = fleet_pb2_grpc.FleetStub(self._channel)
+        self._stub, self._close = connect(fleet, self._private, public)
         self._configs: dict[int, dict[str, Any]] = {}
         self._ended = threading.Event()
         self.trouble: list[BaseException] = []
-        self.refused: list[grpc.RpcError] = []
+        self.refused: list[Exception] = []
         self._stub.RegisterNode(fleet_pb2.RegisterNodeFleetRequest(public_key=self._public))
         activated = self._stub.ActivateNode(
             fleet_pb2.ActivateNodeRequest(public_key=self._public, heartbeat_interval=60)
@@ -174,14 +179,14 @@ class SuperNode:
         self._ended.set()
         for thread in self._threads:
             thread.join(timeout=60)
-        with contextlib.suppress(grpc.RpcError):
+        with contextlib.suppress(*REFUSED):
             self._stub.DeactivateNode(fleet_pb2.DeactivateNodeRequest(node_id=self.node.node_id))
             self._stub.UnregisterNode(fleet_pb2.UnregisterNodeFleetRequest(node_id=self.node.node_id))
-        self._channel.close()
+        self._close()
 
     def _beat(self) -> None:
         while not self._ended.wait(20):
-            with contextlib.suppress(grpc.RpcError):
+            with contextlib.suppress(*REFUSED):
                 self._stub.SendNodeHeartbeat(
                     heartbeat_pb2.SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=60)
                 )
@@ -194,7 +199,7 @@ class SuperNode:
                     self._answer(self._receive(message_from_proto(announced), tree))
                     if self._once:
                         return
-            except grpc.RpcError as error:  # the run is over, or the SuperLink refuses an attack
+            except REFUSED as error:
                 self.refused.append(error)
             except Exception as error:
                 self.trouble.append(error)
@@ -249,7 +254,18 @@ class SuperNode:
                     self._stub.PushObject(request)
 
 
-def _interceptor(private: Any, public: Any) -> Any:
-    from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
-
-    return NodeAuthClientInterceptor(private, public)
+def connect(fleet: str, private: Any, public: Any) -> tuple[Any, Callable[[], None]]:
+    """Return a client of Flower's Fleet API, by the transport of the Flower that is installed, and what closes it."""
+    if serves_grpc(metadata.version("flwr")):
+        module = importlib.import_module("flwr.client.grpc_rere_client.node_auth_client_interceptor")
+        signed = module.NodeAuthClientInterceptor(private, public)
+        channel = grpc.intercept_channel(grpc.insecure_channel(fleet, _OPTIONS), signed)
+        return fleet_pb2_grpc.FleetStub(channel), channel.close
+    signed = importlib.import_module("flwr.supernode.node_auth_http_interceptor").NodeAuthHttpInterceptor(
+        private, public
+    )
+    retry = importlib.import_module("flwr.supercore.retry")
+    again = retry.RetryInvoker(retry.exponential, httpx.TransportError, max_tries=_ATTEMPTS, max_time=None)
+    module = importlib.import_module("flwr.supernode.fleet_http_client")
+    client = module.FleetHttpClient(f"http://{fleet}", interceptors=[signed], timeout=_SECONDS, retry_invoker=again)
+    return client, client.close

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app import machine
+from fl_app import machine, software
 from fl_app.config import parse
 from fl_app.machine import made_with
 from fl_app.server.run_folder import MADE_WITH, RUN, RunFolder, read_about
@@ -35,19 +35,19 @@ def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(
 ) -> None:
     config = parse({"method": "fedavg", "output-dir": str(tmp_path), "run-name": "a"}, METHOD_PARAMS)
     folder = RunFolder.create(config, "0123456789ab")
-    first = made_with()
+    first = made_with() | {"code": software.code_hash(), "from-round": 1}
     assert read_about(folder.path)[MADE_WITH] == [first]
     folder.close()
 
     def go_on() -> object:
         again = RunFolder.resume(replace(config, resume=str(folder.path)))
-        again.continue_with(config)
+        again.continue_with(config, done=4)
         again.close()
         return read_about(folder.path)[MADE_WITH]
 
     assert go_on() == [first]
     monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
-    second = {"torch": "another", "cpu": machine.cpu()}
+    second = {"torch": "another", "cpu": machine.cpu(), "code": software.code_hash(), "from-round": 5}
     assert go_on() == [first, second] and go_on() == [first, second]
     about = folder.path / RUN
     about.write_text(json.dumps({name: value for name, value in read_about(folder.path).items() if name != MADE_WITH}))

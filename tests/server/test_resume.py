@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fl_app import software
 from fl_app.errors import UserError
 from fl_app.keys import specs
 from fl_app.machine import made_with
@@ -78,7 +79,7 @@ def test_a_killed_run_resumes_to_the_same_bits(command: Command, tmp_path: Path,
     assert got["final-accuracy"] == expected["final-accuracy"]
     first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("whole", "killed"))
     assert (first["starts"], second["starts"]) == (0, 1) and first["figures"] == second["figures"]
-    assert first["made-with"] == second["made-with"] == [made_with()]
+    assert first["made-with"] == second["made-with"] == [made_with() | {"code": software.code_hash(), "from-round": 1}]
 
 
 @pytest.mark.long

@@ -1,0 +1,343 @@
+"""Numbers of a SuperLink and its runs for Prometheus: `python -P -m deploy.metrics --listen HOST:PORT OPTIONS`.
+
+The process reads the run folders and asks the SuperLink's control port, at every scrape. It writes nothing, and no run
+depends on it. `/metrics` has the numbers of TABLE. `/health` answers 200 while the process runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import io
+import logging
+import shutil
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from deploy import certificates, superlink_nodes
+from deploy.commands import listen_address
+from fl_app import log_format
+from fl_app.errors import UserError
+from fl_app.exit_codes import ending_on_bad_input
+from fl_app.extras import require
+from fl_app.metrics import moments
+from fl_app.server import causes
+from fl_app.server.client_rows import TRAINING, RowFiles
+from fl_app.server.run_folder import CONFIG, METRICS, ROUNDS, SUMMARY, new_records, read_about
+from fl_app.toml import parse_toml
+
+log = logging.getLogger("corolla")
+
+# run folders with numbers: those that changed last
+MOST_FOLDERS = 20
+# runs of the SuperLink that are counted by status: its latest
+MOST_RUNS = 1000
+PREFIX = "corolla_"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A metric: its name without PREFIX, its kind, its labels, and what it counts."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def exported(self) -> str:
+        """The name under which Prometheus has it."""
+        return PREFIX + self.name
+
+
+TABLE = {
+    family.name: family
+    for family in (
+        Family("info", "gauge", ("corolla", "flwr", "torch"), "1; the labels are the versions"),
+        Family("superlink_up", "gauge", (), "1 if the SuperLink answers on its control port, else 0"),
+        Family("nodes", "gauge", ("status",), "SuperNodes by the SuperLink's status: online, offline, registered"),
+        Family("runs", "gauge", ("status",), f"the SuperLink's latest {MOST_RUNS} runs by status"),
+        Family("disk_free_bytes", "gauge", ("place",), "free bytes of the disk under runs or database"),
+        Family("disk_size_bytes", "gauge", ("place",), "size of the same disk"),
+        Family("certificate_days", "gauge", ("file",), "days until a certificate expires; negative afterwards"),
+        Family("run_rounds", "gauge", ("run",), "rounds that a run has in all"),
+        Family("run_finished", "gauge", ("run",), "1 if a run has its summary, else 0"),
+        Family("rounds_total", "counter", ("run",), "finished rounds"),
+        Family("phase_seconds_total", "counter", ("run", "phase"), "seconds of the server's rounds by phase"),
+        Family("replies_total", "counter", ("run",), "clients' replies that were used"),
+        Family("failures_total", "counter", ("run", "client", "cause"), "replies that were dropped"),
+        Family("left_out", "gauge", ("run",), "nodes that took no part in the last round"),
+        Family("bytes_total", "counter", ("run", "direction"), "bytes of models and arrays: download or upload"),
+        Family("score", "gauge", ("run", "metric", "when"), "the last round's headline metric, before and after"),
+        Family("loss", "gauge", ("run",), "the last round's training loss"),
+    )
+}
+"""All metrics by name. docs/operations.md describes them."""
+
+Samples = dict[str, dict[tuple[str, ...], float]]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the exporter reads: the runs' directory, the SuperLink's control port, its database and certificates.
+
+    connection: the table of Flower's config.
+    """
+
+    runs: Path
+    connection: Mapping[str, Any]
+    database: Path | None = None
+    certificates: Sequence[Path] = ()
+
+
+# A run folder -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FolderTotals:
+    """The sums over the rounds of one run folder. Each call of `read` adds what is new."""
+
+    path: Path
+    rounds: int = 0
+    planned: int = 0
+    replies: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sizes: Counter[str] = field(default_factory=Counter)
+    last: Mapping[str, Any] = field(default_factory=dict)
+    _at: tuple[int, int] = (0, 0)
+
+    def read(self) -> None:
+        """Add the new rounds. A resumed run's file is another or shorter one, and is read from its start."""
+        path = self.path / METRICS
+        try:
+            now = path.stat()
+            if (file := self._at[0]) and (now.st_ino != file or now.st_size < self._at[1]):
+                self._restart()
+            self._add(path, now.st_ino)
+        except ValueError:
+            # a file that was cut and has grown beyond the old place since
+            self._restart()
+            self._add(path, path.stat().st_ino)
+
+    def _restart(self) -> None:
+        self.__init__(self.path)  # type: ignore[misc]
+
+    def _add(self, path: Path, file: int) -> None:
+        # a resumed run may have more
+        self.planned = int(parse_toml((self.path / CONFIG).read_bytes(), self.path / CONFIG)[ROUNDS])
+        for record in new_records(path, self._at[1]):
+            # everything before the first sum: a record that cannot be read leaves no half of it
+            seconds = {name: float(spent) for name, spent in record["seconds"].items() if name != "round"}
+            rows = record.get("clients")
+            replies = len(RowFiles(self.path).of(record["round"], TRAINING) if rows is None else rows)
+            failures = [(str(int(f["client"])), causes.kind(str(f["cause"]))) for f in record["failures"]]
+            sizes = {way: int(record[f"{way}-bytes"]) for way in ("download", "upload")}
+            self.rounds += 1
+            self.replies += replies
+            self.seconds.update(seconds)
+            self.failures.update(failures)
+            self.sizes.update(sizes)
+            self.last = record
+            self._at = file, record["position"]
+
+    def samples(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yield the folder's numbers: a metric's name, the values of its labels, the value."""
+        run = self.path.name
+        yield "run_rounds", (run,), self.planned
+        yield "run_finished", (run,), (self.path / SUMMARY).is_file()
+        yield "rounds_total", (run,), self.rounds
+        yield "replies_total", (run,), self.replies
+        yield "left_out", (run,), len(self.last.get("left-out", ()))
+        yield from (("phase_seconds_total", (run, phase), seconds) for phase, seconds in self.seconds.items())
+        yield from (("bytes_total", (run, way), size) for way, size in self.sizes.items())
+        yield from (("failures_total", (run, *about), count) for about, count in self.failures.items())
+        if (loss := self.last.get("loss")) is not None:
+            yield "loss", (run,), loss
+        metric = headline(self.path)
+        for when, name in zip(("before", "after"), moments(metric), strict=True):
+            if (value := self.last.get(name)) is not None:
+                yield "score", (run, metric, when), value
+
+
+def headline(run: Path) -> str:
+    """Return the name of the metric that a run is judged by."""
+    return str((read_about(run).get("metrics") or [{"name": "accuracy"}])[0]["name"])
+
+
+# All of it --------------------------------------------------------------------------------------------------------------
+
+
+class Exporter:
+    """The numbers of now."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+        self._folders: dict[Path, FolderTotals] = {}
+        self._complained: set[str] = set()
+        self._reading = threading.Lock()
+
+    def samples(self) -> Samples:
+        """Return every metric's samples: by name, the value by the labels' values."""
+        found: Samples = {name: {} for name in TABLE}
+        # scrapes share the folders' sums
+        with self._reading:
+            for name, labels, value in self._all():
+                found[name][labels] = float(value)
+        return found
+
+    def _all(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        yield "info", tuple(version(name) for name in TABLE["info"].labels), 1
+        yield from self._superlink()
+        yield from self._places()
+        for totals in self._newest():
+            try:
+                totals.read()
+                yield from list(totals.samples())
+            # a run's process may have written anything there
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, UserError) as error:
+                self._complain(f"{totals.path}: has no numbers: {error!r}")
+
+    def _superlink(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        try:
+            # Flower prints the connection's name
+            with contextlib.redirect_stdout(io.StringIO()):
+                nodes, runs = superlink_nodes.nodes_and_runs("metrics", self.watched.connection, MOST_RUNS)
+        except UserError as error:
+            self._complain(str(error))
+            yield "superlink_up", (), 0
+            return
+        yield "superlink_up", (), 1
+        states = Counter(node.status for node in nodes)
+        yield from (("nodes", (status,), states[status]) for status in sorted({"online", "offline", *states}))
+        ends = Counter(":".join(filter(None, (run.status.status, run.status.sub_status))) for run in runs)
+        yield from (("runs", (status,), count) for status, count in ends.items())
+
+    def _places(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        places = {"runs": self.watched.runs}
+        if self.watched.database:
+            places["database"] = self.watched.database.parent
+        for place, path in places.items():
+            with contextlib.suppress(OSError):
+                usage = shutil.disk_usage(existing(path))
+                yield "disk_free_bytes", (place,), usage.free
+                yield "disk_size_bytes", (place,), usage.total
+        for path in self.watched.certificates:
+            try:
+                yield "certificate_days", (path.name,), certificates.days_left(certificates.read_certificate(path))
+            except UserError as error:
+                self._complain(str(error))
+
+    def _newest(self) -> list[FolderTotals]:
+        changed: dict[Path, float] = {}
+        with contextlib.suppress(OSError):
+            for path in self.watched.runs.iterdir():
+                with contextlib.suppress(OSError):
+                    changed[path] = (path / METRICS).stat().st_mtime
+        newest = sorted(changed, key=lambda path: changed[path])[-MOST_FOLDERS:]
+        self._folders = {path: self._folders.get(path) or FolderTotals(path) for path in newest}
+        return list(self._folders.values())
+
+    def _complain(self, text: str) -> None:
+        """Log a line the first time."""
+        if text not in self._complained:
+            self._complained.add(text)
+            log.warning("%s", text)
+
+
+def existing(path: Path) -> Path:
+    """Return a directory, or the nearest one above it that exists: the first run makes the runs' directory."""
+    return next(place for place in (path, *path.resolve().parents) if place.exists())
+
+
+def version(package: str) -> str:
+    """Return a package's version; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# HTTP -------------------------------------------------------------------------------------------------------------------
+
+
+def text_of(samples: Samples) -> bytes:
+    """Return the samples in Prometheus's text format."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.registry import Collector
+
+    class Collected(Collector):
+        def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+            for name, values in samples.items():
+                family = TABLE[name]
+                make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+                made = make(family.exported, family.help, labels=family.labels)
+                for labels, value in values.items():
+                    made.add_metric(labels, value)
+                yield made
+
+    registry = CollectorRegistry()
+    registry.register(Collected())
+    return generate_latest(registry)
+
+
+def server(at: tuple[str, int], exporter: Exporter) -> ThreadingHTTPServer:
+    """Return a server that listens there and answers /metrics and /health. Raises UserError."""
+
+    class Handler(BaseHTTPRequestHandler):
+        # seconds that a silent connection may hold its thread
+        timeout = 30
+
+        def do_GET(self) -> None:  # noqa: N802
+            if self.path not in ("/metrics", "/health"):
+                self.send_error(404)
+                return
+            body = text_of(exporter.samples()) if self.path == "/metrics" else b"ok\n"
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Log no requests."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
+
+    try:
+        return Server(at, Handler)
+    except OSError as error:
+        raise UserError(f"--metrics: cannot listen on {at[0]}, port {at[1]}: {error.strerror}") from None
+
+
+def main() -> None:
+    """Serve the numbers until the process is ended."""
+    parser = argparse.ArgumentParser(prog="deploy.metrics")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT")
+    parser.add_argument("--runs", required=True, type=Path, help="the directory of the run folders")
+    parser.add_argument("--control", default="127.0.0.1:8000", help="the SuperLink's control port")
+    parser.add_argument("--root-certificates", default="", help="the CA's certificate; without it no TLS")
+    parser.add_argument("--database", type=Path, help="the SuperLink's database")
+    parser.add_argument("--certificate", type=Path, action="append", default=[], help="a certificate to watch")
+    given = parser.parse_args()
+    log_format.configure("metrics")
+    connection: dict[str, Any] = {"address": given.control}
+    trust = {"root-certificates": given.root_certificates} if given.root_certificates else {"insecure": True}
+    with ending_on_bad_input():
+        require("prometheus_client", "--metrics")
+        exporter = Exporter(Watched(given.runs, connection | trust, given.database, given.certificate))
+        server(listen_address(given.listen), exporter).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

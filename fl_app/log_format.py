@@ -1,0 +1,109 @@
+"""Log lines as JSON: one schema for every process of a deployment. docs/operations.md lists the fields."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fl_app.debugging import is_aside
+from fl_app.errors import UserError
+
+# environment variable that a process passes on to those that it starts
+VARIABLE = "COROLLA_LOG_FORMAT"
+TEXT, JSON = "text", "json"
+_ABOUT = "corolla_about"
+# other packages' loggers in a SuperLink or SuperNode
+_OTHERS = ("flwr", "uvicorn")
+
+
+def choose(wanted: str) -> None:
+    """Set the format for this process and those that it starts. "" leaves it as it is. Raises UserError."""
+    if not wanted:
+        return
+    if wanted not in (TEXT, JSON):
+        raise UserError(f"--log-format: must be {TEXT} or {JSON}, got {wanted!r}")
+    os.environ[VARIABLE] = wanted
+
+
+def chosen() -> str:
+    """Return the format of this process's log lines."""
+    return JSON if os.environ.get(VARIABLE) == JSON else TEXT
+
+
+def is_json() -> bool:
+    """Return whether log lines are JSON."""
+    return chosen() == JSON
+
+
+def about(**fields: Any) -> dict[str, Any]:
+    """Return `extra` for a call of a logger: fields of the JSON line, such as run, round and client."""
+    return {_ABOUT: fields}
+
+
+def line(component: str, level: str, message: str, when: float, fields: Mapping[str, Any]) -> str:
+    """Return one JSON line, in ASCII. when: seconds since 1970."""
+    at = datetime.datetime.fromtimestamp(when, datetime.UTC).isoformat(timespec="milliseconds")
+    found = {"time": at.replace("+00:00", "Z"), "level": level, "component": component, "message": message, **fields}
+    return json.dumps(found, separators=(",", ":"), default=str)
+
+
+def now(component: str, level: str, message: str) -> str:
+    """Return a JSON line with the time of now."""
+    return line(component, level, message, time.time(), {})
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one JSON line. component: the kind of process. always: fields of every line."""
+
+    def __init__(self, component: str, **always: Any) -> None:
+        super().__init__()
+        self.component = component
+        self.always: dict[str, Any] = always
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line."""
+        fields = {**self.always, **getattr(record, _ABOUT, {})}
+        message = record.getMessage()
+        if is_aside(record):
+            message, fields["trace"] = "traceback", message
+        elif record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        if record.name != "corolla":
+            fields["logger"] = record.name
+        message = self.described(message, fields)
+        return line(self.component, record.levelname.lower(), message, record.created, fields)
+
+    def described(self, message: str, fields: dict[str, Any]) -> str:
+        """Return the message to write. A subclass may add fields that it finds in it."""
+        return message.strip()
+
+
+def configure(component: str, **always: Any) -> None:
+    """Log Corolla's messages to standard error, marked, beside Flower's. In JSON, Flower's become lines of the schema."""
+    log = logging.getLogger("corolla")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("corolla: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if is_json():
+        handler.setFormatter(JsonFormatter(component, **always))
+        for name in _OTHERS:
+            reformat(logging.getLogger(name), JsonFormatter(component, **always))
+        # a line for each request would be most of the log
+        logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+
+
+def reformat(log: logging.Logger, formatter: logging.Formatter) -> None:
+    """Let a logger write to standard error in this format alone, at the levels of the handlers that it had."""
+    level = min((handler.level for handler in log.handlers), default=logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    handler.setLevel(level)
+    log.handlers = [handler]
+    log.propagate = False

@@ -1,0 +1,133 @@
+"""Free space on the disks that a run writes: under its folder, and under the SuperLink's database.
+
+The SuperLink stores every message in its database until the message is answered and fetched. So before a run and before
+each round the free space is compared with the bytes that a round needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_app.errors import UserError
+
+log = logging.getLogger("corolla")
+
+DATABASE = "COROLLA_DATABASE"
+"""Environment variable with the path of the SuperLink's database (deploy/superlink.py sets it for its ServerApps)."""
+# Less free space than this is a full disk: SQLite and file systems write in pages.
+_FULL = 1 << 20
+# A line warns below this many times the bytes that a round needs.
+_AMPLE = 2
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes that a round writes.
+
+    messages: all downloads and uploads of its clients. uploads: the uploads alone, which may all be stored at the same
+    time. checkpoint: the checkpoint after the round, and kept uploads. first: the first checkpoint.
+    """
+
+    messages: float
+    uploads: float
+    checkpoint: float
+    first: float
+
+
+def database(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the path of the SuperLink's database, None if it is in memory or unknown."""
+    return Path(environment[DATABASE]) if environment.get(DATABASE) else None
+
+
+def free(path: Path) -> int:
+    """Return the free bytes of the file system on which a path is or would be. One that states no size has room."""
+    usage = shutil.disk_usage(next(above for above in (path, *path.parents) if above.exists()))
+    return usage.free if usage.total else sys.maxsize
+
+
+def room_in(path: Path) -> int:
+    """Return the bytes that can still be stored in an SQLite database: free space, and pages that it reuses."""
+    room = free(path)
+    with contextlib.suppress(OSError):
+        # is written again from its beginning
+        room += path.with_name(f"{path.name}-wal").stat().st_size
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(_opened(path)) as connection:
+        size, unused = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "freelist_count"))
+        room += size * unused
+    return room
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)
+
+
+def full_database(path: Path | None = None) -> str:
+    """Return the line about a full disk under the SuperLink's database, "" if there is none. path: default `database`."""
+    path = path or database()
+    if path is None or free(path) >= _FULL:
+        return ""
+    return f"superlink.database: the disk of {path} is full; free space there, and continue the run with --resume"
+
+
+class Disks:
+    """The disks of a run, compared with its needs. folder: the run's folder, which need not exist."""
+
+    def __init__(self, folder: Path, needed: Needed) -> None:
+        self._folder, self._needed, self._database = folder, needed, database()
+        self._warned = False
+
+    def refuse(self) -> None:
+        """Raise UserError if the run clearly cannot fit: not even its first checkpoint, or its first uploads."""
+        if (room := free(self._folder)) < self._needed.first:
+            raise UserError(
+                f"output-dir: {self._folder}: {_size(room)} are free, and a checkpoint takes about {_size(self._needed.first)}"
+            )
+        self.refuse_messages()
+
+    def refuse_messages(self) -> None:
+        """Raise UserError if the SuperLink's database has no room for a round's uploads."""
+        if self._database and (room := room_in(self._database)) < self._needed.uploads:
+            raise UserError(
+                f"superlink.database: {self._database} has room for {_size(room)}, and a round needs about "
+                f"{_size(self._needed.messages)}, {_size(self._needed.uploads)} of it for uploads alone: free space there"
+            )
+
+    def warn(self) -> None:
+        """Log one line if a disk gets short, and again only after it had ample space in between."""
+        short = self._short()
+        if short and not self._warned:
+            log.warning("%s", short)
+        self._warned = bool(short)
+
+    def _short(self) -> str:
+        """Return the line about the first disk that is short, "" if none is."""
+        needed = self._needed
+        if self._database is not None:
+            same = _device(self._database) == _device(self._folder)
+            total = needed.messages + (needed.checkpoint if same else 0)
+            if (room := room_in(self._database)) < _AMPLE * total:
+                return f"superlink.database: {self._database} has room for {_size(room)}, a round needs about {_size(total)}"
+        if (room := free(self._folder)) < _AMPLE * needed.checkpoint:
+            what = f"a round's checkpoint takes about {_size(needed.checkpoint)}"
+            return f"output-dir: {self._folder}: {_size(room)} are free, {what}"
+        return ""
+
+
+def _device(path: Path) -> int:
+    return next(above for above in (path, *path.parents) if above.exists()).stat().st_dev
+
+
+def _size(count: float) -> str:
+    """Return a number of bytes with a unit."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,182 @@
+"""A server or a site that lost its machine goes on from a backup, to the same bits."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sqlite3
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy import backup, inventory
+from deploy.audit import Audit, verify
+from deploy.backup import Part
+from fl_app.errors import UserError
+from fl_app.server.run_folder import read_summary
+from tests.conftest import Command, Run
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of everything that this machine keeps."""
+    there = tmp_path / "machine"
+    for name, place in (("STATE_HOME", "state"), ("STATE_DIR", "client-state"), ("SITE_DIR", "notes")):
+        monkeypatch.setenv(f"COROLLA_{name}", str(there / place))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(there / "config"))
+    there.mkdir()
+    return there
+
+
+def cluster(machine: Path) -> Path:
+    """An inventory with keys and a database."""
+    file = machine / "lab.yaml"
+    link = {"database": str(machine / "superlink.db")}
+    file.write_text(yaml.safe_dump({"superlink": link, "hosts": [{"host": "local", "supernodes": 2}]}))
+    (machine / "lab-keys").mkdir(mode=0o700)
+    (machine / "lab-keys" / "ca.key").write_text("secret")
+    (machine / "lab-keys" / "ca.key").chmod(0o600)
+    return file
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def test_a_machine_lost_between_two_rounds(run: Run, machine: Path, tmp_path: Path, command: Command) -> None:
+    # the clients keep their heads
+    settings = {
+        "method": "fedper",
+        "state_dir": str(machine / "client-state"),
+        "keep_state": True,
+        "checkpoint_every": 1,
+    }
+    straight = run(num_server_rounds=3, run_name="straight", **settings)
+    begun = run(num_server_rounds=2, run_name="lost", output_dir=str(machine / "runs"), **settings)
+    file = cluster(machine)
+    site = machine / "state" / "sites" / "lab" / "supernode-0"
+    Audit(site).append("start", site="", rules="")
+    (machine / "notes").mkdir(mode=0o700)
+    (machine / "notes" / "hash-key").write_bytes(b"k" * 32)
+    (machine / "notes" / "hash-key").chmod(0o600)
+    with sqlite3.connect(machine / "superlink.db") as live:
+        live.execute("PRAGMA journal_mode = WAL")
+        live.execute("CREATE TABLE nodes (id)")
+        live.execute("INSERT INTO nodes VALUES (7)")
+        live.commit()
+        archive = tmp_path / "backup.tar"
+        code, out, err = command("cluster", "backup", file, archive, "--runs", machine / "runs")
+        assert code == 0, err
+        # the rows above are in the write-ahead log alone, and later ones do not count
+        live.execute("INSERT INTO nodes VALUES (8)")
+    live.close()
+    assert archive.stat().st_mode & 0o777 == 0o600 and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    kept = contents(machine)
+
+    code, _, err = command("cluster", "restore", archive)
+    assert code == 2 and "are not overwritten" in err and str(machine / "lab-keys") in err
+    assert contents(machine) == kept
+    shutil.rmtree(machine)
+    code, out, err = command("cluster", "restore", archive)
+    assert code == 0 and f"client state: {machine / 'client-state' / begun.experiment}" in out, err
+
+    with sqlite3.connect(machine / "superlink.db") as restored:
+        assert restored.execute("SELECT id FROM nodes").fetchall() == [(7,)]
+    restored.close()
+    back = contents(machine)
+    databases = {name for name in kept if name.startswith("superlink.db")}
+    assert {n: c for n, c in back.items() if n not in databases} == {
+        n: c for n, c in kept.items() if n not in databases
+    }
+    for secret in (machine / "lab-keys" / "ca.key", machine / "superlink.db", machine / "notes" / "hash-key"):
+        assert secret.stat().st_mode & 0o077 == 0
+    assert (machine / "lab-keys").stat().st_mode & 0o777 == 0o700
+    assert len(verify(site).hashes) == 1
+    resumed = run(num_server_rounds=3, resume=str(begun.path), **settings)
+    assert read_summary(resumed.path)["digest"] == read_summary(straight.path)["digest"] is not None
+
+
+def test_a_site_keeps_its_own(machine: Path, tmp_path: Path, command: Command) -> None:
+    site = machine / "state" / "sites" / "bern"
+    Audit(site).append("start", site="", rules="")
+    (site / "node.key").write_text("secret")
+    state = machine / "client-state" / "0123456789ab" / "client-0000" / "000001-0.state"
+    state.parent.mkdir(parents=True)
+    state.write_bytes(b"weights")
+    rules = machine / "config" / "corolla" / "site.toml"
+    rules.parent.mkdir(parents=True)
+    rules.write_text(f'site-dir = "{machine / "own"}"\n')
+    rules.chmod(0o600)
+    (machine / "notes").mkdir()
+    (machine / "notes" / "budget.json").write_text("{}")
+    # no part of it
+    (machine / "client-state" / "clusters").mkdir()
+    archive = tmp_path / "site.tar"
+    code, out, err = command("node", "backup", archive)
+    assert code == 0, err
+    kinds = [line.split(":")[0].strip() for line in out.splitlines()[1:]]
+    assert kinds == ["site", "rules", "notes of budgets and answers", "client state"]
+    kept = contents(machine)
+    shutil.rmtree(machine)
+    code, _, err = command("node", "restore", archive)
+    assert code == 0, err
+    assert contents(machine) == kept
+
+
+def test_nothing_is_written_over_and_nothing_is_kept_of_nothing(machine: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing on this machine"):
+        backup.write(tmp_path / "a.tar", backup.of_site())
+    part = Part("keys", machine)
+    (tmp_path / "there.tar").touch()
+    with pytest.raises(UserError, match="there.tar exists already"):
+        backup.write(tmp_path / "there.tar", [part])
+    with pytest.raises(UserError, match="lies in"):
+        backup.write(machine / "a.tar", [part])
+    found = inventory.read_inventory(cluster(machine))
+    (machine / "superlink.db").write_text("no database, and long enough to be looked at" * 100)
+    with pytest.raises(UserError, match=r"superlink.database: .* cannot be copied"):
+        backup.write(tmp_path / "a.tar", backup.of_server(found, machine / "lab.yaml", []))
+    assert not (tmp_path / "a.tar").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "outside", "link", "missing"])
+def test_a_damaged_or_hostile_archive_changes_nothing(machine: Path, tmp_path: Path, damage: str) -> None:
+    keys, archive = machine / "keys", tmp_path / "a.tar"
+    keys.mkdir()
+    (keys / "ca.key").write_bytes(bytes(50_000))
+    backup.write(archive, [Part("keys", keys), Part("inventory", keys)])
+    with tarfile.open(archive) as tar:
+        members = [(m, tar.extractfile(m).read() if m.isfile() else b"") for m in tar]  # type: ignore[union-attr]
+    if damage == "cut":
+        archive.write_bytes(archive.read_bytes()[:-60_000])
+    elif damage == "other":
+        archive.write_bytes(b"x" * 2000)
+    else:
+        with tarfile.open(archive, "w") as tar:
+            for member, content in members:
+                if damage != "missing" or not member.name.startswith("1"):
+                    tar.addfile(member, io.BytesIO(content))
+            extra = tarfile.TarInfo("0/../../outside" if damage == "outside" else "0/link")
+            if damage == "link":
+                extra.type, extra.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            if damage != "missing":
+                tar.addfile(extra)
+    shutil.rmtree(keys)
+    with pytest.raises(UserError):
+        backup.read(archive)
+    assert list(machine.iterdir()) == []
+
+
+def test_a_checkpoint_written_meanwhile_is_kept_before_the_records(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for name in ("checkpoints/round-1.json", "metrics.jsonl"):
+        (run / name).touch()
+    seen = []
+    for path in backup._ordered(tmp_path):
+        if path.name == "round-1.json":
+            (run / "checkpoints" / "round-2.json").touch()
+        seen.append(str(path.relative_to(tmp_path)))
+    assert seen == ["run", "run/checkpoints", *(f"run/checkpoints/round-{k}.json" for k in (1, 2)), "run/metrics.jsonl"]

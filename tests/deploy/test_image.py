@@ -1,0 +1,57 @@
+"""What the container image is built from: pinned packages with hashes, and a pinned base."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.requirements import chosen
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONSTRAINTS = ROOT / "constraints"
+NAMES = (CONSTRAINTS / "image.txt").read_text().split()
+LOCK = """# a comment
+numpy==2.0 \\
+    --hash=sha256:aa
+nvidia-cublas==13.0 ; sys_platform == 'linux' \\
+    --hash=sha256:bb \\
+    --hash=sha256:cc
+pytest==8.0 \\
+    --hash=sha256:dd
+torch==2.14 \\
+    --hash=sha256:ee
+torchmetrics==1.9 \\
+    --hash=sha256:ff
+"""
+
+
+def test_the_named_packages_with_all_their_lines() -> None:
+    names = {"numpy", "nvidia-cublas", "torch", "torchmetrics"}
+    assert chosen(LOCK, names) == LOCK.replace("# a comment\n", "").replace(
+        "pytest==8.0 \\\n    --hash=sha256:dd\n", ""
+    )
+    assert re.findall(r"^\w+", chosen(LOCK, names, torch=False), re.MULTILINE) == ["numpy", "torchmetrics"]
+
+
+@pytest.mark.parametrize("lock", sorted(CONSTRAINTS.glob("flwr-*.txt")), ids=lambda path: path.stem)
+def test_every_package_of_the_image_is_locked_with_hashes(lock: Path) -> None:
+    command = [sys.executable, "deploy/requirements.py", str(lock), "constraints/image.txt"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    blocks = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
+    assert all(re.match(r"[a-z0-9.-]+==", block) and "--hash=sha256:" in block for block in blocks)
+    found = {block.partition("==")[0] for block in blocks}
+    # a package of one Flower alone
+    assert len(found) >= len(NAMES) - 5 and {"flwr", "torch", "prometheus-client", "opacus"} <= found <= set(NAMES)
+    # what tests and lints need is in no container
+    assert not {"pytest", "mypy", "ruff", "mkdocs", "hatchling", "onnx"} & found
+
+
+def test_the_base_is_pinned_and_the_last_stage_copies_no_tool() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert re.search(r"^ARG BASE_IMAGE=python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
+    last = text.rpartition("\nFROM ")[2]
+    assert "/tools" not in last and "apt-get" not in last and "\nUSER 1000\n" in last

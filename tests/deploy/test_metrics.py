@@ -1,0 +1,228 @@
+"""Metrics for Prometheus: run folders become numbers, and the dashboard asks for numbers that exist."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy import certificates, commands, inventory, metrics
+from deploy.commands import Place
+from deploy.metrics import TABLE, Exporter, Watched
+from fl_app.errors import UserError
+from fl_app.server import causes
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NOWHERE = {"address": "127.0.0.1:1", "insecure": True}
+
+
+def record(number: int, failures: list[dict[str, Any]] | None = None, clients: int = 3, **more: Any) -> str:
+    return (
+        json.dumps(
+            {
+                "round": number,
+                "accuracy-before": 0.25 * number,
+                "accuracy-after": 0.5,
+                "loss": 1.5 / number,
+                "download-bytes": 100,
+                "upload-bytes": 70,
+                "failures": failures or [],
+                "clients": {str(k): {} for k in range(clients)},
+                "seconds": {"round": 3.0, "wait": 2.0, "prepare": 1.0},
+                **more,
+            }
+        )
+        + "\n"
+    )
+
+
+def write(runs: Path, lines: str, name: str = "one", rounds: int = 4) -> Path:
+    folder = runs / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(f"num-server-rounds = {rounds}\n")
+    (folder / "run.json").write_text('{"metrics": [{"name": "accuracy"}]}')
+    (folder / "metrics.jsonl").write_text(lines)
+    return folder
+
+
+FAILED = [{"client": 2, "cause": "no reply within 5 s"}, {"client": 1, "cause": "error 8: killed"}]
+
+
+def test_a_run_folder_becomes_numbers(tmp_path: Path) -> None:
+    left = [{"who": "client 2", "cause": "refused by its site: methods"}]
+    folder = write(tmp_path, record(1, FAILED) + record(2, FAILED[:1], 2, **{"left-out": left}))
+    exporter = Exporter(Watched(tmp_path, NOWHERE))
+    found = exporter.samples()
+    assert found["rounds_total"] == {("one",): 2} and found["run_rounds"] == {("one",): 4}
+    assert found["replies_total"] == {("one",): 5} and found["left_out"] == {("one",): 1}
+    assert found["phase_seconds_total"] == {("one", "wait"): 4, ("one", "prepare"): 2}
+    assert found["bytes_total"] == {("one", "download"): 200, ("one", "upload"): 140}
+    assert found["failures_total"] == {("one", "2", "late"): 2, ("one", "1", "ended"): 1}
+    assert found["score"] == {("one", "accuracy", "before"): 0.5, ("one", "accuracy", "after"): 0.5}
+    assert found["loss"] == {("one",): 0.75} and found["run_finished"] == {("one",): 0}
+    assert found["superlink_up"] == {(): 0} and found["disk_free_bytes"][("runs",)] > 0
+
+    # only what is new is read: half a line waits for its end
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(record(3)[:-9])
+        file.flush()
+        assert exporter.samples()["rounds_total"] == {("one",): 2}
+        file.write(record(3)[-9:])
+    (folder / "summary.json").write_text("{}")
+    found = exporter.samples()
+    assert found["rounds_total"] == {("one",): 3} and found["replies_total"] == {("one",): 8}
+    assert found["run_finished"] == {("one",): 1}
+
+
+def test_a_resumed_run_is_read_from_its_start(tmp_path: Path) -> None:
+    write(tmp_path, "".join(map(record, (1, 2, 3))))
+    exporter = Exporter(Watched(tmp_path, NOWHERE))
+    assert exporter.samples()["rounds_total"] == {("one",): 3}
+    # cut to its checkpoint
+    write(tmp_path, record(1))
+    assert exporter.samples()["rounds_total"] == {("one",): 1}
+    # cut, and longer than before at the next look
+    write(tmp_path, record(1, FAILED) + "".join(map(record, (2, 3, 4))))
+    found = exporter.samples()
+    assert found["rounds_total"] == {("one",): 4} and sum(found["failures_total"].values()) == 2
+
+
+@pytest.mark.parametrize(
+    "lines", ["[]\n", "null\n", "{}\n", "\xff\n", '{"round": 1}\n', record(1).replace("100", '"x"')]
+)
+def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path, lines: str) -> None:
+    write(tmp_path, lines, "bad")
+    write(tmp_path, record(1), "good")
+    (tmp_path / "a-file").write_text("")
+    exporter = Exporter(Watched(tmp_path, NOWHERE))
+    assert exporter.samples()["rounds_total"] == {("good",): 1}
+    assert exporter.samples()["rounds_total"] == {("good",): 1}
+
+
+def test_a_clients_text_is_no_label(tmp_path: Path) -> None:
+    causes_ = [f"error {k}: x{k}" for k in range(50)] + ['"} 1\ncorolla_superlink_up 7', "its " + "y" * 500]
+    write(tmp_path, record(1, [{"client": 0, "cause": cause} for cause in causes_]), 'run "a"\\')
+    found = Exporter(Watched(tmp_path, NOWHERE)).samples()
+    assert {labels[2] for labels in found["failures_total"]} == {"ended", "other"}
+    families = {f.name: f for f in text_string_to_metric_families(metrics.text_of(found).decode())}
+    assert [sample.value for sample in families["corolla_superlink_up"].samples] == [0]
+    assert families["corolla_rounds"].samples[0].labels == {"run": 'run "a"\\'}
+
+
+@pytest.mark.parametrize(
+    "cause, kind",
+    [
+        ("client 2: refused by its site: bounds: local-epochs must be at most 10, got 20", "refused"),
+        ("no reply within 3600 s", "late"),
+        ("error 5: Node Unavailable: no heartbeat", "unavailable"),
+        ("error 8: the process ended", "ended"),
+        ("malformed reply: ValueError('x')", "malformed"),
+        ("array params has 1 non-finite values", "diverged"),
+        ("array params has shape (7,), expected (17226,)", "array"),
+        ("cannot write its state /x: No space left on device", "state"),
+        ("metric accuracy-after must be a number in [0, 1], got 7.0", "other"),
+    ],
+)
+def test_kinds_of_failures(cause: str, kind: str) -> None:
+    assert causes.kind(cause) == kind and kind in causes.KINDS
+
+
+def test_days_of_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {"superlink": {"fleet-address": "10.0.0.1"}, "hosts": [{"host": "local"}]}
+    lab = inventory.parse(raw, "lab", tmp_path)
+    certificates.make(lab)
+    there = [Path(lab.keys) / name for name in (certificates.CA, certificates.SERVER)]
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=825 + 5)
+    monkeypatch.setattr(certificates, "now", lambda: later)
+    found = Exporter(Watched(tmp_path, NOWHERE, certificates=[*there, tmp_path / "none"])).samples()
+    days = found["certificate_days"]
+    assert set(days) == {("ca.crt",), ("server.crt",)} and -5.1 < days[("server.crt",)] < -4.9
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    write(tmp_path, record(1))
+    server = metrics.server(("127.0.0.1", 0), Exporter(Watched(tmp_path, NOWHERE)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_it_is_served_as_prometheus_reads_it(served: str) -> None:
+    text = urllib.request.urlopen(f"{served}/metrics").read().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["corolla_rounds"].type == "counter" and families["corolla_nodes"].type == "gauge"
+    assert urllib.request.urlopen(f"{served}/health").status == 200
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{served}/../etc/passwd")
+
+
+@pytest.mark.parametrize("given, at", [("9101", ("127.0.0.1", 9101)), ("0.0.0.0:80", ("0.0.0.0", 80))])
+def test_the_address_is_loopback_unless_named(given: str, at: tuple[str, int]) -> None:
+    assert commands.listen_address(given) == at
+
+
+@pytest.mark.parametrize("given", ["", "x", "70000", "host:"])
+def test_an_address_that_is_none(given: str) -> None:
+    with pytest.raises(UserError, match=f"--metrics: must be HOST:PORT, got '.*{given}'"):
+        commands.listen_address(given)
+
+
+def test_the_clusters_process(tmp_path: Path) -> None:
+    raw = {"tls": True, "superlink": {"database": "/db/f.db"}, "hosts": [{"host": "local"}]}
+    process = commands.metrics(inventory.parse(raw, "lab", tmp_path), Place("/d", "/s", ()), "0.0.0.0:9101", "/runs")
+    words = " ".join(process.command)
+    assert "-m deploy.metrics --listen 0.0.0.0:9101 --runs /runs --control 127.0.0.1:8000" in words
+    assert "--root-certificates /d/keys/ca.crt" in words and "--database /db/f.db" in words
+    assert process.health == "http://127.0.0.1:9101/health"
+
+
+# Files that name metrics ------------------------------------------------------------------------------------------------
+
+MONITORING = ROOT / "deploy" / "monitoring"
+NAMES = {family.exported for family in TABLE.values()}
+
+
+def named_in(text: str) -> set[str]:
+    return set(re.findall(r"corolla_[a-z_]+", text))
+
+
+def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_exist() -> None:
+    dashboard = json.loads((MONITORING / "grafana" / "dashboard.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [variable["query"] for variable in dashboard["templating"]["list"]]
+    alerts = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+    asked += [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    assert len(asked) > 20
+    for query in asked:
+        assert named_in(query) and named_in(query) <= NAMES, query
+        known = {label for name in named_in(query) for label in TABLE[name.removeprefix(metrics.PREFIX)].labels}
+        used = re.findall(r"by \(([^)]*)\)", query) + re.findall(r"(\w+)=~?\"", query)
+        assert {label.strip() for labels in used for label in labels.split(",")} <= known, query
+    # a metric that nobody looks at
+    assert {"corolla_info", "corolla_run_finished"} == NAMES - {name for query in asked for name in named_in(query)}
+
+
+def test_the_datasource_is_the_one_that_the_dashboard_names() -> None:
+    source = yaml.safe_load((MONITORING / "grafana" / "datasource.yaml").read_text())["datasources"][0]
+    dashboard = json.loads((MONITORING / "grafana" / "dashboard.json").read_text())
+    assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
+
+
+def test_the_page_lists_every_metric_and_no_other() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| `(corolla_[a-z_]+)` \|([^|]*)\|", page, re.MULTILINE)
+    labels = {name: tuple(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
+    assert labels == {family.exported: family.labels for family in TABLE.values()}

@@ -1,0 +1,146 @@
+"""Free space under the run folder and the SuperLink's database, against the bytes that a round needs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from fl_app import server_app, wire
+from fl_app.errors import UserError
+from fl_app.layout import Model
+from fl_app.server import disk
+from fl_app.server.disk import Disks, Needed
+from fl_app.server.run_folder import RunFolder
+from strategies import METHODS
+from strategies.engine.disk import needed
+from tests.conftest import Run, config, f32, flat_layout
+from tests.disks import full_disk
+from tests.methods.federation import Federation
+
+
+@pytest.fixture
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A SuperLink's database, as its ServerApps know it."""
+    path = tmp_path / "superlink.db"
+    path.touch()
+    monkeypatch.setenv(disk.DATABASE, str(path))
+    return path
+
+
+def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(disk, "free", lambda path: count)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # d = 10, b = 2: 48 bytes a model; three clients; the server keeps no client's model
+        ({"method": "fedavg"}, Needed(3 * 96, 3 * 48, 48, 48)),
+        ({"method": "fedavg", "fraction-train": 0.5}, Needed(2 * 96, 2 * 48, 48, 48)),
+        ({"method": "fedavg", "keep-uploads": "every 1"}, Needed(3 * 96, 3 * 48, 48 + 3 * 96, 48)),
+        # a mask of 10 bits has 2 bytes; the server keeps a model per client
+        ({"method": "fedcac"}, Needed(3 * 98, 3 * 50, 48 + 3 * 48, 48)),
+    ],
+)
+def test_the_bytes_of_a_round(settings: dict[str, object], expected: Needed) -> None:
+    parsed = config(**settings)
+    layout = flat_layout([6, 4], [2])
+    method = METHODS[parsed.method]
+    initial = Model(f32(*range(10)), f32(0, 0))
+    server = method.strategy(
+        parsed, parsed.params, layout, initial, method.travelling(parsed, layout), RunFolder(Path(), "")
+    )
+    assert needed(server, server.protocol.expected()) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [("heterofl", {"rates": "1, 0.4"}), ("perfedmask", {"capacity": 0.5}), ("pfedhn", {}), ("fedproto", {})],
+)
+def test_the_bytes_of_clients_that_hold_parts(tmp_path: Path, method: str, keys: dict[str, object]) -> None:
+    fed = Federation(tmp_path, method, **{method: keys})
+    server = fed.server
+    sent = sum(server.download_for(i, 1, "train").model.nbytes for i in range(3))
+    uploads = sum(
+        sum(array.nbytes for array in wire.encode_upload(server.expected_from(i).blank())[0]) for i in range(3)
+    )
+    whole = server.global_model.nbytes
+    # these four keep no client's model on the server
+    assert needed(server, server.protocol.expected()) == Needed(sent + uploads, uploads, whole, whole)
+
+
+def test_pages_that_a_database_reuses_are_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "superlink.db"
+    free(monkeypatch, 1000)
+    assert disk.room_in(path) == 1000
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE objects (content BLOB)")
+        connection.execute("INSERT INTO objects VALUES (?)", (bytes(409_600),))
+        connection.commit()
+        assert disk.room_in(path) == 1000
+        connection.execute("DELETE FROM objects")
+        connection.commit()
+    assert 1000 + 409_600 <= disk.room_in(path) <= 1000 + path.stat().st_size
+    path.with_name("superlink.db-wal").write_bytes(bytes(500))
+    assert disk.room_in(path) >= 1500
+    path.write_bytes(b"no database")
+    assert disk.room_in(path) == 1500
+
+
+def test_a_run_that_cannot_fit_is_refused(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disks = Disks(tmp_path / "runs" / "a", Needed(20e6, 10e6, 5e6, 4e6))
+    free(monkeypatch, 10_000_000)
+    disks.refuse()
+    free(monkeypatch, 9_900_000)
+    with pytest.raises(UserError) as error:
+        disks.refuse()
+    assert str(error.value) == (
+        f"superlink.database: {database} has room for 9.9 MB, and a round needs about 20 MB, 10 MB of it for uploads "
+        "alone: free space there"
+    )
+    free(monkeypatch, 3_000_000)
+    with pytest.raises(UserError, match=r"output-dir: .*/runs/a: 3 MB are free, and a checkpoint takes about 4 MB"):
+        disks.refuse()
+    monkeypatch.delenv(disk.DATABASE)
+    free(monkeypatch, 4_000_000)
+    Disks(tmp_path, Needed(20e6, 10e6, 5e6, 4e6)).refuse()
+
+
+def test_a_disk_that_gets_short_is_named_once(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disks = Disks(tmp_path, Needed(20e6, 10e6, 5e6, 4e6))
+    line = f"superlink.database: {database} has room for 49 MB, a round needs about 25 MB"
+    for count in (50_000_000, 49_000_000, 48_000_000, 50_000_000, 49_000_000):
+        free(monkeypatch, count)
+        disks.warn()
+    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [line, line]
+    monkeypatch.delenv(disk.DATABASE)
+    free(monkeypatch, 9_000_000)
+    Disks(tmp_path, Needed(20e6, 10e6, 5e6, 4e6)).warn()
+    assert caplog.messages[-1] == f"output-dir: {tmp_path}: 9 MB are free, a round's checkpoint takes about 5 MB"
+
+
+def test_flowers_errors_on_a_full_disk_become_one_line(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("Failed to push object")
+    free(monkeypatch, 2 << 20)
+    assert server_app._named(error) is error
+    free(monkeypatch, 0)
+    assert str(server_app._named(error)).startswith(f"superlink.database: the disk of {database} is full")
+    monkeypatch.delenv(disk.DATABASE)
+    assert server_app._named(error) is error
+
+
+def test_a_run_on_a_disk_without_room_for_its_checkpoint_starts_nothing(run: Run, tmp_path: Path) -> None:
+    with full_disk(tmp_path, free=40 * 1024) as there:
+        with pytest.raises(UserError, match=r"^output-dir: .*/run: .* kB are free, and a checkpoint takes about"):
+            run(output_dir=str(there))
+        assert list(there.iterdir()) == []
+
+
+def test_a_file_system_without_a_size_counts_as_empty() -> None:
+    assert disk.free(Path("/proc/none/run")) > 1e15

@@ -1,0 +1,193 @@
+"""Other code or packages than before: named on resume and at the start, refused on demand and where messages changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fl_app
+from fl_app import software, wire
+from fl_app.errors import UserError
+from fl_app.server import checkpoint
+from fl_app.server.run_folder import CONFIG, MADE_WITH, RUN, read_about
+from tests.conftest import Run
+from tests.server.fake_grid import exchange, properties, three
+
+ROOT = Path(fl_app.__file__).resolve().parent.parent
+
+
+def copy_of_the_code(directory: Path, packages: tuple[str, ...] = software.COMPUTING) -> Path:
+    for package in packages:
+        shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return directory
+
+
+def test_the_hash_depends_on_the_code_alone(tmp_path: Path) -> None:
+    copy = copy_of_the_code(tmp_path / "copy")
+    assert software.code_hash(copy) == software.code_hash()
+    (copy / "fl_app" / "__pycache__").mkdir()
+    (copy / "fl_app" / "__pycache__" / "a.pyc").touch()
+    software.code_hash.cache_clear()
+    assert software.code_hash(copy) == software.code_hash()
+    edited = copy / "strategies" / "fedavg.py"
+    edited.write_text(edited.read_text() + "\n")
+    software.code_hash.cache_clear()
+    assert software.code_hash(copy) != software.code_hash()
+
+
+def test_only_facts_that_both_sides_know_differ() -> None:
+    before = {"code": "a" * 64, "torch": "2.5.1", "numpy": "2.1"}
+    assert software.differences(before, before) == "" == software.differences({}, before)
+    assert software.differences(before, {"numpy": "2.1", "flwr": "1.39.0"}) == ""
+    now = before | {"code": "b" * 64, "torch": "2.6.0"}
+    assert software.differences(before, now) == f"code {'b' * 12}, not {'a' * 12}; torch 2.6.0, not 2.5.1"
+
+
+# a resumed run
+
+
+@pytest.fixture
+def begun(run: Run) -> dict[str, Any]:
+    """Keys with which a run of two rounds goes on to three."""
+    path = run(keep_state=True).path
+    return {"keep_state": True, "num_server_rounds": 3, "resume": str(path)}
+
+
+def test_a_run_resumed_by_an_edited_copy_says_so(
+    run: Run, begun: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = copy_of_the_code(tmp_path / "copy")
+    (copy / "strategies" / "fedavg.py").write_text("# edited\n")
+    before, now = software.code_hash(), software.code_hash(copy)
+    monkeypatch.setattr(software, "code_hash", lambda: now)
+    path = Path(begun["resume"])
+    files = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    with pytest.raises(
+        UserError, match=rf"resume: code {now[:12]}, not {before[:12]} as in the rounds before; .*strict"
+    ):
+        run(**begun, strict=True)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "log.txt"} == {
+        p: content for p, content in files.items() if p.name != "log.txt"
+    }
+    run(**begun)
+    said = [r.message for r in caplog.records if r.levelno == logging.WARNING and r.message.startswith("resume: ")]
+    assert len(said) == 1 and said[0].endswith("the digest may differ from that of an undisturbed run")
+    assert said[0] in (path / "log.txt").read_text()
+    assert [(made["code"], made["from-round"]) for made in read_about(path)[MADE_WITH]] == [(before, 1), (now, 3)]
+
+
+def test_a_run_resumed_by_the_same_code_says_nothing_and_keeps_no_trace(
+    run: Run, begun: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run(**begun, strict=True)
+    assert not [r for r in caplog.records if r.message.startswith("resume: ")]
+    path = Path(begun["resume"])
+    assert len(read_about(path)[MADE_WITH]) == 1 and "strict = false" in (path / CONFIG).read_text()
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["versions-in-run.json", "no-versions-at-all"])
+def test_a_run_of_an_earlier_version_resumes(
+    run: Run, begun: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recorded: bool
+) -> None:
+    path = Path(begun["resume"])
+    about = read_about(path)
+    made = about.pop(MADE_WITH)[0]
+    older = {name: value for name, value in made.items() if name not in ("code", "from-round")} | {"torch": "1.0"}
+    (path / RUN).write_text(json.dumps(about | ({MADE_WITH: [older]} if recorded else {})))
+    config = path / CONFIG
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("strict")))
+    load = checkpoint.load_latest
+
+    def without_software(run: Path) -> checkpoint.Checkpoint:
+        found = load(run)
+        del found.meta[checkpoint.SOFTWARE]
+        return found
+
+    monkeypatch.setattr(checkpoint, "load_latest", without_software)
+    run(**begun)
+    said = [r.message for r in caplog.records if r.message.startswith("resume: ")]
+    assert [line.partition(",")[0] for line in said] == ([f"resume: torch {made['torch']}"] if recorded else [])
+    assert [made.get("from-round") for made in read_about(path)[MADE_WITH]] == [None, 3]
+
+
+# four processes that import PyTorch
+@pytest.mark.long
+def test_an_edited_copy_of_the_code_resumes_to_another_digest_and_is_named(tmp_path: Path) -> None:
+    copy = copy_of_the_code(tmp_path / "copy", (*software.COMPUTING, "corolla", "deploy"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    environment = os.environ | {"PYTHONPATH": str(copy), "COROLLA_STATE_DIR": str(tmp_path / "state")}
+
+    def corolla(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "corolla", *words]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+    small = ["--in-process", "--set", "keep-state=true", "--clients", "2", "--set", "train-samples=20"]
+    for name, rounds in (("whole", 3), ("edited", 2)):
+        ended = corolla("run", *small, "--set", f"run-name={name}", "--set", f"num-server-rounds={rounds}")
+        assert ended.returncode == 0, ended.stderr
+    edited = copy / "strategies" / "base" / "server_half.py"
+    edited.write_text(edited.read_text() + "\nSERVER_RATE = 0.5\n")
+    more = ["run", "--in-process", "--set", "num-server-rounds=3", "--resume", "edited"]
+    refused = corolla(*more, "--strict")
+    assert refused.returncode == 2 and "(--strict)" in refused.stderr
+    ended = corolla(*more)
+    assert ended.returncode == 0 and "the digest may differ" in " ".join((ended.stdout + ended.stderr).split())
+    assert [made["from-round"] for made in read_about(tmp_path / "runs" / "edited")[MADE_WITH]] == [1, 3]
+
+
+# clients
+
+
+def answer(client_id: int, **facts: str) -> dict[str, Any]:
+    return properties(client_id, software=json.dumps({**software.announced(), "wire": wire.WIRE_VERSION, **facts}))
+
+
+def test_clients_with_other_software_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = {50: answer(2, torch="1.0"), 77: answer(0, torch="1.0"), 91: answer(1)}
+    e = exchange(nodes, min_available_clients=2)
+    e.roster.wait()
+    torch = software.used()["torch"]
+    assert e.roster.notes_on_software() == [
+        f"clients 0, 2: torch 1.0, not {torch} as the server: results may differ in bits"
+    ]
+    assert e.roster.notes_on_software() == []
+    # one that comes back with another version is named again
+    del nodes[91]
+    e.refresh()
+    nodes[92] = answer(1, corolla="0.1")
+    e.refresh()
+    assert [r.message for r in caplog.records if "as the server" in r.message] == [
+        f"client 1: corolla 0.1, not {software.announced()['corolla']} as the server: results may differ in bits"
+    ]
+
+
+def test_a_client_that_sends_no_versions_takes_part_unnamed() -> None:
+    for text in ("{", "[1]", '{"torch": 1}', "null"):
+        e = exchange(three() | {91: properties(1, software=text)})
+        e.roster.wait()
+        assert e.client_ids == [0, 1, 2] and e.roster.notes_on_software() == []
+
+
+def test_a_client_whose_messages_have_another_version_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    e = exchange(three() | {91: answer(1, wire="2", corolla="9.9")}, min_available_clients=2)
+    e.roster.wait()
+    assert e.client_ids == [0, 2]
+    assert e.roster.left_out == [
+        {
+            "who": "client 1",
+            "cause": "it writes messages of version 2, the server of version 1: install the same Corolla on both (it has 9.9)",
+        }
+    ]
+
+
+def test_versions_cannot_write_to_a_terminal() -> None:
+    found = software.told(json.dumps({"torch": "\x1b[31m" + "9" * 100, "code": "a" * 100, "else": "x"}))
+    assert found == {"torch": "[31m" + "9" * 36, "code": "a" * 64}
