@@ -80,7 +80,9 @@ class Batches:
         self.poisson: tuple[float, int, torch.Generator] | None = None
 
     def _resident(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self.device)
+        # an array of its own, not a view into a data set's file
+        own = array if array.base is None and array.flags.c_contiguous and array.flags.writeable else np.array(array)
+        return torch.from_numpy(own).to(self.device)
 
     def _moved(self, plan: Tensor) -> Tensor:
         """Copy drawn numbers to the device. On a GPU the copy is queued, and this thread does not wait."""
@@ -203,6 +205,9 @@ class Batches:
         return self._in_order(samples, self.labels_of(part))
 
     def _in_order(self, images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        if 0 < labels.shape[0] <= self._evaluation_batch:
+            yield self.inputs(images), labels
+            return
         for start in range(0, len(labels), self._evaluation_batch):
             chosen = slice(start, start + self._evaluation_batch)
             yield self.inputs(images[chosen]), labels[chosen]

@@ -384,16 +384,16 @@ class CorollaClient(NumPyClient):
     def _open_store(self, download: Download) -> None:
         """Open the client's state of an experiment, and its site's notes on it. Raises UserError."""
         config, simulated = self.config, self.keys == wire.SEED_KEYS
-        self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
+        root = state_root(config.state_dir)
+        self._store = StateStore(root, download.experiment, self.client_id)
         # The SuperNode checks the machine's own settings when it starts. In a simulation all clients' directories lie
         # in one, so one check of that is enough.
-        named = {"state-dir": self._store.directory} if config.state_dir else {}
-        if simulated and named:
-            named = {"state-dir": state_root(config.state_dir) / download.experiment}
+        if config.state_dir and simulated:
+            self.session.refuse_within_site("state-dir", root, download.experiment)
+        elif config.state_dir:
+            self.session.refuse_within_site("state-dir", self._store.directory)
         if config.data_dir:
-            named["data-dir"] = data_root(config)
-        for key, directory in named.items():
-            self.session.refuse_within_site(key, directory)
+            self.session.refuse_within_site("data-dir", data_root(config))
         if config.dp_epsilon or config.private:
             self._store.refuse_earlier_notes()
         own = self._own_data() if config.dp_epsilon else None
@@ -475,7 +475,7 @@ class CorollaClient(NumPyClient):
 
         moment: `before` or `after` training, `finetuned` or `global`; empty for an evaluation.
         """
-        names = [metric.name for metric in tasks.measured(self.config)]
+        names = self.session.measured
         end = f"-{moment}" if moment else ""
         parts = {"": "test", VALIDATION: "validation"} if self.config.validation_ratio else {"": "test"}
         found: dict[str, float] = {}

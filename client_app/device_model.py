@@ -188,21 +188,24 @@ class LoadedModel:
         its reason in `metric_errors`.
         """
         targets = self.data.labels_of(part)
-        if not len(targets):
+        num_samples = targets.shape[0]
+        if not num_samples:
             return math.nan, dict.fromkeys(names, math.nan)
         self.load_for_evaluation(model)
-        loss = torch.zeros((), device=self.device, dtype=torch.float64)
-        outputs = []
+        outputs, losses = [], []
         for x, y in self.data.in_order(part):
             outputs.append(self.module(x).float())
-            loss += self.task.total(outputs[-1], y).double()
+            losses.append(self.task.total(outputs[-1], y).double())
+        loss = losses[0]
+        for more in losses[1:]:
+            loss = loss + more
         at_once.pause()
-        answers = torch.cat(outputs)
+        answers = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         metrics, errors = tasks.measure(self.task, answers, targets, [n for n in names if n != ONE_CLASS.name])
         if ONE_CLASS.name in names:
             metrics[ONE_CLASS.name] = tasks.one_class(self.task, answers, targets)
         self.metric_errors |= errors
-        return float(loss) / len(targets), metrics
+        return float(loss) / num_samples, metrics
 
 
 def losses_by_sample(task: Task, outputs: Tensor, y: Tensor) -> Tensor:

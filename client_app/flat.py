@@ -8,6 +8,7 @@ tensor cores. Vectors are rearranged on their way in and out. The stored order i
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -109,6 +110,9 @@ class FlatModule:
     def _put(self, inward: Tensor, source: Tensor) -> None:
         """Copy a tensor [d] in named_parameters order into one in the device's order."""
         source = source.to(self.device)
+        if not self._kernels:
+            inward.copy_(source)
+            return
         for part in self._plain:
             inward[part].copy_(source[part])
         for slot in self._kernels:
@@ -116,7 +120,7 @@ class FlatModule:
 
     def vector(self, tensor: Tensor) -> Vector:
         """Return a vector [d] on the device in named_parameters order."""
-        outward = tensor.to("cpu", copy=True)
+        outward = _copied(tensor)
         for slot in self._kernels:
             outward[slot.start : slot.stop] = self._view(outward, slot).reshape(-1)
         result: Vector = outward.numpy()
@@ -131,7 +135,7 @@ class FlatModule:
 
     def read(self) -> Model:
         """Copy the module's values out."""
-        return Model(self.vector(self.weights), self.statistics.to("cpu", copy=True).numpy())
+        return Model(self.vector(self.weights), _copied(self.statistics).numpy())
 
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values: evaluation mode, without gradients."""
@@ -167,7 +171,15 @@ class FlatModule:
 
 def _readable(vector: NDArray[Any]) -> Tensor:
     """Return an array as a tensor for reading only, without a copy if possible."""
-    return torch.from_numpy(np.require(vector, requirements=("C", "W")))
+    flags = vector.flags
+    if not (flags.c_contiguous and flags.writeable):
+        vector = np.require(vector, requirements=("C", "W"))
+    return torch.from_numpy(vector)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", copy=True)
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
@@ -175,14 +187,20 @@ def set_mode(module: nn.Module, training: bool) -> None:
 
     The functions of a module with its own `train`, `eval` or `__setattr__` are called.
     """
-    kind, own = type(module), module.__dict__
-    if {"train", "eval"} & own.keys() or any(getattr(kind, name) is not getattr(nn.Module, name) for name in _OF_MODE):
+    own = module.__dict__
+    if "train" in own or "eval" in own or _has_own_mode(type(module)):  # type: ignore[arg-type]  # a class is hashable
         module.train() if training else module.eval()
         return
     own["training"] = training
     for part in module._modules.values():
         if part is not None:
             set_mode(part, training)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_own_mode(kind: type[nn.Module]) -> bool:
+    """Return whether a class of modules replaces a function by which modules change their mode."""
+    return any(getattr(kind, name) is not getattr(nn.Module, name) for name in _OF_MODE)
 
 
 def _tables(layer: nn.Module) -> dict[str, dict[Any, Any]]:

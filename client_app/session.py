@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import json
 import logging
+import math
+import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fl_app import plugins
+from fl_app import plugins, tasks
 from fl_app.checksums import DataHashes, stamp_of
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo, OpenedData, check_client_id, open_data
@@ -26,6 +28,9 @@ from strategies import METHOD_PARAMS, METHODS
 from strategies.base.method import AnyMethod
 
 log = logging.getLogger("corolla")
+
+# seconds between two looks at the files of opened data: with a dozen files a look takes 0.1 ms
+LOOK_EVERY = 0.1
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,9 +68,11 @@ class Session:
         # networks left by a message for the next one
         self._left: dict[Hashable, Network] = {}
         self._opened: dict[str, OpenedData] = {}
+        # time of the last look at the files
+        self._looked: dict[str, float] = {}
         self._refreshed: set[str] = set()
-        # (key, directory) pairs outside the site's own directory
-        self._outside: set[tuple[str, Path]] = set()
+        # (key, directory, names below it) of directories outside the site's own
+        self._outside: set[tuple[str, Path, tuple[str, ...]]] = set()
         # the network's fault for samples of a shape, "" for none
         self._checked: dict[tuple[int, ...], str] = {}
 
@@ -105,9 +112,12 @@ class Session:
             return None
 
     def _open(self, data_path: str) -> OpenedData:
-        opened = self._opened.get(data_path)
+        opened, now = self._opened.get(data_path), time.monotonic()
+        if opened is not None and now < self._looked.get(data_path, -math.inf) + LOOK_EVERY:
+            return opened
         if opened is None or not opened.unchanged:
             opened = self._opened[data_path] = open_data(self.config, data_path)
+        self._looked[data_path] = now
         return opened
 
     def network(self, info: DatasetInfo, weights_file: str) -> Network:
@@ -148,6 +158,11 @@ class Session:
         if not own and method.wrap is None and method.compose is None and not config.dp_epsilon:
             self._left = {network.key: network._replace(module=flat)}
 
+    @functools.cached_property
+    def measured(self) -> tuple[str, ...]:
+        """Names of the metrics that clients measure, the headline's first."""
+        return tuple(metric.name for metric in tasks.measured(self.config))
+
     def _built(self, info: DatasetInfo, weights_file: str) -> nn.Module:
         return self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
 
@@ -173,11 +188,14 @@ class Session:
         if why := self._checked[info.input_shape]:
             raise UserError(why)
 
-    def refuse_within_site(self, key: str, directory: Path) -> None:
-        """Raise UserError if a directory lies in the site's own. One that does not is checked only once."""
-        if (key, directory) not in self._outside:
-            refuse_within_site(key, directory)
-            self._outside.add((key, directory))
+    def refuse_within_site(self, key: str, directory: Path, *below: str) -> None:
+        """Raise UserError if a directory lies in the site's own. One that does not is checked only once.
+
+        below: names that lead from `directory` to the directory meant.
+        """
+        if (key, directory, below) not in self._outside:
+            refuse_within_site(key, directory.joinpath(*below))
+            self._outside.add((key, directory, below))
 
     def prepare_changed_data(self, data_path: str) -> None:
         """Prepare the data again, once, if their source files have changed. Raises UserError."""

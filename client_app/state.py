@@ -12,6 +12,7 @@ No directory has more than a thousand entries. Clients from 500 on are grouped b
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -53,9 +54,15 @@ class State:
 
 def state_root(state_dir: str) -> Path:
     """Return the configured directory, $COROLLA_STATE_DIR, or the user's state directory."""
-    if state_dir or os.environ.get("COROLLA_STATE_DIR"):
-        return Path(state_dir or os.environ["COROLLA_STATE_DIR"]).expanduser()
+    if given := state_dir or os.environ.get("COROLLA_STATE_DIR"):
+        return _expanded(given, os.environ.get("HOME"))
     return user_state()
+
+
+@functools.lru_cache(maxsize=8)
+def _expanded(path: str, home: str | None) -> Path:
+    """Return a path with the home directory for ~: clients ask with every message. home: the value of HOME."""
+    return Path(path).expanduser()
 
 
 class StateStore:
@@ -64,8 +71,12 @@ class StateStore:
     def __init__(self, root: Path, experiment: str, client_id: int) -> None:
         if not re.fullmatch(r"[\w-]{1,64}", experiment):
             raise UserError(f"client {client_id}: malformed experiment id {experiment[:80]!r}")
-        self.client_id, self.experiment = client_id, experiment
-        self.directory = _directory(root / experiment, client_id)
+        self.root, self.client_id, self.experiment = root, client_id, experiment
+
+    @functools.cached_property
+    def directory(self) -> Path:
+        """The directory of this client's generations. Only clients that keep state ask for it."""
+        return _directory(self.root / self.experiment, self.client_id)
 
     def refuse_earlier_notes(self) -> None:
         """Raise UserError if an earlier version noted spending or answers here: they would not count any more."""

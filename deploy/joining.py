@@ -2,8 +2,8 @@
 
 1. The site: `corolla node join NAME` makes a key pair, and names the public half, which goes to the server's operator.
 2. The server: `corolla cluster admit CLUSTER.yaml CLIENT FILE.pub` registers it and writes an invitation, which goes
-   back. The invitation holds the SuperLink's address, the site's client number, the number of clients, and the CA's
-   certificate. Nothing in it is secret.
+   back. The invitation holds the SuperLink's address, the site's client number, the number of clients, the CA's
+   certificate, and the server's version of Flower. Nothing in it is secret.
 3. The site: `corolla node start NAME --invitation FILE`.
 
 After all sites have been admitted, the server has the list of all sites' keys for private runs (deploy/peers.py),
@@ -14,14 +14,16 @@ should compare their copies.
 from __future__ import annotations
 
 import json
+import re
 import stat
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from deploy import certificates, commands, peers
+from deploy import certificates, commands, peers, superlink
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
@@ -37,12 +39,14 @@ class Invitation:
     """A site's view of a cluster.
 
     superlink: address and port. client: the site's client id. clients: their number. ca: the CA's certificate.
+    flower: the server's version of Flower; "" in an invitation of an earlier Corolla.
     """
 
     superlink: str
     client: int
     clients: int
     ca: str
+    flower: str = ""
 
 
 # At the site ----------------------------------------------------------------------------------------------------------
@@ -85,12 +89,26 @@ def accept_invitation(directory: Path, given: Path | None) -> Invitation:
             f"{directory.name}: has no invitation yet; `--invitation FILE` takes the file from `corolla cluster admit`"
         )
     raw = read_toml(path)
-    forms = {"superlink": str, "client": int, "clients": int, "ca": str}
-    if set(raw) != set(forms) or any(type(raw[name]) is not kind for name, kind in forms.items()):
+    forms = {"superlink": str, "client": int, "clients": int, "ca": str, "flower": str}
+    if set(forms) - set(raw) - {"flower"} or any(type(raw[name]) is not forms.get(name) for name in raw):
         raise UserError(f"{path}: must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}")
+    if not re.fullmatch(r"|\d+\.\d+.*", raw.get("flower", "")):
+        raise UserError(f"{path}: flower: must be a version, for example 1.39.0, got {raw['flower']!r}")
     publish(directory / INVITATION, lambda temporary: temporary.write_bytes(path.read_bytes()))
     publish(directory / CA, lambda temporary: temporary.write_text(raw["ca"]), 0o644)
     return Invitation(**raw)
+
+
+def transport_note(invitation: Invitation) -> str:
+    """Return a warning if the server's Flower and this machine's connect in different ways, otherwise ""."""
+    here, there = metadata.version("flwr"), invitation.flower
+    speaks = {version: "gRPC" if superlink.serves_grpc(version) else "HTTP" for version in (here, there) if version}
+    if not there or speaks[here] == speaks[there]:
+        return ""
+    return (
+        f"the invitation is from a server with Flower {there}, which speaks {speaks[there]}; this machine has Flower {here}, "
+        f"which speaks {speaks[here]}: it finds no answer unless the server has changed since"
+    )
 
 
 def supernode_options(directory: Path, invitation: Invitation, data_path: str) -> list[str]:
@@ -136,6 +154,7 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
     link, ca = inventory.superlink, (directory / certificates.CA).read_text()
     address = commands.host_port(link.fleet_address, link.fleet_port)
     lines = [f"superlink = {json.dumps(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]
+    lines.append(f"flower = {json.dumps(metadata.version('flwr'))}")
     invitation = directory / f"supernode-{client}.toml"
     publish(invitation, lambda path: path.write_text("\n".join([*lines, f'ca = """\n{ca}"""\n'])), 0o644)
     return invitation

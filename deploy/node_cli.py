@@ -59,7 +59,10 @@ def start(
         typer.echo(
             f"{peers}: sha256 {joining.keep_peers(directory, peers)}; ask the other sites for theirs, it must be the same"
         )
-    options = joining.supernode_options(directory, joining.accept_invitation(directory, invitation), data_path)
+    accepted = joining.accept_invitation(directory, invitation)
+    if note := joining.transport_note(accepted):
+        typer.echo(f"note: {note}", err=True)
+    options = joining.supernode_options(directory, accepted, data_path)
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
     supernode.run(name, site, options)

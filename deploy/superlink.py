@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from deploy import objects
 from fl_app import log_format
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
@@ -138,6 +139,7 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     if path := database_of(options):
         # ServerApps inherit it
         os.environ[DATABASE] = path
+    objects.register_in_one_step()
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
 

@@ -8,6 +8,7 @@ mask.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import math
@@ -25,7 +26,7 @@ from flwr.compat.common.typing import Code, Config
 from numpy.typing import NDArray
 
 from fl_app.errors import plain
-from fl_app.flower_patches import ReceivedArray
+from fl_app.flower_patches import ReceivedArray, fill
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import MAX_NUMBER, range_error
@@ -70,6 +71,7 @@ MAX_TEXT = 2**20
 # private runs, which are integers, nor collected personal models, which travel in the dtype WHOLE, as they were hashed.
 UPLOADED, WHOLE = "<f4", "<f4"
 _LINE = 500
+_SCALARS = frozenset({bool, int, float, str})
 _HEADER = re.compile(
     rb"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
 )
@@ -221,7 +223,7 @@ def encode_download(download: Download, shared: SharedBytes | None = None) -> Re
     }
     what = "evaluateins" if download.task == "evaluate" else "fitins"
     record = _record([shared.of(name, array) for name, array in arrays.items()])
-    return RecordDict({f"{what}.parameters": record, f"{what}.config": ConfigRecord(dict(config))})
+    return _content({f"{what}.parameters": record, f"{what}.config": _config(config)})
 
 
 def payload_bytes(content: RecordDict) -> int:
@@ -404,34 +406,34 @@ def _own(data: bytes) -> Array:
 
 def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Config) -> RecordDict:
     """Return the content of a reply, as Flower's NumPyClient makes it of the result of `fit`."""
-    return RecordDict(
+    return _content(
         {
-            "fitres.metrics": ConfigRecord(dict(metrics)),
+            "fitres.metrics": _config(metrics),
             "fitres.num_examples": MetricRecord({"num_examples": num_examples}),
             "fitres.parameters": _record([_sent(_dump(array)) for array in arrays]),
-            "fitres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
+            "fitres.status": _config({"code": Code.OK.value, "message": "Success"}),
         }
     )
 
 
 def properties_reply(properties: Config) -> RecordDict:
     """Return the content of a reply, as Flower's NumPyClient makes it of the result of `get_properties`."""
-    return RecordDict(
+    return _content(
         {
-            "getpropertiesres.properties": ConfigRecord(dict(properties)),
-            "getpropertiesres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
+            "getpropertiesres.properties": _config(properties),
+            "getpropertiesres.status": _config({"code": Code.OK.value, "message": "Success"}),
         }
     )
 
 
 def evaluate_reply(loss: float, num_examples: int, metrics: Config) -> RecordDict:
     """Return the content of a reply, as Flower's NumPyClient makes it of the result of `evaluate`."""
-    return RecordDict(
+    return _content(
         {
             "evaluateres.loss": MetricRecord({"loss": loss}),
             "evaluateres.num_examples": MetricRecord({"num_examples": num_examples}),
-            "evaluateres.metrics": ConfigRecord(dict(metrics)),
-            "evaluateres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
+            "evaluateres.metrics": _config(metrics),
+            "evaluateres.status": _config({"code": Code.OK.value, "message": "Success"}),
         }
     )
 
@@ -493,7 +495,19 @@ def upload_message(upload: Upload) -> RecordDict:
 def _record(arrays: Sequence[FlowerArray]) -> ArrayRecord:
     """Return arrays as a record of Flower's, numbered in order."""
     named = {str(k): array for k, array in enumerate(arrays)}
-    return ArrayRecord(named or {compat.EMPTY_TENSOR_KEY: _sent(b"")})
+    return fill(ArrayRecord(), named or {compat.EMPTY_TENSOR_KEY: _sent(b"")})
+
+
+def _config(scalars: Mapping[str, object]) -> ConfigRecord:
+    """Return scalars as a record of Flower's. Raises TypeError for a value that is no scalar."""
+    if all(type(value) in _SCALARS for value in scalars.values()):
+        return fill(ConfigRecord(), scalars)
+    return ConfigRecord(dict(scalars))  # type: ignore[arg-type]
+
+
+def _content(records: Mapping[str, ArrayRecord | ConfigRecord | MetricRecord]) -> RecordDict:
+    """Return a message's content."""
+    return fill(RecordDict(), records)
 
 
 def _sent(data: bytes) -> FlowerArray:
@@ -501,9 +515,16 @@ def _sent(data: bytes) -> FlowerArray:
 
 
 def _dump(array: Array) -> bytes:
+    whole = np.ascontiguousarray(array)
+    return b"".join([_header_of(whole.dtype, whole.shape), whole.data])
+
+
+@functools.lru_cache(maxsize=256)
+def _header_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return the header of NumPy's format 1.0 for a contiguous array."""
     out = io.BytesIO()
-    np.lib.format.write_array_header_1_0(out, np.lib.format.header_data_from_array_1_0(np.ascontiguousarray(array)))
-    out.write(np.ascontiguousarray(array).data)
+    fields = {"shape": shape, "fortran_order": False, "descr": np.lib.format.dtype_to_descr(dtype)}
+    np.lib.format.write_array_header_1_0(out, fields)
     return out.getvalue()
 
 
@@ -543,11 +564,19 @@ def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
     if start[6:8] != b"\1\0":
         raise ValueError(f"format version {tuple(start[6:8])}")
     end = _header_bytes(start)
-    found = _HEADER.fullmatch(start, 10, end)
-    if found is None or end > len(start):
+    if end > len(start):
         raise ValueError(f"header {start[10:end]!r}")
+    return *_fields(start[10:end]), end
+
+
+@functools.lru_cache(maxsize=256)
+def _fields(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """Return dtype, shape and Fortran order of a header's text. Raises ValueError or TypeError for another text."""
+    found = _HEADER.fullmatch(text)
+    if found is None:
+        raise ValueError(f"header {text!r}")
     dtype, order, shape = (group.decode() for group in found.groups())
-    return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True", end
+    return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True"
 
 
 def _header_bytes(start: bytes) -> int:

@@ -146,6 +146,8 @@ class FAVOR(FedAvg[FAVORParams]):
     """Server half. Memory: the mean and the axes of the models, the last states, both networks, and the transitions."""
 
     averages = True
+    # the models' differences in float64, and their axes
+    made_stacks, kept_stacks = 4, 1
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Return all clients in round 1, or a random part; later those that the Q-network values most."""

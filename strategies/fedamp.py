@@ -173,6 +173,8 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
     An absent client's cloud model changes with every round, and is computed when the client is sent it.
     """
 
+    # the cloud models
+    made_stacks = kept_stacks = 1
     warned = False
     # the last round's uploads, and the absent clients' cloud models that were computed last
     _last: tuple[Stack, Stack] | None = None

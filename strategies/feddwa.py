@@ -79,6 +79,8 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
     """Server half. Kept per client: the mixture it is sent, `params` and `buffers`."""
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
+    # the guidance models, unless clients send them
+    made_stacks = 1
 
     def expected(self) -> Expected:
         """Return the form of an upload: the model and, if it is trained, the guidance."""

@@ -176,6 +176,9 @@ def permuted(chain: Sequence[Layer], k: int, model: Model, order: NDArray[np.int
 class FedMA(PersonalizedStrategy[FedMAParams]):
     """Server half. Kept within a pass, per client: its next model, `params` and `buffers`."""
 
+    # the permuted models, one by one and together
+    made_stacks = 2
+
     @cached_property
     def chain(self) -> list[Layer]:
         """Return the network's layers."""

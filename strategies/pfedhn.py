@@ -131,6 +131,10 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
             self.memory |= {_NETWORK + name: layer for name, layer in layers.items()}
         return {name.removeprefix(_NETWORK): a for name, a in self.memory.items() if name.startswith(_NETWORK)}
 
+    def memory_bytes(self) -> int:
+        """Return the bytes of the hypernetwork's output layer, and of its momentum."""
+        return 4 * self.params.hidden * self.layout.d * (2 if self.params.momentum else 1)
+
     def model_for(self, client_id: int) -> Model:
         """Return the model that the hypernetwork makes for the client."""
         with one_thread():

@@ -89,6 +89,10 @@ class PFedSim(FedAvg[PFedSimParams]):
     send, `params` and `buffers`.
     """
 
+    # all last uploads together, and their mixtures; the uploads are kept
+    made_stacks = 2
+    kept_stacks = 1
+
     @cached_property
     def at_head(self) -> NDArray[np.bool_]:
         """Return the classifier's parameters, bool [d]."""

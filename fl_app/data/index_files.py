@@ -111,7 +111,9 @@ def open_partition(
 
     build_once(target, build, key="data-dir", force=force)
     try:
-        shares = Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"), target)
+        shares = Partition(
+            np.asarray(np.load(target / "flat.npy", mmap_mode="r")), np.load(target / "offsets.npy"), target
+        )
         sound = shares.num_clients == config.num_clients and len(shares.flat) == shares.offsets[-1]
         problems = [] if sound else ["flat.npy has another length than offsets.npy states"]
     except Exception as error:

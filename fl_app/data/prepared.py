@@ -466,7 +466,10 @@ def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
 
 
 def _load(directory: Path) -> Arrays:
-    x_train, y_train, x_test, y_test = (np.load(directory / f"{name}.npy", mmap_mode="r") for name in ARRAYS)
+    # as plain arrays: np.memmap's own indexing takes several times as long
+    x_train, y_train, x_test, y_test = (
+        np.asarray(np.load(directory / f"{name}.npy", mmap_mode="r")) for name in ARRAYS
+    )
     return x_train, y_train, x_test, y_test
 
 

@@ -150,13 +150,14 @@ def measure(task: Task, outputs: Tensor, y: Tensor, names: Iterable[str]) -> tup
     with contextlib.suppress(Exception):
         together = task.measure(outputs, y, names)
     rows = {metric.name: metric for metric in task.metrics}
+    headline = task.headline.name
     for name in names:
         try:
             found = together if name in together else task.measure(outputs, y, (name,))
             if name not in found:
                 raise UserError("measure did not return it")
             values[name] = rows[name].clipped(float(found[name]))
-            diverged = name == task.headline.name and MAX_NUMBER < abs(values[name]) < math.inf
+            diverged = name == headline and MAX_NUMBER < abs(values[name]) < math.inf
             if not diverged and (error := range_error(name, values[name], *rows[name].range)):
                 raise UserError(error)
         except Exception as error:

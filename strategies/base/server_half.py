@@ -102,6 +102,10 @@ class ServerHalf(ABC, Generic[P]):
     sends_parts: ClassVar[bool] = False
     # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
     spread: ClassVar[float] = 1.0
+    # For the estimate of a run's memory: stacks [N, d] that `personalize` makes beside the uploads, and those of them that are kept
+    # until the next round.
+    made_stacks: ClassVar[int] = 0
+    kept_stacks: ClassVar[int] = 0
 
     def __init__(
         self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
@@ -204,6 +208,10 @@ class ServerHalf(ABC, Generic[P]):
     def keeps_models(cls) -> bool:
         """Return whether the server keeps a model for every client between rounds."""
         return cls.model_for is not ServerHalf.model_for and not cls.makes_models
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of `memory` in a later round, for the estimates of a run's memory and disk. Default: 0, unknown."""
+        return 0
 
     @property
     def sends_one_model(self) -> bool:

@@ -21,8 +21,9 @@ def needed(server: ServerHalf[Any], expected: Expected) -> Needed:
 
     expected: the form of its uploads. With v the bytes of the tensors that travel, u those of an upload, and n clients
     in a round: messages = n (v + u), uploads = n u, checkpoint = v, and n v more if the server keeps clients' models,
-    and n (v + u) more with `keep-uploads`. Clients that hold parts of the model have smaller messages: their mean counts. A
-    method's further arrays and memory are unknown, so the estimate is too low rather than too high.
+    and n (v + u) more with `keep-uploads`. Clients that hold parts of the model have smaller messages: their mean counts. The
+    checkpoint also has the method's `memory_bytes`. Its further arrays are unknown, so the estimate is too low rather than
+    too high.
     """
     config, v = server.config, 4 * (server.layout.d + server.layout.b)
     n = config.drawn(config.num_clients)
@@ -31,7 +32,8 @@ def needed(server: ServerHalf[Any], expected: Expected) -> Needed:
     uploads = n * (upload - missing)
     messages = n * (v - (missing if server.sends_parts else 0)) + uploads
     kept = n * (v + upload) if config.keep_uploads else 0
-    return Needed(messages, uploads, v + (n * v if server.keeps_models() else 0) + kept, v)
+    models = v + (n * v if server.keeps_models() else 0)
+    return Needed(messages, uploads, models + server.memory_bytes() + kept, v)
 
 
 def part_bytes(server: ServerHalf[Any]) -> float:

@@ -32,14 +32,14 @@ _RAY_SERVER, _RAY_CLIENT = 9, 11
 class Needed:
     """Bytes that a run needs beside its programs.
 
-    fixed: in the server's process, whatever its limit. stack, kept: a round's uploads, and the models that the server
-    keeps for clients. limit: `server-memory-limit`, inf without one. client: in the process of a client. at_once:
-    clients that train at the same time.
+    fixed: in the server's process, whatever its limit. stacks: each of a round's stacks, first the uploads. kept: each
+    part that the server keeps for clients until the next round. limit: `server-memory-limit`, inf without one. client: in
+    the process of a client. at_once: clients that train at the same time.
     """
 
     fixed: float
-    stack: float
-    kept: float
+    stacks: tuple[float, ...]
+    kept: tuple[float, ...]
     limit: float
     client: float
     at_once: int
@@ -60,8 +60,8 @@ class Needed:
         return self.server + self.at_once * self.client
 
     def under(self, limit: float) -> float:
-        """Return the bytes of the stack and the kept models in memory under a limit. A small stack stays there."""
-        return (self.stack if self.stack <= max(limit, SMALL) else 0) + min(self.kept, limit)
+        """Return the bytes of the stacks and the kept models in memory under a limit. A small stack stays there."""
+        return sum(s for s in self.stacks if s <= max(limit, SMALL)) + sum(min(kept, limit) for kept in self.kept)
 
 
 def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool = False) -> Needed:
@@ -71,26 +71,33 @@ def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool 
     an upload, and m those of the whole model:
 
         server = 8 v                                         uploads are added up as they come, or the run is private
-        server = 4 v + stack + min(N v, limit)               else; stack = n u for n clients in a round, if n u <= limit
+        server = 4 v + n u + a n v + min(N v, limit) + min(b n v, limit)
+                                                             else, for n clients in a round and N in all, if n u and a n v
+                                                             are at most the limit
         client = 4 m, and 1 m more with momentum, or 2 m with AdamW
 
-    With `ray` it is 9 v more for the server and 11 m more for a client.
-    limit: `server-memory-limit`; a larger stack lies on the disk. The models of all N clients count if the server keeps them
-    (`ServerHalf.keeps_models`). Batches, activations and what a method's client half keeps are unknown, so the
-    estimate is too low rather than too high.
+    a, b: the method's `made_stacks` and `kept_stacks`. The server has twice its `memory_bytes` more. With `ray` it is 9 v more
+    for the server and 11 m more for a client. limit: `server-memory-limit`; a larger stack lies on the disk. N v counts if
+    the server keeps a model per client (`ServerHalf.keeps_models`). Batches, activations and what a method's client half
+    keeps are unknown, so the estimate is too low rather than too high.
     """
     config, whole = server.config, server.full_layout
     v, m = 4 * (server.layout.d + server.layout.b), 4 * (whole.d + whole.b)
-    fixed, stack, kept, limit = (_SERVER + _SUMS) * v, 0.0, 0.0, config.server_memory_limit * 1e9 or math.inf
+    fixed, limit = (_SERVER + _SUMS) * v, config.server_memory_limit * 1e9 or math.inf
+    stacks: tuple[float, ...] = ()
+    kept: tuple[float, ...] = ()
     if not config.private and not (streams(type(server)) and not why_kept(config, expected)):
         upload = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in expected.shapes().values())
-        stack = config.drawn(config.num_clients) * upload
-        kept = config.num_clients * v if server.keeps_models() else 0
+        drawn = config.drawn(config.num_clients)
+        stacks = drawn * upload, *[drawn * v] * server.made_stacks
+        kept = *[config.num_clients * v] * server.keeps_models(), *[drawn * v] * server.kept_stacks
         fixed = _SERVER * v
+    # a round makes new arrays beside the old ones
+    fixed += 2 * server.memory_bytes()
     client = _CLIENT + (2 if config.optimizer == "adamw" else 1 if config.momentum else 0)
     if ray:
         fixed, client = fixed + _RAY_SERVER * v, client + _RAY_CLIENT
-    return Needed(fixed, stack, kept, limit, client * m, at_once)
+    return Needed(fixed, stacks, kept, limit, client * m, at_once)
 
 
 def fitting_limit(server: ServerHalf[Any], need: Needed, available: float, one_process: bool) -> float:
@@ -102,9 +109,10 @@ def fitting_limit(server: ServerHalf[Any], need: Needed, available: float, one_p
     config = server.config
     if need.total <= available:
         return config.server_memory_limit
-    # for the stack and the kept models, which take up to the limit each
+    # for the stacks and the kept models, which take up to the limit each
     room = available - (need.total - need.limited)
-    fitting = [limit for limit in (room / 2, room - need.stack) if limit > 0 and need.under(limit) <= room]
+    shares = room / max(1, len(need.stacks) + len(need.kept)), (room - sum(need.stacks)) / max(1, len(need.kept))
+    fitting = [limit for limit in shares if limit > 0 and need.under(limit) <= room]
     if config.server_memory_limit and fitting:
         return fitting[0] / 1e9
     ways = ["a smaller model", "more memory"]

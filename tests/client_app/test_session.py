@@ -50,7 +50,8 @@ def test_equal_values_of_other_types_are_other_configs(data_dir: Path, value: An
         Session.of(DIGITS | {"local-epochs": value}, 3, 1)
 
 
-def test_damaged_data_are_found_by_an_open_session(tmp_path: Path) -> None:
+def test_damaged_data_are_found_by_an_open_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("client_app.session.LOOK_EVERY", 0)
     session = Session.of(DIGITS | {"data-dir": str(tmp_path)}, 3, 1)
     session.data(0, "")
     (images,) = tmp_path.glob("datasets/*/x_train.npy")

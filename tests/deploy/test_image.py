@@ -55,3 +55,11 @@ def test_the_base_is_pinned_and_the_last_stage_copies_no_tool() -> None:
     assert re.search(r"^ARG BASE_IMAGE=python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
     last = text.rpartition("\nFROM ")[2]
     assert "/tools" not in last and "apt-get" not in last and "\nUSER 1000\n" in last
+
+
+def test_an_edit_of_the_code_copies_no_packages() -> None:
+    stages = re.split(r"^FROM ", (ROOT / "deploy" / "Dockerfile").read_text(), flags=re.MULTILINE)
+    packages = next(stage for stage in stages if stage.startswith("${BASE_IMAGE} AS packages"))
+    assert "--require-hashes -r /hashed.txt" in packages and "/src" not in packages
+    copied = re.findall(r"^COPY --from=(\w+) (/\S+)", stages[-1], re.MULTILINE)
+    assert copied[:2] == [("packages", "/opt/corolla"), ("builder", "/own")]

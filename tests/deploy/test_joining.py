@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
     (here / joining.KEY).chmod(0o644)
     with pytest.raises(UserError, match="must be its owner's alone"):
         joining.supernode_options(here, accepted, "")
+
+
+@pytest.mark.parametrize("here, noted", [("1.39.0", False), ("1.41.2", True)])
+def test_an_invitation_names_the_servers_flower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, noted: bool
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: "1.39.2")
+    found = lab(tmp_path)
+    certificates.make(found)
+    path = joining.admit(found, 1, joining.make_key(tmp_path / "site"))
+    monkeypatch.setattr(metadata, "version", lambda package: here)
+    invitation = joining.accept_invitation(tmp_path / "site", path)
+    note = joining.transport_note(invitation)
+    assert invitation.flower == "1.39.2" and bool(note) is noted
+    if noted:
+        assert "1.39.2, which speaks gRPC" in note and "1.41.2, which speaks HTTP" in note
+    # an invitation of an earlier Corolla
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("flower")))
+    assert joining.transport_note(joining.accept_invitation(tmp_path / "site", path)) == ""
+    path.write_text("".join(["flower = 'new'\n", *(line for line in lines if not line.startswith("flower"))]))
+    with pytest.raises(UserError, match="flower: must be a version, for example 1.39.0, got 'new'"):
+        joining.accept_invitation(tmp_path / "site", path)
 
 
 def test_what_is_not_admitted(tmp_path: Path) -> None:

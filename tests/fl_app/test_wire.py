@@ -455,3 +455,8 @@ def test_replies_are_flowers_own() -> None:
         assert wire.fit_reply(sent, 7, dict(metrics)) == flowers
     evaluation = EvaluateRes(status, 0.25, 7, dict(metrics))
     assert wire.evaluate_reply(0.25, 7, dict(metrics)) == compat.evaluateres_to_recorddict(evaluation)
+
+
+def test_only_scalars_travel_as_metrics() -> None:
+    with pytest.raises(TypeError):
+        wire.fit_reply([], 1, {"accuracy": np.float32(1)})  # type: ignore[dict-item]

@@ -113,6 +113,9 @@ def test_the_estimate_by_its_formula() -> None:
     need = needed(kept, kept.protocol.expected(), 1)
     # a mask of 125 bytes comes with an upload
     assert (need.limited, need.client) == (5 * (v + 125) + 10 * v, 5 * v) and need.server == 4 * v + need.limited
+    mixing = half(config(**settings | {"method": "fedamp"}), layout)
+    # cloud models of the round's clients and of the last round's
+    assert needed(mixing, mixing.protocol.expected(), 1).limited == 2 * 5 * v + 10 * v + 5 * v
     adamw = half(config(method="fedavg", optimizer="adamw"), layout)
     assert needed(adamw, adamw.protocol.expected(), 1).client == 6 * v
 
@@ -149,10 +152,10 @@ def test_a_limit_is_lowered_before_a_run_is_refused() -> None:
     # a small stack stays in memory for any limit: 12 uploads of 4.1 MB and 30 MB of kept models
     few = half(config(method="fedcac", num_clients=12), flat_layout([1_000_000]))
     need = needed(few, few.protocol.expected(), 2)
-    assert need.stack == 12 * 4.125e6
-    assert fitting_limit(few, need, fixed + need.stack + 30e6, False) == pytest.approx(0.03)
+    assert sum(need.stacks) == 12 * 4.125e6
+    assert fitting_limit(few, need, fixed + sum(need.stacks) + 30e6, False) == pytest.approx(0.03)
     with pytest.raises(UserError, match="needs about 0.145 GB"):
-        fitting_limit(few, need, fixed + need.stack, False)
+        fitting_limit(few, need, fixed + sum(need.stacks), False)
 
 
 def test_a_run_is_refused_before_its_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
