@@ -10,7 +10,7 @@ of the largest values, each place with probability epsilon a random client inste
     r_t = Xi^(omega_t - Omega) - 1
 
 omega_t is the global model's accuracy after the round, Omega the target, Xi `base`. Every drawn client a gives a
-transition (s_{t-1}, a, r_t, s_t), which is replayed. Q moves towards (Eq. 9)
+transition (s_{t-1}, a, r_t, s_t), which is replayed. Q moves towards
 
     r + gamma Q'(s', argmax_b Q(s', b))
 
@@ -75,7 +75,7 @@ class FAVORParams(GlobalModelParams):
 
 
 def reward(accuracy: float, *, target: float, base: float) -> float:
-    """Return a round's reward, base^(accuracy - target) - 1: 0 at the target, and negative below it (Eq. 5)."""
+    """Return a round's reward, base^(accuracy - target) - 1: 0 at the target, and negative below it."""
     return float(base ** (accuracy - target) - 1)
 
 
@@ -111,7 +111,7 @@ def values_of(network: Network, states: Array) -> Array:
 
 
 def targets(network: Network, copy: Network, rewards: Array, following: Array, discount: float) -> Array:
-    """Return r + gamma Q'(s', argmax_b Q(s', b)), float64 [n] (double Q-learning, Eq. 9).
+    """Return r + gamma Q'(s', argmax_b Q(s', b)), float64 [n] (double Q-learning).
 
     network: Q; copy: Q'. rewards: float64 [n]; following: float64 [n, s], the states s'.
     """
@@ -147,7 +147,8 @@ class FAVOR(FedAvg[FAVORParams]):
 
     averages = True
     # the models' differences in float64, and their axes
-    made_stacks, kept_stacks = 4, 1
+    made_stacks = 4
+    kept_stacks = 1
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Return all clients in round 1, or a random part; later those that the Q-network values most."""

@@ -3,7 +3,7 @@
 Wang, Yurochkin, Sun, Papailiopoulos, Khazaeni: "Federated Learning with Matched Averaging", ICLR 2020.
 
 The hidden units of a layer have no order of their own: two networks that compute the same may have them in other places.
-A pass has a round per layer, from the first (Algorithm 1). In the round of layer n clients train layer n and those above;
+A pass has a round per layer, from the first. In the round of layer n clients train layer n and those above;
 the layers below are global and fixed. From the uploads the server finds for each client j a permutation of layer n's
 units, so that matched units have similar weights. It permutes the units and the inputs of layer n + 1, and averages layer
 n. Each client receives the global layers up to n, and above them its own. In the classifier's round, whose units are the

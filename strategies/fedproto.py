@@ -2,7 +2,7 @@
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
 
-Client i keeps its whole model. It receives the global prototypes p_c and trains with (Eq. 7, Algorithm 1)
+Client i keeps its whole model. It receives the global prototypes p_c and trains with (Eq. 7 and 8)
 
     cross-entropy + lambda sum_c ||p_c - p_ic||
 
@@ -11,7 +11,7 @@ training it sends, for its classes, the mean features of all its samples and the
 
     p_c = sum_i n_ic p_ic / sum_i n_ic
 
-A sample is predicted by the nearest prototype, argmin_c ||z - p_c||. That is a linear classifier of the weights p_c and
+A sample is predicted by the nearest prototype, argmin_c ||z - p_c|| (Eq. 4). That is a linear classifier of the weights p_c and
 the biases -||p_c||^2 / 2, so the model to evaluate is the client's with this classifier.
 
 `weight = 0` and `predict = classifier` is Local, bit for bit.
@@ -22,6 +22,7 @@ Readings and deviations:
   plain mean over clients: `mean = clients`.
 - The authors' code pulls every sample's features to its class's prototype, by the mean squared difference:
   `pull = samples`.
+- The authors' code gathers a client's prototypes during its last epoch. Here they are those of the trained model.
 - A class keeps its last prototype while no client of the round has it.
 - A class without any prototype is never predicted. Before a client's first prototypes arrive, its classifier predicts.
 - All clients have the same architecture; the paper's may differ in all but the features' width.

@@ -49,7 +49,7 @@ class FedRoDParams(GlobalModelParams):
 
 
 def balanced_softmax_loss(logits: Any, y: Any, counts: Any) -> Tensor:
-    """Return the mean of -log(n_y exp(g_y) / sum_c n_c exp(g_c)), a scalar tensor (Eq. 6).
+    """Return the mean of -log(n_y exp(g_y) / sum_c n_c exp(g_c)), a scalar tensor: the balanced softmax.
 
     logits: floating [n, C]; y: int64 [n]; counts: [C], samples per class, >= 0. Arrays or tensors. A class without
     samples has no part in the sum. Equal counts give the cross-entropy.

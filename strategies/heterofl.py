@@ -5,9 +5,9 @@ Diao, Ding, Tarokh: "HeteroFL: Computation and Communication Efficient Federated
 
 Client i has a rate r_i in (0, 1]. Of every hidden layer it holds the first r_i of the outputs, and of the inputs those
 that the layer below still has: ceil(r_i K) of K. It has all inputs of the network and all classes. Narrow networks are
-nested. A client receives its part, trains it (Algorithm 1) and sends it back.
+nested. A client receives its part, trains it and sends it back.
 
-Server: each element is the mean over the round's clients that hold it, unweighted; the others keep their value (Eq. 1).
+Server: each element is the mean over the round's clients that hold it, unweighted; the others keep their value.
 
 Scaling: in training a narrow client's hidden layers are divided by r_i, so that their sums are as large as a wide one's.
 `mask-classes`: in training, logits of classes that a client does not have are set to 0.
@@ -20,6 +20,7 @@ Deviations:
 - A narrow network is computed inside the wide one: elements beyond the part are 0 and do not train. Results and messages
   are those of the narrow network. The time and the memory of training are the wide one's.
 - Widths are fixed by client. The paper also redraws them in every round.
+- The authors' code averages a class's row of the classifier over the clients that have the class. Here all clients count.
 - BatchNorm's running statistics are averaged as parameters are, over those that hold the channel. The paper gathers them
   anew after training. GroupNorm's groups lie in the wide network, so a narrow one's may be partly empty.
 - It is for networks of Linear layers, convolutions and normalisation, whose layers' widths follow from the tensors.
@@ -153,7 +154,7 @@ def part_of(layout: Layout, rate: float) -> Part:
 def aggregate(
     parts: Sequence[Mapping[str, ArrayLike]], rates: ArrayLike, previous: Mapping[str, ArrayLike]
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the global tensors by name: each element's mean over the clients that hold it, else its previous value (Eq. 1).
+    """Return the global tensors by name: each element's mean over the clients that hold it, else its previous value.
 
     parts: by client, its tensors by name, each the corner that its width keeps. rates: [N]. previous: the global tensors
     before the round. The work is in float64. Raises UserError unless equal rates have equal shapes, and larger ones
