@@ -76,16 +76,16 @@ def _are_gpus(value: Any) -> bool:
 
 def _are_variables(value: Any) -> bool:
     def is_pair(name: Any, text: Any) -> bool:
-        """Return whether the kernel accepts the pair as an environment variable."""
+        """Return whether a shell takes the pair for a variable: names stand without quotes in rendered scripts."""
         if not isinstance(name, str) or not isinstance(text, str):
             return False
-        return bool(re.fullmatch(r"[^=\0]+", name)) and "\0" not in text
+        return bool(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)) and "\0" not in text
 
     return isinstance(value, dict) and all(is_pair(*pair) for pair in value.items())
 
 
 _NAME = _text("letters, digits, - and _", r"[A-Za-z0-9][\w-]*")
-_TEXT = _text("a string without control characters", r"[^\x00-\x1f]+")
+_TEXT = _text("a path without quotes, backslashes or control characters", r"""[^"'\\\x00-\x1f]+""")
 _HOST = _text("local, HOST or USER@HOST as ssh takes it", _HOST_WORD)
 _PATH = _text("an absolute path without quotes, backslashes or control characters", r"""(/[^"'\\\x00-\x1f]*)?""")
 _ADDRESS = Form(
@@ -93,7 +93,9 @@ _ADDRESS = Form(
 )
 _ADDRESSES = Form("a list of IP addresses or DNS names", lambda v: isinstance(v, list) and all(map(_is_address, v)))
 _FLAG = Form("true or false", lambda v: v is None or isinstance(v, bool))
-_VARIABLES = Form("a mapping of names to strings, without `=` in a name or NUL anywhere", _are_variables)
+_VARIABLES = Form(
+    "a mapping of names to strings, with letters, digits and _ in a name and no NUL anywhere", _are_variables
+)
 _GPUS = Form("a list of GPU numbers, each once", _are_gpus)
 _ENTRIES = Form("a list of entries such as {host: local, supernodes: 2}", lambda v: isinstance(v, list) and len(v) > 0)
 _PYTHON = "Corolla's Python there; only for a remote host"

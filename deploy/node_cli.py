@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fl_app import exit_codes
-from fl_app.errors import UserError
+from fl_app.errors import UserError, plain
 
 app = typer.Typer(
     no_args_is_help=True, help="A site's own side: join a cluster, decide which runs may run here, audit."
@@ -109,7 +109,8 @@ def approve(
         for site, requests in found.items():
             for request in requests:
                 typer.echo(f"run {request.run} at {site}: application {request.application}")
-                typer.echo("\n".join(f"  {key} = {value}" for key, value in request.config.items()))
+                # the server wrote them: no text may hide a line or look like another
+                typer.echo("\n".join(plain(f"  {key} = {value}") for key, value in request.config.items()))
         if not any(found.values()):
             typer.echo("no run waits for approval")
         return

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 DIVERGED = "training diverged"
 _MAX_LISTED = 5
-_CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])  # C0, DEL, C1
+# C0, DEL and C1; then marks that change the direction of text or end a line
+_CONTROL = dict.fromkeys(
+    [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+)
 
 
 class UserError(ValueError):
@@ -49,7 +52,10 @@ def describe(error: BaseException) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text without control characters and lone surrogates, safe for terminals, files and web pages."""
+    """Return a text without control characters and lone surrogates, safe for terminals and files.
+
+    Marks that reverse the text behind them, and Unicode's line ends, count as control characters.
+    """
     return text.translate(_CONTROL).encode("utf-8", "replace").decode("utf-8")
 
 

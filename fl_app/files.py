@@ -114,7 +114,9 @@ def publish(path: Path, write: Callable[[Path], object], mode: int = FILE_MODE) 
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        os.close(opener(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        # left by a killed process of this number, or put here by another account to lead elsewhere
+        temporary.unlink(missing_ok=True)
+        os.close(opener(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         write(temporary)
         temporary.chmod(mode)
         sync(temporary)
@@ -141,11 +143,11 @@ def sync(path: Path) -> None:
 def lock(path: Path, *, wait: bool, shared: bool = False) -> IO[bytes]:
     """Create a file if it is missing, lock it and return it. The lock ends when it is closed or this process ends.
 
-    shared: other processes may hold a shared lock too, but no exclusive one. Raises OSError, and BlockingIOError if
-    another process holds the lock and `wait` is false.
+    shared: other processes may hold a shared lock too, but no exclusive one. Raises OSError, also for a symbolic link,
+    and BlockingIOError if another process holds the lock and `wait` is false.
     """
     # a network file system allows a shared lock only on a file that is open for reading
-    file = open(path, "ab+", opener=opener)
+    file = open(path, "ab+", opener=lambda name, flags: opener(name, flags | os.O_NOFOLLOW))
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BaseException:

@@ -118,6 +118,11 @@ class Layout:
         return self.buffers[-1].stop if self.buffers else 0
 
     @cached_property
+    def variances(self) -> tuple[Slot, ...]:
+        """Slots of BatchNorm's running variances."""
+        return tuple(s for s in self.buffers if s.name in self.batchnorm and s.name.endswith("running_var"))
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements per parameter tensor, in order."""
         return tuple(slot.size for slot in self.params)

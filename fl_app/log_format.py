@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_app.debugging import is_aside
-from fl_app.errors import UserError
+from fl_app.errors import UserError, plain_lines
 
 # environment variable that a process passes on to those that it starts
 VARIABLE = "COROLLA_LOG_FORMAT"
@@ -57,6 +57,14 @@ def now(component: str, level: str, message: str) -> str:
     return line(component, level, message, time.time(), {})
 
 
+class TextFormatter(logging.Formatter):
+    """Marks a record, removes control characters and indents its further lines: strangers wrote some of the text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's lines. Only the first begins with the mark."""
+        return "corolla: " + plain_lines(super().format(record)).replace("\n", "\n  ")
+
+
 class JsonFormatter(logging.Formatter):
     """Writes a record as one JSON line. component: the kind of process. always: fields of every line."""
 
@@ -87,7 +95,7 @@ def configure(component: str, **always: Any) -> None:
     """Log Corolla's messages to standard error, marked, beside Flower's. In JSON, Flower's become lines of the schema."""
     log = logging.getLogger("corolla")
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("corolla: %(message)s"))
+    handler.setFormatter(TextFormatter())
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -234,7 +234,12 @@ def _named_tensors(state: Any, source: str) -> dict[str, Tensor]:
         known = ", ".join(map(repr, _STATE_DICTS))
         got = listed([repr(name) for name in named]) if named else type(state).__name__
         raise UserError(f"{source}: must hold a state dict (tensors by name), or have one under {known}; got {got}")
-    return {name: t.detach().to_dense() if t.layout != torch.strided else t.detach() for name, t in named.items()}
+    return {name: t.detach() for name, t in named.items()}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor that holds all its values. A few bytes of a sparse one may stand for more than any memory holds."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _without_prefix(found: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
@@ -261,7 +266,7 @@ def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout, hint: str =
     if any(groups.values()):
         lines = [f"  {what} ({len(names)}): {listed(names, '; ')}" for what, names in groups.items() if names]
         raise UserError(f"{source}: does not fit the model:\n" + "\n".join(lines) + hint)
-    arrays = {slot.name: tensors[slot.name].to(torch.float32).numpy() for slot in slots}
+    arrays = {slot.name: _dense(tensors[slot.name]).to(torch.float32).numpy() for slot in slots}
     infinite = [name for name, array in arrays.items() if not np.isfinite(array).all()]
     if infinite:
         raise UserError(f"{source}: all values must be finite in float32, got others in {listed(infinite)}")

@@ -132,6 +132,7 @@ class Expected:
 
     d, b: lengths of the travelling params and buffers. num_params: bits in a mask (0: no mask is sent). num_selected:
     ones in it (-1: any). extras: dtype and shape by name. dtype: of params and buffers on the wire, "" for UPLOADED.
+    variances: slices [start, stop) of the buffers that hold BatchNorm's variances, which are never negative.
     """
 
     d: int
@@ -140,6 +141,7 @@ class Expected:
     num_selected: int = -1
     extras: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     dtype: str = ""
+    variances: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -152,7 +154,8 @@ class Expected:
         dtype: str = "",
     ) -> Expected:
         """Return the form of an upload with the tensors of a layout, and with a method's additions."""
-        return cls(layout.d, layout.b, num_params, num_selected, extras or {}, dtype)
+        variances = tuple((slot.start, slot.stop) for slot in layout.variances)
+        return cls(layout.d, layout.b, num_params, num_selected, extras or {}, dtype, variances)
 
     @property
     def sends_mask(self) -> bool:
@@ -275,6 +278,8 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     if mask is not None:
         _check_mask(mask.view(np.uint8), expected)
     params, buffers = (np.asarray(arrays.get(n, ()), np.float32) for n in ("params", "buffers"))
+    if negative := sum(int(np.count_nonzero(buffers[start:stop] < 0)) for start, stop in expected.variances):
+        raise WireError(f"array buffers has {negative} negative variances")
     extras = {n: arrays[n] for n in expected.extras if n in arrays}
     return Upload(Model(params, buffers), mask, extras, metrics, num_examples)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.control import Control
 
-from fl_app.errors import UserError
+from fl_app.errors import UserError, plain_lines
 from fl_app.files import make_directory, opener
 
 WIDTH = 200
@@ -41,7 +41,8 @@ class LoggedConsole(Console):
     """A console that also writes its output to the log file, as plain text, even if it is quiet."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print, and write to the log file."""
+        """Print without control characters, and write to the log file: clients and files wrote some of the text."""
+        objects = tuple(plain_lines(one) if isinstance(one, str) else one for one in objects)
         super().print(*objects, **options)
         if _open and not any(isinstance(one, Control) for one in objects):
             plain = io.StringIO()

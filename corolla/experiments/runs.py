@@ -17,7 +17,7 @@ from fl_app import tasks
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse_recorded
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, counted
+from fl_app.errors import UserError, counted, plain
 from fl_app.files import lock
 from fl_app.keys import Scalar, nearest, specs
 from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note, why_undefined
@@ -269,8 +269,8 @@ class RecordedRun:
         return read_clients(self.path)
 
     def client_name(self, client_id: int | str) -> str:
-        """Return a client's name; its id if its data have no name."""
-        return str(self.clients.get(str(client_id), {}).get(NAME, client_id))
+        """Return a client's name without control characters; its id if its data have no name."""
+        return plain(str(self.clients.get(str(client_id), {}).get(NAME, client_id)))
 
     @cached_property
     def hashes(self) -> dict[int | None, DataHashes]:

@@ -6,12 +6,11 @@ these rows.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from corolla.experiments.csv_text import csv_text
 from corolla.experiments.grouping import by_settings, mean_std, settings
 from corolla.experiments.runs import RecordedRun, part_of_clients
 from corolla.experiments.sweep import Point, identity
@@ -274,24 +273,22 @@ def is_pooled(runs: Iterable[RecordedRun]) -> bool:
 def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Sequence[str]) -> None:
     """Write results.csv (ratios, full precision) and results.md (per cent) into a sweep's directory."""
     keys, named = list(dict.fromkeys(key for row in rows for key in row.varying)), columns(rows, every=True)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     parts = [f"{name}-{part}" for name in named for part in ("mean", "std")]
     # counts of the run whose final figures cover the smallest share of its clients
     metrics = list(dict.fromkeys(metric for row in rows for metric in row.others))
     coverage = ["final-clients", "final-clients-expected", *(f"final-{metric.name}-clients" for metric in metrics)]
-    writer.writerow([*keys, "n", *parts, *COSTS.values(), *coverage])
+    table: list[list[object]] = [[*keys, "n", *parts, *COSTS.values(), *coverage]]
     for row in rows:
         means = row.by_name
         numbers = [value for name in named for value in means.get(name, (None, None))]
         costs = [means.get(name, (None,))[0] for name in COSTS.values()]
         least: list[int | None] = [*row.covered(row.headline)] if row.runs else [None, None]
         least += [row.covered(metric)[0] if row.runs and metric in row.others else None for metric in metrics]
-        writer.writerow([*(row.varying.get(key) for key in keys), len(row.runs), *numbers, *costs, *least])
+        table.append([*(row.varying.get(key) for key in keys), len(row.runs), *numbers, *costs, *least])
     header, *body = text_table(rows)
     lines = [f"# {title}", "", *(f"{remark}\n" for remark in remarks)]
     lines += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
     notes = [line for note in undefined_notes(run for row in rows for run in row.runs) for line in ("", note)]
     lines += [*notes, "", f"{caption(rows).splitlines()[0].replace('standard', 'sample standard')}.", ""]
-    for name, content in (("results.csv", text.getvalue()), ("results.md", "\n".join(lines))):
+    for name, content in (("results.csv", csv_text(table)), ("results.md", "\n".join(lines))):
         publish_text(directory / name, content)

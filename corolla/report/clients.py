@@ -11,7 +11,6 @@ from corolla.report.arrays import MANY, ReportedRun, last_known
 from corolla.report.groups import Group, by_client, judged_by, short
 from corolla.report.recorded import class_names
 from corolla.report.tables import Cell, sortable_table
-from fl_app.errors import plain
 from fl_app.metrics import Metric, Record
 
 # clients in the tables of the best and the worst
@@ -81,7 +80,7 @@ def _of_few(groups: Sequence[Group]) -> list[str]:
         lines = []
         for i in ids:
             facts = groups[0].first.clients.get(i, {})
-            line = [Cell(escape(plain(groups[0].first.client_name(i))), int(i))]
+            line = [Cell(escape(groups[0].first.client_name(i)), int(i))]
             line += [_number(facts.get(name)) for name in ("train-samples", "test-samples")]
             line += [_score(metric, figures.get(i)) for figures in columns.values()]
             if len(judged) > 1:
@@ -160,7 +159,7 @@ def client_lines(run: ReportedRun) -> tuple[list[str], list[Line]]:
     for i in sorted(known, key=place):
         facts, row = run.clients.get(i, {}), latest.get(i, {})
         line = [
-            Cell(escape(plain(run.client_name(i))), int(i)),
+            Cell(escape(run.client_name(i)), int(i)),
             *(_score(metric, value) for value in (known[i], row.get(before), row.get(after))),
             *(_number(value) for value in (rounds.get(i, 0), facts.get("train-samples"), facts.get("test-samples"))),
         ]

@@ -5,10 +5,9 @@ Metrics are ratios, and traffic is in bytes.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 
+from corolla.experiments.csv_text import csv_text
 from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Record
 from fl_app.server.run_folder import NAME
@@ -59,7 +58,7 @@ def _clients(run: RecordedRun, record: Record) -> Iterator[Line]:
     evaluated, unseen = measured.get("clients", {}), measured.get("unseen", {}).get("ids", [])
     for client_id in sorted({*trained, *evaluated}, key=int):
         row, facts = trained.get(client_id, {}), run.clients.get(client_id, {})
-        named = {"name": facts[NAME]} if NAME in facts else {}
+        named = {"name": run.client_name(client_id)} if NAME in facts else {}
         yield {
             "client": int(client_id),
             **named,
@@ -78,9 +77,5 @@ def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def _csv(lines: Sequence[Line]) -> str:
-    columns = dict.fromkeys(name for line in lines for name in line)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    return csv_text([columns, *([line.get(name, "") for name in columns] for line in lines)])

@@ -78,7 +78,7 @@ def warnings(runs: Sequence[ReportedRun]) -> str:
             clients += f" and {len(senders) - SHOWN_CLIENTS} more" if len(senders) > SHOWN_CLIENTS else ""
             lines.append(
                 f"{name}: far uploads were used (max-update-norm = 0): {counted(len(far), 'upload')} of "
-                f"{'client' if len(senders) == 1 else 'clients'} {escape(plain(clients))}."
+                f"{'client' if len(senders) == 1 else 'clients'} {escape(clients)}."
             )
     data = [key for key in differing(runs) if key in DATA_KEYS]
     if data:
@@ -93,7 +93,7 @@ def failure_list(run: ReportedRun) -> str:
     if not failures:
         return ""
     items = [
-        f"<li>round {t}: client {escape(plain(run.client_name(str(f.get('client')))))}: {escape(plain(str(f.get('cause'))))}</li>"
+        f"<li>round {t}: client {escape(run.client_name(str(f.get('client'))))}: {escape(plain(str(f.get('cause'))))}</li>"
         for t, f in failures[:SHOWN_FAILURES]
     ]
     more = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import npz_file
 from fl_app.data import arrays, precision
 from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Facts, Groups, Prepared, note, open_or_convert, save
 from fl_app.errors import UserError
@@ -49,19 +48,11 @@ def prepare(request: DataRequest) -> Prepared:
 
 def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
     """Return arrays of an .npz file by name. optional: arrays that may be missing. Raises UserError."""
-    try:
-        npz = np.load(path, allow_pickle=False)
-        if not isinstance(npz, np.lib.npyio.NpzFile):
-            raise UserError(f"dataset: {path} is a single array, not an npz file with {', '.join(keys)}")
-        with npz:
-            if missing := [key for key in keys if key not in npz.files and key not in optional]:
-                has = f"it has {', '.join(npz.files) or 'nothing'}{nearest(missing[0], npz.files)}"
-                raise UserError(f"dataset: {path} has no {missing[0]}; {has}")
-            return {key: np.asarray(npz[key]) for key in keys if key in npz.files}
-    except UserError:
-        raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"dataset: {path} is not a readable npz file of plain arrays ({error})") from error
+    found, names = npz_file.read("dataset", path, lambda name: name in keys)
+    if missing := [key for key in keys if key not in found and key not in optional]:
+        has = f"it has {', '.join(names) or 'nothing'}{nearest(missing[0], names)}"
+        raise UserError(f"dataset: {path} has no {missing[0]}; {has}")
+    return {key: found[key] for key in keys if key in found}
 
 
 def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None, Facts, list[str]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import npz_file
 from fl_app.errors import UserError
 from fl_app.files import no_such
 
@@ -26,11 +25,7 @@ def read_shares(
     """
     if not path.is_file():
         raise UserError(f"partition: {no_such(path)}")
-    try:
-        with np.load(path, allow_pickle=False) as npz:
-            arrays = {name: npz[name] for name in npz.files if name.startswith(("train_idx", "test_idx"))}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"partition: {path} is not a readable npz file ({error})") from error
+    arrays, _ = npz_file.read("partition", path, lambda name: name.startswith(("train_idx", "test_idx")))
     dealt = []
     for side, word, labels, offset in sides:
         rows = _rows(path, side, arrays)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,27 @@ def test_npz_file_errors(tmp_path: Path) -> None:
         data.prepare(f"npz:{good}", tmp_path, classes=("a", "b"))
     with pytest.raises(UserError, match="image-size: npz images are not resized; .*6 pixels, got 32"):
         data.prepare(f"npz:{good}", tmp_path, image_size=32)
+
+
+@pytest.mark.parametrize("count", [10**12, 10**15])
+def test_a_header_of_more_than_any_memory(tmp_path: Path, count: int) -> None:
+    path, header = tmp_path / "bomb.npz", io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (count,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x_train.npy", header.getvalue())
+    with pytest.raises(
+        UserError, match=r"bomb\.npz (does not fit in this machine's memory|is not a readable npz file)"
+    ):
+        data.prepare(f"npz:{path}", tmp_path / "root")
+
+
+def test_what_unpacks_to_more_than_the_free_memory_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez_compressed(tmp_path / "bomb.npz", x_train=np.zeros((10, 2**20), np.uint8), y_train=np.arange(10))
+    monkeypatch.setattr("fl_app.npz_file.available_memory", lambda: 10e6)
+    with pytest.raises(UserError, match=r"bomb\.npz unpacks to 10 MB, but 10 MB of memory are free"):
+        data.prepare(f"npz:{tmp_path / 'bomb.npz'}", tmp_path / "root")
 
 
 @pytest.mark.parametrize(

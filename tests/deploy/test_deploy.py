@@ -201,7 +201,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ('hosts: [{host: local, environment: {"A\\0": x}}]', "hosts[0].environment: must be"),
         ('hosts: [{host: local, environment: {A: "x\\0y"}}]', "hosts[0].environment: must be"),
         ('hosts: [{host: local, data-path: "/a\\0b"}]', "hosts[0].data-path: must be an absolute path"),
-        ('hosts: [{host: local}]\nkeys: "a\\0b"', "keys: must be a string without control characters"),
+        ('hosts: [{host: local}]\nkeys: "a\\0b"', "keys: must be a path without quotes"),
         ('hosts: [{host: local}]\nsuperlink: {database: "/a\\0b"}', "superlink.database: must be"),
         ("[" * 5000 + "]" * 5000, "not valid YAML: nested too deeply"),
         ("hosts:\n" + "".join(" " * k + "- \n" for k in range(1, 3000)), ""),
@@ -214,6 +214,36 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ),
         ("hosts: [{host: local}]\nname: 2024-13-45", "not valid YAML"),
         ("hosts: [{host: local}]\nname: \0", "not valid YAML"),
+        *(
+            (
+                f"hosts: [{{host: '{host}', python: /p}}]\nsuperlink: {{fleet-address: h}}",
+                "hosts[0].host: must be local, HOST",
+            )
+            for host in (
+                "-oProxyCommand=id",
+                "u@-oProxyCommand=id",
+                "a b",
+                "$(id)",
+                "`id`",
+                "a;id",
+                "a\\nb",
+                "--",
+                "ssh://h",
+            )
+        ),
+        *(
+            (f"hosts: [{{host: local, environment: {{'{name}': x}}}}]", "hosts[0].environment: must be a mapping")
+            for name in ("A;id;B", "$(id)", "A B", "A-B", "1A", "Ä")
+        ),
+        ("hosts: [{host: local}]\nname: 'a]\nx = 1'", "name: must be letters"),
+        ("hosts: [{host: local}]\nname: -x", "name: must be letters"),
+        *(
+            (f"hosts: [{{host: local}}]\nkeys: '{keys}'", "keys: must be a path without quotes")
+            for keys in ('a"b', "a\\nb", "a''b")
+        ),
+        ("hosts: [{host: local}]\nname: !!python/object/apply:os.system [id]", "not valid YAML"),
+        ("hosts: [{host: local, python: '/a\\nb'}]", "hosts[0].python: must be an absolute path"),
+        ("hosts: [{host: local}]\nsuperlink: {fleet-address: '-x'}", "superlink.fleet-address: must be an IP address"),
     ],
 )
 def test_hostile_files_are_refused_in_a_few_words(tmp_path: Path, text: str, expected: str) -> None:

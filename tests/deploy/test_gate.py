@@ -20,13 +20,14 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from deploy import approval, audit, supernode
+from deploy import approval, audit, node_cli, supernode
 from deploy.audit import Audit
 from deploy.gate import Connection, Gate, Node
 from deploy.site import Site
 from fl_app import wire
 from fl_app.app_bundle import application_hash
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 
 PROJECT = """
 [project]
@@ -255,6 +256,41 @@ def test_an_approval_is_of_this_application_with_this_config(tmp_path: Path, lin
     assert answer is not None and answer.approved
     assert approval.answer(tmp_path, approval.Request("7", HASH, {"local-epochs": 6})) is None
     assert approval.answer(tmp_path, approval.Request("7", "ab" * 32, {"local-epochs": 5})) is None
+
+
+def test_a_waiting_run_cannot_hide_a_line_of_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
+    directory = supernode.sites_directory() / "clinic"
+    Audit(directory).append("start")
+    config: dict[str, Scalar] = {
+        "dp-epsilon": 0.0,
+        "x\n  private": "true\x1b[1A\x1b[2K\r\n  dp-epsilon = 1.0",
+        "y": "\u202etxt",
+    }
+    approval.ask(directory, approval.Request("7", HASH, config))
+    node_cli.approve(None, False, None)
+    assert capsys.readouterr().out.splitlines() == [
+        f"run 7 at clinic: application {HASH}",
+        "  dp-epsilon = 0.0",
+        "  x  private = true[1A[2K  dp-epsilon = 1.0",
+        "  y = txt",
+    ]
+
+
+def test_an_old_approval_holds_for_the_same_code_and_config_alone(tmp_path: Path, link: SuperLink) -> None:
+    """A server may start the approved run again, and nothing else: the request of a run with one more byte is new."""
+    request = approval.Request("7", HASH, {"local-epochs": 5})
+    approval.ask(tmp_path, request)
+    approval.decide(tmp_path, "7", True)
+    one_bit = f"{int(HASH, 16) ^ 1:064x}"
+    replays = [
+        ("8", HASH, {"local-epochs": 5}),
+        ("7", one_bit, {"local-epochs": 5}),
+        ("7", HASH, {"local-epochs": 5.0}),
+    ]
+    assert [approval.answer(tmp_path, approval.Request(*replay)) for replay in replays] == [None] * 3
 
 
 def test_nothing_runs_that_cannot_be_noted(tmp_path: Path, link: SuperLink) -> None:

@@ -60,7 +60,8 @@ def test_simulation_equals_one_process(tmp_path: Path, methods: tuple[str, ...])
             assert digests[0] == digests[1] is not None, method
 
 
-def test_own_methods_are_sent_to_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
+def test_own_methods_are_sent_to_the_nodes(warm_cluster: Cluster, tmp_path: Path) -> None:
+    cluster = warm_cluster
     cluster.start(4)
     for method in OWN_METHODS:
         digests = []

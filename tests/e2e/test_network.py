@@ -12,15 +12,16 @@ import pytest
 
 from deploy.node import explain_refusals
 from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary, wait_for
+from tests.e2e.faults import COMMON, EVERY_REPLY, causes, failures
 from tests.e2e.network import Network, inside
-from tests.e2e.test_faults import COMMON, EVERY_REPLY, causes, failures
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def apart(network: Network, cluster: Cluster) -> Cluster:
+def apart(network: Network, warm_cluster: Cluster) -> Cluster:
     """Three SuperNodes, the last of which is at the other end of the cable."""
+    cluster = warm_cluster
     cluster.address, cluster.inside = network.address, inside(network.server)
     cluster.start_superlink()
     for client_id in (0, 1):

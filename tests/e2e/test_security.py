@@ -66,7 +66,7 @@ class Intruders:
 
 
 def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: Lab) -> None:
-    fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": []}])
+    fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": [], "warm": True}])
     other = lab.directory / "other.yaml"
     other.write_text(yaml.safe_dump({"tls": True, "hosts": [{"host": "local"}]}))
     for target in (lab.inventory, other):
@@ -121,7 +121,7 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
 
 def test_a_registered_key_speaks_for_its_own_client_alone(lab: Lab) -> None:
     """Clients 0 and 2 go while a run goes on, a SuperNode with client 2's registered key comes as client 0, then client 2."""
-    fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": []}])
+    fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": [], "warm": True}])
     assert lab.cluster("keys").returncode == 0
     up = lab.cluster("up", "--timeout", "300")
     assert up.returncode == 0, up.stdout + up.stderr

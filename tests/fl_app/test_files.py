@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,6 +64,15 @@ def test_publish_into_no_directory(tmp_path: Path) -> None:
         files.publish_text(tmp_path / "none" / "a", "x")
 
 
+def test_a_link_at_the_temporary_files_place_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    temporary = tmp_path / f".a.{os.getpid()}-{threading.get_ident()}.tmp"
+    temporary.symlink_to(victim)
+    files.publish_text(tmp_path / "a", "new")
+    assert victim.read_text() == "mine" and (tmp_path / "a").read_text() == "new" and not temporary.is_symlink()
+
+
 def test_directories_are_made_closed_and_left_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     files.make_directory(tmp_path / "open" / "a" / "b")
@@ -86,6 +96,16 @@ def test_a_lock_is_held_until_closed_or_its_process_ends(tmp_path: Path) -> None
     assert subprocess.run(command).returncode == 0
     files.lock(tmp_path / ".lock", wait=True).close()
     assert mode(tmp_path / ".lock") == 0o600
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        files.lock(tmp_path / ".lock", wait=True)
+    (tmp_path / ".one.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"data-dir: cannot write under .* \(Too many levels of symbolic links\)"):
+        files.build_once(tmp_path / "one", lambda directory: None, key="data-dir")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 # build once

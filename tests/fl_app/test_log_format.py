@@ -14,7 +14,7 @@ import pytest
 
 from fl_app import debugging, log_format
 from fl_app.errors import UserError
-from fl_app.log_format import JsonFormatter, about
+from fl_app.log_format import JsonFormatter, TextFormatter, about
 from fl_app.server import progress_protocol, run_log
 from fl_app.server.progress_protocol import JsonLines, LeftOut, Round, own_text, read_line
 
@@ -74,6 +74,13 @@ def test_a_display_reads_what_it_reads_without_json(lines: list[str]) -> None:
         and "data" not in found[1]["message"]
     )
     assert found[2]["client"] == 3 and found[2]["level"] == "warning" and found[2]["component"] == "serverapp"
+
+
+def test_a_text_line_cannot_look_like_another_or_move_the_cursor() -> None:
+    record = logging.LogRecord(
+        "corolla", logging.INFO, "", 0, "refused: %s", ("\x1b[2J\r\ncorolla: all is well\u202e",), None
+    )
+    assert TextFormatter().format(record) == "corolla: refused: [2J\n  corolla: all is well"
 
 
 def test_a_traceback_is_one_line_and_no_line_of_a_display(lines: list[str]) -> None:

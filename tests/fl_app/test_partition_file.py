@@ -49,6 +49,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
         split(f"file:{tmp_path / 'gone.npz'}")
     np.save(tmp_path / "one.npy", np.zeros(3))
     (tmp_path / "text.npz").write_text("hello")
-    for name in ("one.npy", "text.npz"):
-        with pytest.raises(UserError, match=f"{name} is not a readable npz file"):
+    for name, what in (("one.npy", "is a single array"), ("text.npz", "is not a readable npz file")):
+        with pytest.raises(UserError, match=f"{name} {what}"):
             split(f"file:{tmp_path / name}")

@@ -282,6 +282,15 @@ def test_a_model_whose_own_names_have_the_prefix(tmp_path: Path) -> None:
     assert same(weights.initial_model(Wrapped(), str(path)), weights.read(module))
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse")
+def test_a_sparse_tensor_of_another_shape_is_never_made_dense(tmp_path: Path) -> None:
+    nothing = torch.zeros((2, 0), dtype=torch.long)
+    state = {"weight": torch.sparse_coo_tensor(nothing, torch.zeros(0), (10**9, 10**4)), "bias": torch.zeros(1)}
+    torch.save(state, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=r"wrong shape or type .*weight \[1000000000, 10000\], expected \[1, 2\]"):
+        weights.initial_model(nn.Linear(2, 1), str(tmp_path / "w.pt"))
+
+
 def test_initial_model_refuses_missing_corrupt_and_infinite_files(tmp_path: Path) -> None:
     module, path = nn.Linear(2, 1), tmp_path / "w.safetensors"
     with pytest.raises(UserError, match="^initial-weights .*: no such file"):

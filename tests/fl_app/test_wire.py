@@ -16,9 +16,10 @@ from flwr.compat.common.typing import Code, EvaluateRes, FitRes, GetPropertiesRe
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from torch import nn
 
-from fl_app import wire
-from fl_app.layout import Model
+from fl_app import weights, wire
+from fl_app.layout import Layout, Model
 from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.masks import pack
 from tests.conftest import bools, f32
@@ -188,6 +189,24 @@ def test_non_finite_values(bad: float, where: str) -> None:
     model = Model(np.arange(10, dtype=np.float32), f32(0.5, -1))
     getattr(model, where)[1] = bad
     refuse(reply(upload(model=model)), f"array {where} has 1 non-finite values")
+
+
+def test_variances_are_not_negative() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    layout = Layout.of(module)
+    expected, model = Expected.of(layout), weights.read(module)
+    assert model.buffers.tolist() == [0, 0, 0, 1, 1, 1]
+    # subnormal numbers and -0.0 are no lies
+    model.buffers[:] = -5, -1e30, -0.0, -0.0, 1e-42, 3e38
+    assert wire.decode_upload(reply(Upload(model)), expected).model.buffers.tolist() == model.buffers.tolist()
+    model.buffers[3:5] = -1e-42, -1
+    refuse(reply(Upload(model)), "array buffers has 2 negative variances", expected=expected)
+
+
+def test_signalling_nan() -> None:
+    bits = np.arange(10, dtype="<u4")
+    bits[4] = 0x7F800001
+    refuse(with_bytes(0, npy(bits.view("<f4"))), "array params has 1 non-finite values")
 
 
 def test_wrong_length() -> None:

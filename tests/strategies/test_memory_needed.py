@@ -81,7 +81,7 @@ def half(config: RunConfig, layout: Layout) -> Any:
     return method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
 @pytest.mark.parametrize("method", ["fedavg"])
 def test_the_estimate_is_near_what_runs_take(method: str, tmp_path: Path, data_dir: Path) -> None:
