@@ -93,6 +93,10 @@ COUNTED = {
     "fedfomo": Passes(0.8, 0.8, 0.6, 0),
     "ifca": Passes(1, 1, 4, 0),  # models to choose from
     "fedem": Passes(3, 3, 3, 0),  # components
+    "perfedavg": Passes(1, 1, 2, 2),  # a step on all data before each evaluation
+    "fedproto": Passes(1, 1, 1, 0),  # prototypes
+    # statistics, an epoch of the head without a backward pass through the body, centroids
+    "fedpac": Passes(1, 1, 3, 0),
     # rounds that train encoders; later rounds have K forward passes over three batches
     "fedconcat": Passes(),
 }

@@ -38,6 +38,7 @@ from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext
+from strategies.parts import Part
 
 if TYPE_CHECKING:
     from client_app.flat import FlatModule
@@ -338,7 +339,8 @@ class CorollaClient(NumPyClient):
         weights_file = config.initial_weights if config.train or config.share else ""
         network = self._network(weights_file)
         facts = network.facts
-        check_same_model(download, facts.layout, facts.shared_layout, config.model)
+        part = method.local_update.held(facts.shared_layout, download.extras)
+        check_same_model(download, facts.layout, facts.shared_layout, config.model, part)
 
         @functools.cache
         def initial() -> Model:
@@ -581,10 +583,13 @@ def far_values(data: ClientData, config: RunConfig) -> list[str]:
     return lines
 
 
-def check_same_model(download: Download, layout: Layout, received: Layout, model: str) -> None:
+def check_same_model(
+    download: Download, layout: Layout, received: Layout, model: str, part: Part | None = None
+) -> None:
     """Raise UserError if a download is not of this client's model.
 
-    layout: the model's layout. received: the layout of its tensors that travel.
+    layout: the model's layout. received: the layout of its tensors that travel. part: what the client holds of them;
+    None: all.
     """
     theirs = str(download.method.get(trainable_tensors.HASH, ""))
     if layout.constants != theirs:
@@ -593,10 +598,11 @@ def check_same_model(download: Download, layout: Layout, received: Layout, model
             f"{layout.constants[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
         )
     params, buffers = download.model.params.size, download.model.buffers.size
-    if download.model.nbytes and (params, buffers) != (received.d, received.b):
+    d, b = (received.d, received.b) if part is None else (part.d, part.b)
+    if download.model.nbytes and (params, buffers) != (d, b):
         raise UserError(
             f"received {params} parameters and {buffers} buffer elements, this "
-            f"client's model {model} shares {received.d} and {received.b}: is it the server's model?"
+            f"client's model {model} shares {d} and {b}: is it the server's model?"
         )
 
 

@@ -166,7 +166,9 @@ class Federation:
         uploads = intake.uploads()
         kept = uploads.rows(list(range(len(chosen))))
         self.server.round = self.rounds
+        sent = self.server.global_model
         self.server.personalize(self.rounds, uploads)
+        self.server.optimize(sent)
         return kept
 
     def evaluated(self, client_id: int) -> Model:

@@ -42,6 +42,18 @@ METHODS = Methods(
         "perfedmask",
         "pfedgate",
         "fedconcat",
+        "perfedavg",
+        "fedrod",
+        "fedproto",
+        "apple",
+        "fedpac",
+        "pfedsim",
+        "adabest",
+        "heterofl",
+        "pfedhn",
+        "pfedla",
+        "fedma",
+        "favor",
     )
 )
 

@@ -39,6 +39,7 @@ class FedAvg(PersonalizedStrategy[P]):
 
     robust = RULES
     streams = True
+    averages = True
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Set the global model to the mean weighted by training samples (`weights`), or to the mean that the key

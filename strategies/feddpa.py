@@ -127,6 +127,7 @@ class FedDPA(FedAvg[FedDPAParams]):
     """Server half: FedAvg, and a record of each client's personal share."""
 
     streams = True
+    averages = True
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for a personal share outside [0, 1]."""

@@ -221,6 +221,7 @@ class FedOBP(FedAvg[FedOBPParams]):
     # uploads include personal parameters, which drift: 4 times the usual distance was seen in 30 rounds
     spread = 2.0
     streams = True
+    averages = True
 
     def expected(self) -> Expected:
         """Return the form of an upload: the counts of personal parameters per layer.

@@ -37,12 +37,13 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app import rng
 from fl_app.keys import POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
-from fl_app.wire import Expected, Upload
+from fl_app.wire import Upload
 from strategies.aggregate import check_weights, weighted_mean
 from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_classifier
 from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg
 from strategies.fedbabu import warn_without_finetuning
+from strategies.parts import Part
 
 # sent down if not all layers train, uint8 [ceil(L/8)]: one packed bit per layer of the body
 LAYERS = "layers"
@@ -137,14 +138,9 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
         """Return the layers to train, unless all train."""
         return {} if self.params.capacity == 1 else {LAYERS: np.packbits(self.masks[client_id])}
 
-    def expected_from(self, client_id: int) -> Expected:
-        """Return the form of one client's upload: the tensors that it trains."""
-        return Expected.of(self.layout.subset(sent_tensors(self.layout, self.masks[client_id])))
-
-    def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Return the upload filled up with global values, which `masked_mean` ignores."""
-        names = sent_tensors(self.layout, self.masks[client_id])
-        return dataclasses.replace(upload, model=self.layout.put(self.global_model, upload.model, names))
+    def held_by(self, client_id: int) -> Part:
+        """Return the tensors that a client uploads: those it trains, and all statistics."""
+        return Part.of_tensors(self.layout, sent_tensors(self.layout, self.masks[client_id]))
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average each tensor over the clients that trained it."""

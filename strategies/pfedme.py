@@ -105,6 +105,7 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
 
     robust = RULES
     streams = True
+    averages = True
 
     def summary(self) -> None:
         """Log the run's settings; warn of step sizes that overshoot and of ignored keys."""

@@ -46,8 +46,13 @@ SMALL: dict[str, Scalar] = {
     "run-name": "run",
 }
 
-IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {"fedconcat": {"fedconcat.encoder-rounds": 1}}
-"""What methods of several phases need set, to reach their last in a run of two rounds."""
+IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {
+    "fedconcat": {"fedconcat.encoder-rounds": 1},
+    "apple": {"apple.models": 1},
+    "favor": {"favor.all-first": False},
+    "heterofl": {"heterofl.rates": "0.5"},
+}
+"""What methods of several phases need set to reach their last in a run of two rounds, and others to send all clients as much."""
 
 Run = Callable[..., RunFolder]
 Command = Callable[..., tuple[int, str, str]]

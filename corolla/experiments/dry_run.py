@@ -20,10 +20,15 @@ from fl_app.toml import to_toml
 Shape = Mapping[str, Any]  # arguments of a model's builder
 
 
+# clients whose messages are computed, if each holds a part of the model
+_CLIENTS = 100
+
+
 @dataclass(frozen=True)
 class RoundBytes:
     """Bytes of arrays on the wire per client, the number of clients in a round, and the bytes on the disk of kept uploads.
 
+    upload, download: the mean over clients if each holds a part of the model (`ServerHalf.held_by`).
     kept: the largest number of bytes of a kept round (`keep-uploads`). kept_rounds: the rounds that are kept.
     """
 
@@ -59,14 +64,17 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
         config.num_server_rounds,
     )  # finished rounds, current round
     upload = strategy.protocol.expected().blank()
-    download = strategy.download_for(0, config.num_server_rounds, "train")
+    # up to so many clients, of which each may hold another part of the model
+    clients = range(min(config.num_clients, _CLIENTS)) if strategy.held_by(0) is not None else range(1)
+    uploads = [wire.upload_message(strategy.protocol.expected_from(i).blank()) for i in clients]
+    downloads = [wire.encode_download(strategy.download_for(i, config.num_server_rounds, "train")) for i in clients]
     n = len(strategy.sample(list(range(config.num_clients)), 1))
     mask_bytes = 0 if upload.mask is None else upload.mask.size
     sent_rows = 1 if strategy.sends_one_model else n
     return RoundBytes(
         participants=n,
-        upload=wire.payload_bytes(wire.upload_message(upload)),
-        download=wire.payload_bytes(wire.encode_download(download)),
+        upload=sum(map(wire.payload_bytes, uploads)) // len(clients),
+        download=sum(map(wire.payload_bytes, downloads)) // len(clients),
         kept=kept_uploads.size(n, upload.model.params.size, upload.model.buffers.size, mask_bytes, sent_rows),
         kept_rounds=sum(map(config.keeps_uploads_of, range(1, config.num_server_rounds + 1))),
     )

@@ -172,6 +172,24 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         Rule(low=0, high=0.5, high_open=True),
         compared=False,
     )
+    server_optimizer: Literal["none", "momentum", "adagrad", "adam", "yogi"] = key(
+        "none",
+        "The server's own step from the sent global model towards the clients' mean "
+        "([its equations](methods/index.md#the-servers-optimizer)). `none`: the mean itself. Methods that set no mean global "
+        "model refuse the others.",
+    )
+    server_learning_rate: float = key(
+        0.0, "Learning rate of `server-optimizer` (eta). 0: 1 for `momentum`, 0.01 for the others.", NOT_NEGATIVE
+    )
+    server_beta1: float = key(0.9, "Momentum of `server-optimizer` (beta1). The paper's `adagrad` has 0.", BELOW_ONE)
+    server_beta2: float = key(
+        0.99, "Part of the second moment that stays, for `server-optimizer = adam` and `yogi` (beta2).", BELOW_ONE
+    )
+    server_tau: float = key(
+        1e-3,
+        "Adaptivity of `server-optimizer` (tau): the largest coordinates' steps differ less with a larger one.",
+        POSITIVE,
+    )
     server_memory_limit: float = key(
         2.0,
         "Gigabytes of memory for the server's per-client arrays between rounds, and for a round's uploads. Larger amounts go to "

@@ -18,6 +18,7 @@ from fl_app.layout import Layout, Model, Vector
 from fl_app.metrics import Metric
 from fl_app.tasks import Task
 from fl_app.wire import Upload
+from strategies.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -299,6 +300,15 @@ class LocalUpdate(Generic[P]):
 
     reports: ClassVar[tuple[str | Metric, ...]] = ()
     local_from_file: ClassVar[bool] = True
+
+    @classmethod
+    def held(cls, layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part | None:
+        """Return the part of the travelling tensors that the client receives. None: all of them.
+
+        layout: that of the travelling tensors. extras: the download's (`RoundContext.extras`). The server half's
+        `held_by` is its counterpart.
+        """
+        return None
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
         """Return the model that training starts from: the received tensors, and the client's own where they do not travel."""

@@ -112,6 +112,11 @@ class Method(Generic[P]):
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
+        if config.server_optimizer != "none" and not self.strategy.is_optimized():
+            raise UserError(
+                f"server-optimizer: method {config.method} sets no mean global model that it could move, got "
+                f"{config.server_optimizer!r}"
+            )
         if config.evaluate_global:
             self._check_global(config)
         late.check(config, self.strategy)

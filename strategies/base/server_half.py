@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,12 +22,16 @@ from fl_app.server import client_arrays
 from fl_app.server.record import Record
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
+from strategies import afo
 from strategies.aggregate import Stack
 from strategies.base.uploads import Intake, Sums, Uploads
+from strategies.parts import Part
 from strategies.robust import Averaging
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
+# the beginning of the names of the server optimizer's moments in `memory`
+_AFO = "server-optimizer."
 
 LATE, AGE, MOVED = "late", "age", "moved"
 """Uses of a late upload that a method may refuse (`ServerHalf.not_late`)."""
@@ -105,6 +110,15 @@ class ServerHalf(ABC, Generic[P]):
     # Whether `personalize` works on the differences between uploads and `model_for`. Late uploads then come as if they had
     # started from `model_for`: their own difference is added to it.
     reads_moves: ClassVar[bool] = False
+    # True declares that `personalize` sets the global model's parameters to a mean of the uploads, and that clients are sent
+    # that model. The key `server-optimizer` may then move it (strategies/afo.py). A subclass that overrides `personalize` or
+    # `model_for` must declare it again.
+    averages: ClassVar[bool] = False
+    # True declares that `model_for` makes a client's model from common arrays. The server then keeps no model per client.
+    makes_models: ClassVar[bool] = False
+    # True declares that a client is sent only the part of its model that it holds (`held_by`). Its client half must say the
+    # same (`LocalUpdate.held`).
+    sends_parts: ClassVar[bool] = False
     # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
     spread: ClassVar[float] = 1.0
     # For the estimate of a run's memory: stacks [N, d] that `personalize` makes beside the uploads, and those of them that are kept
@@ -171,11 +185,52 @@ class ServerHalf(ABC, Generic[P]):
             Averaging(self.config.robust, self.config.robust_liars) if uploads is None else self.averaging_of(uploads)
         )
 
+    @classmethod
+    def is_optimized(cls) -> bool:
+        """Return whether the class declares `averages`, and no later override may set another model."""
+
+        def owner(name: str) -> type:
+            return next(each for each in cls.__mro__ if name in vars(each))
+
+        return cls.averages and all(issubclass(owner("averages"), owner(hook)) for hook in ("personalize", "model_for"))
+
+    def optimize(self, sent: Model) -> None:
+        """Move the global model from the sent one towards the mean that `personalize` set (key `server-optimizer`).
+
+        The optimizer's moments are in `memory`. Statistics stay the mean's.
+        """
+        c, mean = self.config, self.global_model
+        if c.server_optimizer == "none":
+            return
+        rate = c.server_learning_rate or (afo.MOMENTUM if c.server_optimizer == "momentum" else afo.ADAPTIVE)
+        state = {name: self.memory[_AFO + name] for name in ("m", "v") if _AFO + name in self.memory}
+        params, state = afo.server_step(
+            sent.params,
+            mean.params,
+            state,
+            kind=c.server_optimizer,
+            learning_rate=rate,
+            beta1=c.server_beta1,
+            beta2=c.server_beta2,
+            tau=c.server_tau,
+        )
+        self.memory |= {_AFO + name: moment for name, moment in state.items()}
+        self.global_model = Model(params, mean.buffers)
+
     # From models to downloads
 
     def model_for(self, client_id: int) -> Model:
         """Return the model that a client's next round starts from (the tensors that travel)."""
         return self.global_model
+
+    @classmethod
+    def keeps_models(cls) -> bool:
+        """Return whether the server keeps a model for every client between rounds."""
+        return cls.model_for is not ServerHalf.model_for and not cls.makes_models
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of `memory` in a later round, for the estimates of a run's memory and disk. Default: 0, unknown."""
+        return 0
 
     @property
     def sends_one_model(self) -> bool:
@@ -189,12 +244,14 @@ class ServerHalf(ABC, Generic[P]):
     def download_for(self, client_id: int, round: int, task: str) -> Download:
         """Return the method's message to a client. Raises UserError for a model that no client could take."""
         constants = self.full_layout.constants
+        model = _sendable(self.model_for(client_id), self.layout, self.config.method)
+        part = self.held_by(client_id) if self.sends_parts else None
         return Download(
             task=task,
             round=round,
             attempt=0,
             experiment=self.folder.experiment,
-            model=_sendable(self.model_for(client_id), self.layout, self.config.method),
+            model=model if part is None else part.take(model),
             extras=self.download_extras(client_id),
             method={trainable_tensors.HASH: constants} if constants else {},
         )
@@ -220,19 +277,27 @@ class ServerHalf(ABC, Generic[P]):
         """Return the form that every upload of the round must have: its tensors, its mask, and the method's extra arrays."""
         return Expected.of(self.layout)
 
+    def held_by(self, client_id: int) -> Part | None:
+        """Return the part of the travelling tensors that a client holds, trains and uploads. None: all of them."""
+        return None
+
     def expected_from(self, client_id: int) -> Expected:
-        """Return the form of one client's upload, if clients' uploads differ.
+        """Return the form of one client's upload, if clients' uploads differ. Default: that of the part it holds.
 
         `complete` then brings the upload into the common form.
         """
-        return self.attempt.expected or self.expected()
+        form, part = self.attempt.expected or self.expected(), self.held_by(client_id)
+        if part is None:
+            return form
+        return dataclasses.replace(form, d=part.d, b=part.b)
 
     def check(self, upload: Upload) -> None:
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""
 
     def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Return a checked upload in the form that the round's stacks hold."""
-        return upload
+        """Return a checked upload in the form that the round's stacks hold. Default: filled up with global values."""
+        part = self.held_by(client_id)
+        return upload if part is None else dataclasses.replace(upload, model=part.put(self.global_model, upload.model))
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Return the stacks in which uploads must not lie far apart (key `max-update-norm`), [N, ...] by a plural name."""

@@ -76,10 +76,11 @@ def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool 
                                                              are at most the limit
         client = 4 m, and 1 m more with momentum, or 2 m with AdamW
 
-    a, b: the method's `made_stacks` and `kept_stacks`. With `ray` it is 9 v more for the server and 11 m more for a client.
-    limit: `server-memory-limit`; a larger stack lies on the disk. Uploads that wait in simulated time count as one more
-    part that is kept. N v does not count if the method does not override `model_for`. Batches, activations and what a
-    method's client half keeps are unknown, so the estimate is too low rather than too high.
+    a, b: the method's `made_stacks` and `kept_stacks`. The server has twice its `memory_bytes` more. With `ray` it is 9 v more
+    for the server and 11 m more for a client. limit: `server-memory-limit`; a larger stack lies on the disk. Uploads that
+    wait in simulated time count as one more part that is kept. N v counts if the server keeps a model per client
+    (`ServerHalf.keeps_models`). Batches, activations and what a method's client half keeps are unknown, so the estimate is
+    too low rather than too high.
     """
     config, whole = server.config, server.full_layout
     v, m = 4 * (server.layout.d + server.layout.b), 4 * (whole.d + whole.b)
@@ -90,12 +91,13 @@ def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool 
     drawn = config.drawn(config.num_clients)
     if not config.private and not (streams(type(server)) and not why_kept(config, expected)):
         stacks = drawn * upload, *[drawn * v] * server.made_stacks
-        keeps_models = type(server).model_for is not ServerHalf.model_for
-        kept = *[config.num_clients * v] * keeps_models, *[drawn * v] * server.kept_stacks
+        kept = *[config.num_clients * v] * server.keeps_models(), *[drawn * v] * server.kept_stacks
         fixed = _SERVER * v
     if config.is_timed or config.replay:
         # uploads wait until the clock lets them arrive
         kept = *kept, drawn * upload
+    # a round makes new arrays beside the old ones
+    fixed += 2 * server.memory_bytes()
     client = _CLIENT + (2 if config.optimizer == "adamw" else 1 if config.momentum else 0)
     if ray:
         fixed, client = fixed + _RAY_SERVER * v, client + _RAY_CLIENT

@@ -471,7 +471,9 @@ class Rounds:
         Arrays beyond `server-memory-limit` go to the disk.
         """
         self.server.round = self.attempt.round
+        sent = self.server.global_model
         self.protocol.personalize(self.attempt.round, accepted)
+        self.server.optimize(sent)
         self._settle(list(self.attempt.intake.metrics))
         for client_id, reported in self.attempt.intake.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))

@@ -66,7 +66,11 @@ def test_every_method_trains_parts(run: Run, method: str) -> None:
         with pytest.raises(UserError, match=f"train: method {method} trains a network around the model"):
             run(method=method, train="*classifier*", **IN_TWO_ROUNDS.get(method, {}))
         return
-    folder = run(method=method, train="fc2.*,*classifier*", num_clients=2, num_server_rounds=1)
+    if method == "heterofl":
+        with pytest.raises(UserError, match="train: heterofl narrows all layers, so all must train"):
+            run(method=method, train="fc2.*,*classifier*")
+    more = {"heterofl": {"heterofl": {"rates": "1"}}}.get(method, {})
+    folder = run(method=method, train="fc2.*,*classifier*", num_clients=2, num_server_rounds=1, **more)
     summary = read_summary(folder.path)
     assert summary["failures"] == 0 and summary["digest"]
 

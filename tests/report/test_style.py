@@ -64,9 +64,9 @@ def test_colours_differ_for_all_eyes_and_from_the_paper(palette: tuple[str, ...]
 def test_no_two_methods_look_the_same() -> None:
     places = [of_method(name) for name in METHODS]
     assert len(set(places)) == len(places)
-    # few pairs share a colour and a line, or a colour and a marker
+    # most methods have a colour and a line, or a colour and a marker, of their own; 45 pairs of colour and line exist
     for kind in (slice(0, 2), slice(0, 3, 2)):
-        assert len({place[kind] for place in places}) >= 0.9 * len(places)
+        assert len({place[kind] for place in places}) >= 0.75 * len(places)
     mains = ("fedavg", "local", "fedcac", "feddac", "fedpake", "fedobp")
     assert len({of_method(name)[0] for name in mains}) == len(mains)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app import server_app
+from fl_app import server_app, wire
 from fl_app.errors import UserError
 from fl_app.layout import Model
 from fl_app.server import disk
@@ -19,6 +19,7 @@ from strategies import METHODS
 from strategies.engine.disk import needed
 from tests.conftest import Run, config, f32, flat_layout
 from tests.disks import full_disk
+from tests.methods.federation import Federation
 
 
 @pytest.fixture
@@ -54,6 +55,23 @@ def test_the_bytes_of_a_round(settings: dict[str, object], expected: Needed) -> 
         parsed, parsed.params, layout, initial, method.travelling(parsed, layout), RunFolder(Path(), "")
     )
     assert needed(server, server.protocol.expected()) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [("heterofl", {"rates": "1, 0.4"}), ("perfedmask", {"capacity": 0.5}), ("pfedhn", {}), ("fedproto", {})],
+)
+def test_the_bytes_of_clients_that_hold_parts(tmp_path: Path, method: str, keys: dict[str, object]) -> None:
+    fed = Federation(tmp_path, method, **{method: keys})
+    server = fed.server
+    sent = sum(server.download_for(i, 1, "train").model.nbytes for i in range(3))
+    uploads = sum(
+        sum(array.nbytes for array in wire.encode_upload(server.expected_from(i).blank())[0]) for i in range(3)
+    )
+    whole = server.global_model.nbytes
+    # these four keep no client's model on the server; pFedHN has a layer of 100 d weights, and its momentum
+    checkpoint = whole + (2 * 4 * 100 * server.layout.d if method == "pfedhn" else 0)
+    assert needed(server, server.protocol.expected()) == Needed(sent + uploads, uploads, checkpoint, whole)
 
 
 def test_pages_that_a_database_reuses_are_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,8 @@ NOTING = {
     "feddwa": ("neighbours",),
     "fedamp": ("attention",),
     "fedfomo": ("affinity",),
+    "apple": ("relations",),
+    "fedpac": ("head-weights",),
 }
 
 

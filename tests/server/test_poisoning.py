@@ -194,6 +194,13 @@ def test_every_method_says_what_it_can_do() -> None:
         "perfedmask",
         "feddyn",
         "scaffold",
+        "fedproto",
+        "apple",
+        "fedpac",
+        "heterofl",
+        "pfedhn",
+        "pfedla",
+        "fedma",
     }
     assert all(method.strategy.robust <= RULES for method in METHODS.values())
 

@@ -26,6 +26,10 @@ SPLITTING = (
     "fedas",
     "perfedmask",
     "floco",
+    "fedrod",
+    "fedproto",
+    "fedpac",
+    "pfedsim",
 )
 
 

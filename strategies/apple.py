@@ -1,0 +1,264 @@
+"""APPLE: each client trains its part of a mixture of all clients' models, and learns the mixture's weights.
+
+Luo, Wu: "Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning", IJCAI 2022.
+
+Client i has a core model w_i, which the server keeps, and a directed relationship vector p_i [N], which it keeps itself.
+It receives the core models of others. Its personal model is theta = sum_j p_ij w_j. Every batch makes two updates
+(Algorithm 1), with g the gradient of f at theta:
+
+    w_i  <- w_i  - eta p_ii g
+    p_ij <- p_ij - eta_p (<g, w_j> + lambda(t) mu (p_ij - p0_j))
+
+The second is the gradient of f plus lambda(t) mu/2 ||p_i - p0||^2. p0_j is client j's share of all training samples, and
+the first p_i. lambda falls from 1 to 0 in the rounds t up to L, by a cosine:
+
+    lambda(t) = (1 + cos(pi (t - 1) / L)) / 2, then 0
+
+The client sends w_i. The client is evaluated with theta, of the received core models before training, and with its
+trained core model after it.
+
+Readings and deviations:
+
+- p_ii is about 1/N at first, which slows w_i down. PFLlib multiplies eta by N: `core-rate = 0`.
+- A core model that a client has not been sent counts as its own. In the first round no client has been sent any, and
+  theta is w_i.
+- `models` limits the core models that a client is sent, as the paper's M; they are those with the largest |p_ij|.
+- PFLlib divides <g, w_j> by the number of parameters, and learns p only with `dr_learning_rate` above 0.
+- w_i has the run's momentum and weight decay. p_i takes plain steps.
+- BatchNorm's running statistics are the client's own, gathered by theta. They travel with w_i.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_app.errors import UserError
+from fl_app.figures import Matrix
+from fl_app.keys import NOT_NEGATIVE, key
+from fl_app.layout import Model
+from fl_app.wire import Expected, Upload
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_tensors,
+)
+
+log = logging.getLogger("corolla")
+
+# down: int64 [M] and float32 [M, d], others' core models, and float64 [N]; up: float64 [N]
+IDS, MODELS, PRIOR, RELATIONS = "ids", "models", "prior", "relations"
+
+
+@dataclass(frozen=True)
+class APPLEParams:
+    """Parameters of APPLE, table `apple`."""
+
+    relation_rate: float = key(0.01, "Learning rate of the relationship vector p (eta_p); 0: it stays.", NOT_NEGATIVE)
+    core_rate: float = key(
+        1.0,
+        "Factor on `learning-rate` for the core model. 1: as printed. 0: the number of clients (PFLlib).",
+        NOT_NEGATIVE,
+    )
+    mu: float = key(0.1, "Pull of p to the clients' shares of samples (mu).", NOT_NEGATIVE)
+    loosen_rounds: int = key(20, "Rounds after which this pull has faded out (L).", NOT_NEGATIVE, counts_rounds=True)
+    models: int = key(0, "Other clients' core models that a client is sent (M - 1); 0: all.", NOT_NEGATIVE)
+
+
+def mix(W: ArrayLike, p: ArrayLike) -> NDArray[np.floating[Any]]:
+    """Return the personal model sum_j p_j w_j, [d], summed in float64 (Eq. 2).
+
+    W: [N, d], core models; p: [N]. The result has W's dtype, at least float32.
+    """
+    stack = np.asarray(W)
+    total: NDArray[np.floating[Any]] = np.asarray(p, np.float64) @ stack.astype(np.float64)
+    return total.astype(np.result_type(stack.dtype, np.float32))
+
+
+def fade(round: int, loosen_rounds: int) -> float:
+    """Return lambda of a round, counted from 1: from 1 to 0 by a cosine over so many rounds, then 0."""
+    if round > loosen_rounds:
+        return 0.0
+    return (1 + math.cos(math.pi * (round - 1) / loosen_rounds)) / 2
+
+
+def regularizer(p: ArrayLike, p0: ArrayLike, round: int, *, mu: float, loosen_rounds: int) -> float:
+    """Return lambda(t) mu/2 ||p - p0||^2 (Eq. 5). p, p0: [N]; round: t, from 1; mu, loosen_rounds: the parameters."""
+    apart = np.asarray(p, np.float64) - np.asarray(p0, np.float64)
+    return fade(round, loosen_rounds) * mu / 2 * float(apart @ apart)
+
+
+class APPLE(PersonalizedStrategy[APPLEParams]):
+    """Server half. Kept per client: its core model, `params` and `buffers`, and `relations` float64 [N], p_i."""
+
+    def summary(self) -> None:
+        """Log the run's settings; warn that clients receive each other's models."""
+        super().summary()
+        count = self.params.models or self.config.num_training - 1
+        log.warning("apple: clients are sent other clients' models, up to %d each and round", count)
+
+    def expected(self) -> Expected:
+        """Return the form of an upload: the core model and p."""
+        return dataclasses.replace(super().expected(), extras={RELATIONS: ("<f8", (self.config.num_clients,))})
+
+    def model_for(self, client_id: int) -> Model:
+        """Return the client's own core model; at first the initial one."""
+        return self.last_personal(client_id)
+
+    def offered(self, client_id: int) -> list[int]:
+        """Return the ids of the core models that a client is sent, sorted."""
+        # in a later round that is only previewed, no client is known
+        known = set(self.personal) or set(range(self.config.num_clients if self.attempt.round > 1 else 0))
+        others = sorted(known - {client_id})
+        most = self.params.models
+        if not most or len(others) <= most:
+            return others
+        p = self.personal[client_id][RELATIONS] if client_id in self.personal else np.zeros(self.config.num_clients)
+        return sorted(sorted(others, key=lambda j: (-abs(p[j]), j))[:most])
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the clients' shares of samples, and others' core models."""
+        extras: dict[str, NDArray[Any]] = {PRIOR: self.prior()}
+        if others := self.offered(client_id):
+            extras |= {IDS: np.array(others), MODELS: np.stack([self.last_personal(j).params for j in others])}
+        return extras
+
+    def prior(self) -> NDArray[np.float64]:
+        """Return p0, float64 [N]: the clients' shares of all training samples, 0 for clients that never train."""
+        declared = self.attempt.declared
+        sizes = [float(declared.get(i, {}).get("train-samples", 1)) for i in range(self.config.num_clients)]
+        prior = np.maximum(sizes, 1)
+        prior[sorted(self.config.unseen)] = 0
+        shares: NDArray[np.float64] = prior / prior.sum()
+        return shares
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Keep the core models and the relations."""
+        for row, i in enumerate(uploads.ids):
+            p = uploads.extras[RELATIONS][row]
+            self.keep_for(i, params=uploads.W[row], buffers=uploads.B[row], relations=p)
+            self.note(i, RELATIONS, {str(j): float(np.round(p[j], 6)) for j in uploads.ids})
+
+    def personal_model(self, client_id: int) -> None:
+        """Return None: only the client makes its mixture."""
+
+    def has_global_model(self) -> bool:
+        """Return False: there is none."""
+        return False
+
+
+class APPLEUpdate(LocalUpdate[APPLEParams]):
+    """Client half. State: `apple.relations` float64 [N], p_i."""
+
+    @classmethod
+    def tested(cls, params: APPLEParams) -> str:
+        """Return the sentence on the mixture."""
+        return (
+            "before training, the mixture of the received core models is tested; after training, the mixture with the core model "
+            "and the weights that the client trained"
+        )
+
+    def relations(self, state: ClientState, ctx: RoundContext[APPLEParams]) -> NDArray[np.float64]:
+        """Return p_i, float64 [N]."""
+        kept = state.arrays.get("apple.relations")
+        return ctx.extras[PRIOR] if kept is None else kept
+
+    def personal(self, model: Model, state: ClientState, ctx: RoundContext[APPLEParams]) -> Model:
+        """Return the mixture of a core model with the received ones."""
+        p, others = self.relations(state, ctx), ctx.extras.get(IDS, np.zeros(0, np.int64))
+        own = share_of_own(p, others, ctx.client_id)
+        if not len(others):
+            return model if own == 1 else Model(mix(model.params[None], [own]).astype(np.float32), model.buffers)
+        W = np.concatenate([model.params[None], ctx.extras[MODELS]])
+        return Model(mix(W, np.concatenate([[own], p[others]])).astype(np.float32), model.buffers)
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[APPLEParams]) -> Model:
+        """Train the core model and p on the same batches. Return the core model."""
+        import torch
+
+        c, trainer = ctx.params, ctx.trainer
+        p, p0 = self.relations(state, ctx).copy(), ctx.extras[PRIOR]
+        others = ctx.extras.get(IDS, np.zeros(0, np.int64))
+        trainer.load(start)
+        core = trainer.weights.clone()
+        # [M, d]
+        W = [trainer.tensor(row) for row in ctx.extras.get(MODELS, np.zeros((0, 0), np.float32))]
+        step, rate = trainer.optimizer(core).step, trainer.learning_rate * (c.core_rate or float(np.count_nonzero(p0)))
+        pull = fade(ctx.round, c.loosen_rounds) * c.mu
+        for x, y in trainer.batches():
+            own = share_of_own(p, others, ctx.client_id)
+            theta = core * own
+            for j, w in zip(others, W, strict=True):
+                theta.add_(w, alpha=float(p[j]))
+            trainer.weights.copy_(theta)
+            trainer.differentiate(x, y)
+            if c.relation_rate:
+                # every core model that was not sent counts as the client's own
+                slope = np.full(len(p), float(core @ trainer.gradient))
+                if W:
+                    slope[others] = torch.stack([w @ trainer.gradient for w in W]).cpu().numpy()
+                p -= c.relation_rate * (slope + pull * (p - p0))
+            step(trainer.gradient.mul_(own), rate)
+        if not np.isfinite(p).all():
+            raise UserError(
+                f"training diverged: apple's relations are not finite (apple.relation-rate {c.relation_rate:g})"
+            )
+        state.arrays["apple.relations"] = p
+        trainer.weights.copy_(core)
+        return trainer.read()
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[APPLEParams]) -> Upload:
+        """Send the core model and p."""
+        plain = super().upload(before, after, state, ctx)
+        return dataclasses.replace(plain, extras={RELATIONS: self.relations(state, ctx)})
+
+
+def share_of_own(p: NDArray[np.float64], others: NDArray[np.int64], client_id: int) -> float:
+    """Return the weight of a client's own core model: p_ii, and the weights of the core models that it was not sent."""
+    own = np.ones(len(p), bool)
+    own[others] = False
+    return float(p[own].sum())
+
+
+FIGURES = (
+    Matrix(
+        RELATIONS,
+        "Directed relationships",
+        "weight of the column's core model",
+        "The weights p that each client (rows) learned for the core models (columns) in its personal model.",
+        heading="Relationships",
+        value="weight",
+    ),
+)
+METHOD = Method(
+    "apple",
+    APPLEParams,
+    APPLE,
+    APPLEUpdate,
+    all_tensors,
+    figures=FIGURES,
+    needs_whole=True,
+    needs_all="it weighs every core model by its client's share of all samples",
+    not_private="it sends clients each other's models",
+    overview=Overview(
+        group="Parameters among similar clients",
+        travels="model up, all models down",
+        stays="relationship vector",
+        server="4(d+b) + 8N a client",
+        disk="8N",
+        unseen="initial model mixed with all",
+        use="few clients that may see each other's models",
+    ),
+)

@@ -1,0 +1,270 @@
+"""FedProto: no models travel, only prototypes: each class's mean features, which pull all clients' features together.
+
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
+
+Client i keeps its whole model. It receives the global prototypes p_c and trains with (Eq. 7 and 8)
+
+    cross-entropy + lambda sum_c ||p_c - p_ic||
+
+p_ic is the mean of the features z of the batch's samples of class c. Features are the last Linear layer's input. After
+training it sends, for its classes, the mean features of all its samples and their number n_ic. Server (Eq. 6):
+
+    p_c = sum_i n_ic p_ic / sum_i n_ic
+
+A sample is predicted by the nearest prototype, argmin_c ||z - p_c|| (Eq. 4). That is a linear classifier of the weights p_c and
+the biases -||p_c||^2 / 2, so the model to evaluate is the client's with this classifier.
+
+`weight = 0` and `predict = classifier` is Local, bit for bit.
+
+Readings and deviations:
+
+- As printed, Eq. 6 also divides by the number of clients, which would shrink the prototypes. The authors' code takes the
+  plain mean over clients: `mean = clients`.
+- The authors' code pulls every sample's features to its class's prototype, by the mean squared difference:
+  `pull = samples`.
+- The authors' code gathers a client's prototypes during its last epoch. Here they are those of the trained model.
+- A class keeps its last prototype while no client of the round has it.
+- A class without any prototype is never predicted. Before a client's first prototypes arrive, its classifier predicts.
+- All clients have the same architecture; the paper's may differ in all but the features' width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_app.errors import UserError
+from fl_app.keys import NOT_NEGATIVE, key
+from fl_app.layout import Layout, Model
+from fl_app.wire import Expected, Upload, WireError
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    Objective,
+    Overview,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_but_classifier,
+)
+from strategies.heads import head_slots
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PROTOTYPES, COUNTS = "prototypes", "counts"
+"""Both ways: float32 [C, k], and int64 [C], the samples that they are means of. A class without samples has zeros."""
+
+# the bias of a class without a prototype
+_NEVER = -1e9
+
+
+@dataclass(frozen=True)
+class FedProtoParams:
+    """Parameters of FedProto, table `fedproto`."""
+
+    weight: float = key(1.0, "Weight of the distance to the global prototypes (lambda); 0: none.", NOT_NEGATIVE)
+    pull: Literal["classes", "samples"] = key(
+        "classes", "What is pulled: a batch's mean features per class (paper), or every sample's (authors' code)."
+    )
+    mean: Literal["samples", "clients"] = key(
+        "samples", "A class's prototype: the mean weighted by samples (paper), or over its clients (authors' code)."
+    )
+    predict: Literal["prototypes", "classifier"] = key(
+        "prototypes", "The prediction: the nearest prototype (paper), or the model's own classifier."
+    )
+
+
+def mean_prototypes(P: ArrayLike, counts: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the global prototypes, float64 [C, k], and the samples per class, int64 [C] (Eq. 6).
+
+    P: [N, C, k], the clients' prototypes. counts: [N, C], the samples behind each, >= 0; 0: the prototype does not count.
+    A class without samples has zeros.
+    """
+    stack, weights = np.asarray(P, np.float64), np.asarray(counts, np.float64)
+    totals = weights.sum(axis=0)
+    sums = np.einsum("nck,nc->ck", np.where(weights[..., None] > 0, stack, 0), weights)
+    return sums / np.where(totals > 0, totals, 1)[:, None], np.asarray(counts).sum(axis=0).astype(np.int64)
+
+
+def prototypes_of(
+    features: NDArray[np.float32], labels: NDArray[np.int64], num_classes: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return a client's prototypes, float32 [C, k], and its samples per class, int64 [C].
+
+    features: float32 [n, k]; labels: int64 [n]. A class without samples has zeros.
+    """
+    counts = np.bincount(labels, minlength=num_classes)
+    sums = np.zeros((num_classes, features.shape[1]))
+    np.add.at(sums, labels, features)
+    return (sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts
+
+
+def nearest(prototypes: ArrayLike, counts: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the linear classifier that predicts the nearest prototype: weight float32 [C, k] and bias float32 [C].
+
+    prototypes: [C, k]; counts: [C]. A class with count 0 is never predicted.
+    """
+    P = np.asarray(prototypes, np.float64)
+    bias = np.where(np.asarray(counts) > 0, -(P * P).sum(axis=1) / 2, _NEVER)
+    return P.astype(np.float32), bias.astype(np.float32)
+
+
+def distance(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor, *, pull: str) -> Tensor:
+    """Return a batch's distance to the prototypes, a scalar.
+
+    z: features float32 [n, k]; y: int64 [n]; prototypes: float32 [C, k]; known: bool [C], the classes that have one.
+    pull: `classes`, the sum over the batch's classes of the Euclidean distance of the mean features, or `samples`, the
+    mean squared difference of all samples' features.
+    """
+    import torch
+
+    if pull == "samples":
+        squared: Tensor = ((z - prototypes[y]).square() * known[y][:, None]).mean()
+        return squared
+    members = torch.nn.functional.one_hot(y, len(known)).to(z.dtype)
+    counts = members.sum(0)
+    means = (members.T @ z) / counts.clamp(min=1)[:, None]
+    apart = torch.linalg.vector_norm(prototypes - means, dim=1)
+    total: Tensor = (apart * ((counts > 0) & known)).sum()
+    return total
+
+
+def extras_of(layout: Layout) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """Return the form of a client's prototypes in an upload. layout: the whole model's."""
+    classes, width = head_slots(layout)[0].shape
+    return {PROTOTYPES: ("<f4", (classes, width)), COUNTS: ("<i8", (classes,))}
+
+
+def check_counts(upload: Upload) -> None:
+    """Raise WireError unless a client's counts are not negative and sum up to its samples."""
+    counts = np.asarray(upload.extras[COUNTS], np.int64)
+    if (counts < 0).any() or counts.sum() > upload.num_examples:
+        raise WireError(
+            f"array {COUNTS} must be >= 0 and add up to at most its {upload.num_examples} samples, got {counts.tolist()}"
+        )
+
+
+def pulled(ctx: RoundContext[Any], weight: float, pull: str) -> Objective | None:
+    """Return the loss plus weight times `distance` to the received prototypes; None, no operation at all, without them."""
+    import torch
+
+    if not weight or PROTOTYPES not in ctx.extras:
+        return None
+    trainer = ctx.trainer
+    goal = torch.tensor(ctx.extras[PROTOTYPES], device=trainer.weights.device)
+    known = torch.tensor(ctx.extras[COUNTS] > 0, device=trainer.weights.device)
+
+    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z, logits = trainer.forward(module, x)
+        return trainer.loss(logits, y) + weight * distance(z, y, goal, known, pull=pull)
+
+    return loss
+
+
+def sent_prototypes(server: PersonalizedStrategy[Any]) -> dict[str, NDArray[Any]]:
+    """Return a server's prototypes and counts, from the second round on; zeros in a round that is only previewed."""
+    if server.attempt.round < 2:
+        return {name: server.memory[name] for name in (PROTOTYPES, COUNTS) if name in server.memory}
+    form = extras_of(server.full_layout)
+    return {name: server.memory.get(name, np.zeros(shape, dtype)) for name, (dtype, shape) in form.items()}
+
+
+class FedProto(PersonalizedStrategy[FedProtoParams]):
+    """Server half. Memory: `prototypes` float32 [C, k] and `counts` int64 [C]."""
+
+    def expected(self) -> Expected:
+        """Return the form of an upload: no tensors, the prototypes and the counts."""
+        return dataclasses.replace(super().expected(), extras=extras_of(self.full_layout))
+
+    def check(self, upload: Upload) -> None:
+        """Raise WireError for counts that cannot be the client's."""
+        check_counts(upload)
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the global prototypes, from the second round on."""
+        return sent_prototypes(self)
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Average the prototypes of the round's clients; other classes keep theirs."""
+        counts = uploads.extras[COUNTS]
+        weights = counts if self.params.mean == "samples" else (counts > 0).astype(np.int64)
+        means = mean_prototypes(uploads.extras[PROTOTYPES], weights)[0].astype(np.float32)
+        total = counts.sum(axis=0)
+        before, known = self.memory.get(PROTOTYPES, np.zeros_like(means)), self.memory.get(COUNTS, np.zeros_like(total))
+        self.memory[PROTOTYPES] = np.where(total[:, None] > 0, means, before)
+        self.memory[COUNTS] = np.where(total > 0, total, known)
+
+
+class FedProtoUpdate(LocalUpdate[FedProtoParams]):
+    """Client half. It keeps its model, as Local does."""
+
+    @classmethod
+    def tested(cls, params: FedProtoParams) -> str:
+        """Return the sentence on the classifier made of prototypes."""
+        if params.predict == "classifier":
+            return ""
+        return "before and after training, the client's features are tested with the nearest of the received prototypes"
+
+    def personal(self, model: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
+        """Return the model under the classifier of the nearest prototype."""
+        if ctx.params.predict == "classifier" or PROTOTYPES not in ctx.extras:
+            return model
+        weight, bias = head_slots(ctx.layout)
+        W, b = nearest(ctx.extras[PROTOTYPES], ctx.extras[COUNTS])
+        params = model.params.copy()
+        params[weight.start : weight.stop] = W.reshape(-1)
+        if bias is not None:
+            params[bias.start : bias.stop] = b
+        return Model(params, model.buffers)
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
+        """Train the client's model with the pull to the prototypes."""
+        return ctx.trainer.train(start, objective=pulled(ctx, ctx.params.weight, ctx.params.pull))
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Upload:
+        """Send the prototypes at the trained model."""
+        means, counts = prototypes_of(*ctx.trainer.features(after), len(ctx.trainer.class_counts))
+        plain = super().upload(before, after, state, ctx)
+        return dataclasses.replace(plain, extras={PROTOTYPES: means, COUNTS: counts})
+
+
+def shared(layout: Layout, params: FedProtoParams) -> frozenset[str]:
+    """Return no names: no tensor travels.
+
+    Raises UserError for a model without features, or without the classifier that the prediction needs.
+    """
+    all_but_classifier(layout)
+    if head_slots(layout)[1] is None and params.predict == "prototypes":
+        raise UserError(
+            "fedproto.predict: prototypes needs a last Linear layer with a bias that trains; take classifier, got prototypes"
+        )
+    return frozenset()
+
+
+METHOD = Method(
+    "fedproto",
+    FedProtoParams,
+    FedProto,
+    FedProtoUpdate,
+    shared,
+    needs_classes=True,
+    needs_whole=True,
+    not_private="its server weighs each client's prototypes by its samples of the class",
+    overview=Overview(
+        group="Nothing",
+        travels="prototypes both ways",
+        stays="everything",
+        server="4Ck + 8C",
+        disk="4(d+b)",
+        epochs="E, + 1 forward",
+        unseen="initial model under the prototypes",
+        use="little traffic; models that must not travel",
+    ),
+)

@@ -1,0 +1,114 @@
+"""FedMA: matches and orders by hand, networks that compute the same, a pass by hand, and models that are no chain."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_app import models, weights
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+from strategies.fedma import METHOD, chain_of, match, permuted, units_of
+from tests.conftest import Run
+from tests.methods.federation import Federation, close
+from tests.methods.one_client import small
+
+
+def test_matches_by_hand() -> None:
+    # The second client has the first one's units in another order, the third nearly so.
+    first = np.array([[1.0, 0], [0, 1], [-1, -1]])
+    second, third = first[[2, 0, 1]], first[[1, 2, 0]] + 0.1
+    found = match([first, second, third])
+    for j, own in enumerate((first, second, third)):
+        close(own[found[j]] - 0.1 * (j == 2), first[found[0]])
+    assert found[1].tolist() == [1, 2, 0]
+    with pytest.raises(ValueError, match="weights must be arrays of one shape"):
+        match([first, first[:2]])
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_no_permutation_alone_fits_better(n: int, units: int, seed: int) -> None:
+    W = np.random.default_rng(seed).normal(size=(n, units, 2))
+    found = match(list(W))
+    assert all(sorted(order) == list(range(units)) for order in found.tolist())
+
+    def fit(orders: Any) -> float:
+        return float((sum(w[list(order)] for w, order in zip(W, orders, strict=True)) ** 2).sum())
+
+    for j in range(n):
+        for other in permutations(range(units)):
+            assert fit([*found[:j], other, *found[j + 1 :]]) <= fit(found) + 1e-9
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_a_network_in_another_order_computes_the_same(model: str) -> None:
+    module = models.build(model, in_channels=1, num_classes=10, image_size=8).eval()
+    layout, own = Layout.of(module), weights.read(module)
+    chain, draw = chain_of(layout), np.random.default_rng(0)
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    before, other = module(x), own
+    orders = [draw.permutation(layer.units) for layer in chain[:-1]]
+    for k, order in enumerate(orders):
+        other = permuted(chain, k, other, order)
+    weights.write(module, other)
+    close(module(x).detach().numpy(), before.detach().numpy(), atol=1e-5)
+    assert (other.params != own.params).any()
+    # and matching finds the way back, layer by layer
+    for k in range(len(orders)):
+        (a, b) = match([units_of(chain, k, own.params), units_of(chain, k, other.params)])
+        other = permuted(chain, k, other, b[np.argsort(a)])
+    assert other.params.tobytes() == own.params.tobytes()
+
+
+def norm() -> Any:
+    return small(batchnorm=True)
+
+
+def test_a_pass_by_hand(tmp_path: Path) -> None:
+    fed: Any = Federation(tmp_path, "fedma", network=norm)
+    server, sizes = fed.server, np.array([10, 6, 8])
+    chain = server.chain
+    assert [layer.weight.name for layer in chain] == ["features.weight", "classifier.weight"]
+    uploads = fed.round()
+    sent = [Model(w, b) for w, b in zip(uploads.W, uploads.B, strict=True)]
+    orders = match([units_of(chain, 0, m.params) for m in sent])
+    sent = [permuted(chain, 0, m, order) for m, order in zip(sent, orders, strict=True)]
+    mean = np.average([m.params for m in sent], axis=0, weights=sizes)
+    lower = server.layout.indices(chain[0].names)
+    for i, model in enumerate(sent):
+        close(server.model_for(i).params[lower], mean[lower])
+        assert (server.model_for(i).params[~lower] == model.params[~lower]).all()
+    close(server.global_model.params, mean)
+    # in the classifier's round the body stays
+    body = server.model_for(0).params[lower].copy()
+    uploads = fed.round(ids=[0, 1])
+    assert all((w[lower] == body).all() for w in uploads.W)
+    close(server.global_model.params, np.average(uploads.W, axis=0, weights=sizes[:2]))
+    assert not server.personal
+    fed.round()
+    assert (server.model_for(0).params[lower] != body).any()
+
+
+def test_one_client_in_one_shot_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
+    some: Any = Federation(tmp_path, "fedma", sizes=(10,), fedma={"one_shot": True}, momentum=0.5)
+    plain: Any = Federation(tmp_path, "fedavg", sizes=(10,), momentum=0.5)
+    for _ in range(2):
+        some.round()
+        plain.round()
+        assert some.models.tobytes() == plain.models.tobytes()
+
+
+def test_models_that_are_no_chain_are_refused(run: Run) -> None:
+    with pytest.raises(UserError, match="model: fedma matches chains of layers, and this model is none: "):
+        run(method="fedma", model="resnet8")
+    single = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    with pytest.raises(UserError, match="its last layer must be a Linear layer above another one"):
+        chain_of(Layout.of(single))
+    assert METHOD.compose is not None

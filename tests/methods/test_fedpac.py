@@ -1,0 +1,79 @@
+"""FedPAC: statistics and programs by hand, the program's optimum, its limit FedRep, and two rounds by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies.fedpac import head_weights, on_simplex, statistics
+from tests.methods.federation import Federation, close
+
+
+def test_statistics_by_hand() -> None:
+    # Class 0: half of the samples, mean 2: h = 1. Class 1: h = 2. Squares: (1 + 9 + 16 + 16) / 4 = 10.5; 10.5 - 5 over 4.
+    h, v = statistics(np.array([[1], [3], [4], [4]], np.float32), np.array([0, 0, 1, 1]), 3)
+    assert h.tolist() == [[1], [2], [0]] and v == pytest.approx(5.5 / 4)
+    # a single sample has no variance
+    assert statistics(np.array([[3]], np.float32), np.array([0]), 1)[1] == 0
+
+
+def test_weights_by_hand() -> None:
+    # Equal statistics: weights go as 1 / v.
+    close(head_weights(np.ones((2, 3)), [1.0, 3.0]), np.array([[0.75, 0.25], [0.75, 0.25]]))
+    # Client 0: min a^2 + (1 - a)^2 (1 + 4): a = 5 / 6. Client 1 the same, the other way round.
+    close(head_weights(np.array([[0.0], [2.0]]), [1.0, 1.0]), np.array([[5 / 6, 1 / 6], [1 / 6, 5 / 6]]))
+    # Without variance, a client's own head has no cost at all.
+    close(head_weights(np.array([[[0.0]], [[2.0]]]), [0.0, 0.0]), np.eye(2))
+
+
+@given(st.integers(1, 7), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_no_other_weights_cost_less(n: int, width: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    S, v = random.normal(size=(n, width)), random.uniform(0.01, 2, n)
+    weights = head_weights(S, v)
+    assert weights.shape == (n, n) and (weights >= 0).all()
+    close(weights.sum(axis=1), np.ones(n), atol=1e-12)
+    for own, row in zip(S, weights, strict=True):
+        apart = own - S
+        Q = np.diag(v) + apart @ apart.T
+        # at the optimum, weight can go to no head with a smaller slope
+        slope = Q @ row
+        assert (slope >= row @ slope - 1e-8).all()
+        assert row == pytest.approx(on_simplex(7 * Q), abs=1e-8)
+
+
+def test_without_weight_and_mixture_it_is_fedrep_bit_for_bit(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"momentum": 0.5, "weight_decay": 0.01, "local_epochs": 3}
+    plain: Any = Federation(tmp_path, "fedrep", fedrep={"head_epochs": 1, "body_epochs": 3}, **common)
+    some: Any = Federation(tmp_path, "fedpac", fedpac={"weight": 0.0, "combine": False}, **common)
+    for _ in range(3):
+        plain.round()
+        some.round()
+        assert plain.models.tobytes() == some.models.tobytes()
+
+
+def test_two_rounds_by_hand(tmp_path: Path) -> None:
+    federation: Any = Federation(tmp_path, "fedpac")
+    server, sizes = federation.server, np.array([10, 6, 8])
+    first = federation.round()
+    at = server.at_head
+    for _ in range(2):
+        uploads = first if federation.rounds == 1 else federation.round()
+        alpha = head_weights(uploads.extras["shares"], uploads.extras["variance"][:, 0])
+        close(server.global_model.params, np.average(uploads.W, axis=0, weights=sizes))
+        for i in range(3):
+            close(server.model_for(i).params[at], alpha[i] @ uploads.W[:, at])
+            assert (server.model_for(i).params[~at] == server.global_model.params[~at]).all()
+    counts = uploads.extras["counts"]
+    means = (uploads.extras["prototypes"] * counts[..., None]).sum(0) / counts.sum(0)[:, None]
+    close(server.memory["prototypes"], means)
+    # a client that is away keeps its head, on the new body
+    kept = server.model_for(2).params[at].copy()
+    federation.round(ids=[0, 1])
+    assert (server.model_for(2).params[at] == kept).all()
+    assert not any(state.arrays for state in federation.states)

@@ -1,0 +1,136 @@
+"""HeteroFL: corners and means by hand, nested widths, its limit FedAvg, and a narrow network beside a client's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fl_app import models, weights
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from strategies.heterofl import HeteroFLParams, aggregate, part_of, width_slices
+from tests.conftest import Run
+from tests.methods.federation import Federation, close
+from tests.methods.one_client import small
+from tests.methods.runs import outcome
+
+
+class Convolutions(nn.Module):
+    """A convolution of 4 channels, normalised, flattened from 3 x 3 pixels into 36 inputs of a layer of 6."""
+
+    def __init__(self, channels: int = 4, hidden: int = 6) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, channels, 2)
+        self.norm = nn.BatchNorm2d(channels)
+        self.hidden = nn.Linear(9 * channels, hidden)
+        self.classifier = nn.Linear(hidden, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.norm(self.conv(x))).flatten(1)
+        out: torch.Tensor = self.classifier(torch.relu(self.hidden(h)))
+        return out
+
+
+def test_corners_by_hand() -> None:
+    kept = width_slices(Layout.of(Convolutions()), 0.4)
+    shapes = {name: [one.stop for one in slices] for name, slices in kept.items()}
+    # ceil(1.6) = 2 channels, 18 of the flattened inputs, ceil(2.4) = 3 hidden outputs; all inputs and classes
+    assert shapes == {
+        "conv.weight": [2, 1, 2, 2],
+        "conv.bias": [2],
+        "norm.weight": [2],
+        "norm.bias": [2],
+        "hidden.weight": [3, 18],
+        "hidden.bias": [3],
+        "classifier.weight": [3, 3],
+        "classifier.bias": [3],
+        "norm.running_mean": [2],
+        "norm.running_var": [2],
+    }
+    assert part_of(Layout.of(Convolutions()), 1).params.all()
+
+
+@given(st.floats(0.05, 1), st.floats(0.05, 1), st.sampled_from(["mlp", "cnn", "resnet8"]))
+def test_widths_are_nested_and_fit(a: float, b: float, model: str) -> None:
+    layout = LAYOUTS[model]
+    narrow, wide = (part_of(layout, rate) for rate in sorted((a, b)))
+    assert not (narrow.params & ~wide.params).any() and not (narrow.buffers & ~wide.buffers).any()
+    assert narrow.params.any()
+
+
+LAYOUTS = {
+    name: Layout.of(models.build(name, in_channels=1, num_classes=10, image_size=8))
+    for name in ("mlp", "cnn", "resnet8")
+}
+
+
+def test_means_by_hand() -> None:
+    previous = {"w": np.full((2, 2), 9.0), "b": np.array([9.0, 9, 9])}
+    parts = [{"w": np.array([[1.0]]), "b": np.array([1.0, 2])}, {"w": np.array([[3.0, 5]]), "b": np.array([3.0, 4])}]
+    found = aggregate(parts, [0.5, 1], previous)
+    assert found["w"].tolist() == [[2, 5], [9, 9]] and found["b"].tolist() == [2, 3, 9]
+    with pytest.raises(UserError, match=r"tensor w of client 0 has the shape \[1, 1\]"):
+        aggregate(parts, [1, 0.5], previous)
+
+
+def test_a_narrow_network_inside_the_wide_one() -> None:
+    # The same outputs, in evaluation and in training mode.
+    torch.manual_seed(0)
+    wide, own = Convolutions(), Convolutions(2, 3)
+    layout = Layout.of(wide)
+    part = part_of(layout, 0.5)
+    weights.write(own, part.take(weights.read(wide)))
+    zeros = weights.read(wide)
+    weights.write(wide, part.put(type(zeros)(0 * zeros.params, 0 * zeros.buffers), weights.read(own)))
+    x = torch.randn(5, 1, 4, 4)
+    for mode in (True, False):
+        close(wide.train(mode)(x).detach().numpy(), own.train(mode)(x).detach().numpy())
+
+
+def test_rounds_by_hand(tmp_path: Path) -> None:
+    fed: Any = Federation(tmp_path, "heterofl", network=lambda: small(batchnorm=True), heterofl={"rates": "1, 0.4"})
+    server = fed.server
+    assert sorted(server.rates) in ([0.4, 0.4, 1], [0.4, 1, 1])
+    before = server.global_model
+    uploads = fed.round()
+    for stack, held, now, old in (
+        (uploads.W, [server.held_by(i).params for i in range(3)], server.global_model.params, before.params),
+        (uploads.B, [server.held_by(i).buffers for i in range(3)], server.global_model.buffers, before.buffers),
+    ):
+        count = np.sum(held, axis=0)
+        mean = np.where(count > 0, (stack * held).sum(0) / np.maximum(count, 1), old)
+        close(now, mean)
+    tensors = server.layout.tensors
+    parts = [
+        {n: tensors(type(before)(w, b))[n][s] for n, s in width_slices(server.layout, server.rates[i]).items()}
+        for i, (w, b) in enumerate(zip(uploads.W, uploads.B, strict=True))
+    ]
+    for name, value in aggregate(parts, server.rates, tensors(before)).items():
+        close(tensors(server.global_model)[name], value)
+    for i in range(3):
+        sent = fed.upload(i).model
+        part = server.held_by(i)
+        assert sent.params.size == part.params.sum() == server.expected_from(i).d
+        used = fed.evaluated(i)
+        assert (used.params[~part.params] == 0).all() and (used.params[part.params] != 0).any()
+        assert used.params.tobytes() == server.model_for(i).params.tobytes()
+
+
+def test_full_width_is_fedavg_bit_for_bit(run: Run) -> None:
+    setting = {"model": "mlp", "momentum": 0.5, "evaluate_every": 1, "partition": "iid", "train_samples": 20}
+    records, saved = outcome(run, "heterofl", heterofl={"rates": "1"}, **setting)
+    plain = outcome(run, "fedavg", **setting)
+    assert saved == plain[1] and [r["accuracy-before"] for r in records] == [r["accuracy-before"] for r in plain[0]]
+
+
+def test_rates_that_are_none() -> None:
+    for text in ("", "1, two", "0.5, 0", "1.5"):
+        with pytest.raises(UserError, match="heterofl.rates: must be numbers in "):
+            HeteroFLParams(rates=text).widths()
