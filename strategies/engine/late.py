@@ -83,6 +83,7 @@ class Work:
         rest = dict(meta)
         examples, form, metrics = rest.pop("examples"), rest.pop("form"), json.loads(rest.pop("metrics"))
         form["extras"] = {name: (dtype, tuple(shape)) for name, (dtype, shape) in form["extras"].items()}
+        form["variances"] = tuple(map(tuple, form["variances"]))
         model = Model(arrays["upload.params"], arrays["upload.buffers"])
         upload = Upload(model, arrays.get("mask"), extras("upload-extra."), metrics, examples or 0)
         sent = Sent(Model(arrays["sent.params"], arrays["sent.buffers"]), extras("sent-extra."))
