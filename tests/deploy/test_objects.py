@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -56,8 +57,9 @@ def registered_while_deleted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_a_shared_object_outlives_the_message_that_brought_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # other tests start a SuperNode in this process
+    monkeypatch.setattr(module.InMemoryObjectStore, "preregister", unwrap(module.InMemoryObjectStore.preregister))
     assert registered_while_deleted(monkeypatch), "Flower registers in one step itself: deploy.objects can go"
-    monkeypatch.setattr(module.InMemoryObjectStore, "preregister", module.InMemoryObjectStore.preregister)
     objects.register_in_one_step()
     assert registered_while_deleted(monkeypatch) == set()
 
