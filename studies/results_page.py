@@ -55,6 +55,7 @@ CUT = "fedcac-cifar10-cut"
 # runs of the cut column's own method, each with one changed setting
 TRIED = f"{CUT}-tried"
 EARLY = "fashion-mnist-methods"
+CITED = ("cited-digits", "cited-fashion-mnist")
 LOGS = "fedobp-fashion-mnist-logs"
 
 # rounds between the columns of a table of curves
@@ -317,8 +318,14 @@ def small_png(panel: Panel) -> bytes:
 
 # The page -------------------------------------------------------------------------------------------------------------
 
+
+def early_table(results: Path) -> Iterable[str]:
+    """Return the table of runs at an early stage of training."""
+    return fashion_mnist_table.lines([results])
+
+
 OWN_TABLES: Mapping[str, Callable[[Path], Iterable[str]]] = {
-    EARLY: lambda results: fashion_mnist_table.lines([results]),
+    **dict.fromkeys((EARLY, *CITED), early_table),
     LOGS: logs_table,
     TRIED: trials_table,
 }
