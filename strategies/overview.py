@@ -1,6 +1,7 @@
 """Tables of the built-in methods side by side, from the overview that each method declares.
 
-`corolla methods --table` prints the whole; `corolla reference` writes the tables into README.md and docs/methods/.
+`corolla methods --table` prints the whole, and the cited systems that are not here. `corolla reference` writes the tables into
+README.md and docs/methods/.
 """
 
 from __future__ import annotations
@@ -20,6 +21,27 @@ COLUMNS = {
     "use": "when to use it",
 }
 """The headings of the columns, by the names of an Overview's fields."""
+ABSENT = (
+    (
+        "PartialFed (Sun et al., NeurIPS 2021)",
+        "FedCAC",
+        "A client loads only some layers of the global model. How it learns to choose them was not found: its text was not at "
+        "hand, and no code of its authors.",
+    ),
+    (
+        "FedVKD (Tao et al., 2022)",
+        "FedDAC",
+        "Neither its text nor its authors' code was found. The repository `lmtyy/FedVKD` is another, later method.",
+    ),
+    (
+        "PSPFL (Zhou et al., IEEE TMC 2024)",
+        "FedOBP",
+        "Its text was not found; `hfut701/PSPFL` is another method. Its score, as FedOBP prints it (Eq. 5), is "
+        "`fedobp.score = gradient`.",
+    ),
+    ("pFedGF (Wu et al., IPDPS 2022)", "FedCAC", "Neither its text nor its code was found."),
+)
+"""The systems that are cited and not here: the system, the paper that cites it, and why."""
 _COSTS = ("travels", "stays", "server", "disk", "epochs")
 
 
@@ -59,6 +81,11 @@ def methods_table() -> str:
             overview = of(name)
             lines.append(["" if k else group, f"`{name}`", *(getattr(overview, column) for column in COLUMNS)])
     return _markdown(lines)
+
+
+def absent_table() -> str:
+    """Return the cited systems that are not here as a Markdown table, a line per system."""
+    return _markdown([["system", "cited by", "why it is not here"], *ABSENT])
 
 
 def _markdown(lines: Iterable[Iterable[str]]) -> str:

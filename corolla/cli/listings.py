@@ -174,7 +174,7 @@ def methods(
     if table and as_json:
         raise UserError("--json and --table exclude each other")
     if table:
-        typer.echo(overview.methods_table())
+        typer.echo(f"{overview.methods_table()}\n\n{overview.absent_table()}")
         return
     if name and not plugins.is_reference(name) and name not in METHODS:
         raise UserError(

@@ -19,7 +19,7 @@ from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.toml import nest, value_to_toml
 from strategies import METHODS
-from strategies.overview import cost_table, methods_table, names_table
+from strategies.overview import absent_table, cost_table, methods_table, names_table
 
 _INTRO = """# Run configuration
 
@@ -92,6 +92,7 @@ def pages_with_tables(root: Path) -> dict[Path, str]:
     pages = {root / "README.md": {"Methods": names_table("`{}`")}}
     pages[root / "docs" / "deployment.md"] = {"What a site decides": site_table()}
     pages[docs / "index.md"] = {"Methods": names_table("[{0}]({0}.md)"), "Side by side": methods_table()}
+    pages[docs / "index.md"]["Cited, and not here"] = absent_table()
     pages |= {docs / f"{name}.md": {"Cost": cost_table(name)} for name in METHODS}
     found = {}
     for path, tables in pages.items():

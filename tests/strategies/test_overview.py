@@ -10,7 +10,7 @@ import pytest
 from corolla.cli.listings import methods
 from corolla.cli.reference import pages_with_tables, with_table
 from strategies import METHODS
-from strategies.overview import COLUMNS, groups, methods_table, of
+from strategies.overview import COLUMNS, absent_table, groups, methods_table, of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,9 @@ def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.Ca
     assert len(pages) == len(METHODS) + 3
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
     methods(table=True)
-    assert capsys.readouterr().out == methods_table() + "\n"
+    printed = capsys.readouterr().out
+    assert printed == f"{methods_table()}\n\n{absent_table()}\n"
+    assert all(f"| {name} (" in printed for name in ("PartialFed", "FedVKD", "PSPFL", "pFedGF"))
 
 
 def test_a_table_is_replaced_where_it_stands() -> None:
