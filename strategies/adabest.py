@@ -90,8 +90,8 @@ class AdaBest(FedAvg[AdaBestParams]):
     streams = True
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """Return equal weights for all uploads."""
-        return np.ones_like(uploads.sizes)
+        """Return equal weights for all uploads, less for late ones."""
+        return uploads.once
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Move on from the mean by a part of its last movement."""

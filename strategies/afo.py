@@ -53,12 +53,15 @@ def server_step(
 
     w: [d], the model sent. mean: [d], the uploads' mean. state: `m` [d] and, except for momentum, `v` [d], as the last
     step returned it; None or empty before the first step. kind: one of `KINDS`; "none" returns the mean and no state.
-    The work is in float64. The results have w's dtype, at least float32. Raises UserError for another kind.
+    The work is in float64. The results have w's dtype, at least float32. Raises UserError for another kind, and ValueError
+    unless w and mean have one shape.
     """
     before, target = np.asarray(w), np.asarray(mean)
     dtype = np.result_type(before.dtype, np.float32)
     if kind not in KINDS:
         raise UserError(f"server-optimizer: must be one of {', '.join(KINDS)}, got {kind!r}")
+    if before.shape != target.shape:
+        raise ValueError(f"w and mean must have one shape, got {list(before.shape)} and {list(target.shape)}")
     if kind == "none":
         return target.astype(dtype), {}
     start = before.astype(np.float64)

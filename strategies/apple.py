@@ -35,6 +35,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies.base import (
+    AGE,
+    MOVED,
     ClientState,
     LocalUpdate,
     Method,
@@ -80,9 +83,11 @@ class APPLEParams:
 def mix(W: ArrayLike, p: ArrayLike) -> NDArray[np.floating[Any]]:
     """Return the personal model sum_j p_j w_j, [d], summed in float64 (Eq. 2).
 
-    W: [N, d], core models; p: [N]. The result has W's dtype, at least float32.
+    W: [N, d], core models; p: [N]. The result has W's dtype, at least float32. Raises ValueError for other shapes.
     """
     stack = np.asarray(W)
+    if stack.ndim != 2 or np.shape(p) != stack.shape[:1]:
+        raise ValueError(f"W must be [N, d] and p [N], got {list(stack.shape)} and {list(np.shape(p))}")
     total: NDArray[np.floating[Any]] = np.asarray(p, np.float64) @ stack.astype(np.float64)
     return total.astype(np.result_type(stack.dtype, np.float32))
 
@@ -102,6 +107,13 @@ def regularizer(p: ArrayLike, p0: ArrayLike, round: int, *, mu: float, loosen_ro
 
 class APPLE(PersonalizedStrategy[APPLEParams]):
     """Server half. Kept per client: its core model, `params` and `buffers`, and `relations` float64 [N], p_i."""
+
+    not_late = MappingProxyType(
+        {
+            AGE: "clients weigh the core models, and the server does not",
+            MOVED: "clients upload their relations too, which fedbuff does not move",
+        }
+    )
 
     def summary(self) -> None:
         """Log the run's settings; warn that clients receive each other's models."""

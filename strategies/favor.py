@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, RATIO, Rule, key
 from fl_app.metrics import moments
-from strategies.base import LocalUpdate, Method, Overview, Uploads, all_but_local_statistics, local_epochs
+from strategies.base import LATE, LocalUpdate, Method, Overview, Uploads, all_but_local_statistics, local_epochs
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg, GlobalModelParams
 
@@ -146,6 +147,7 @@ class FAVOR(FedAvg[FAVORParams]):
     """Server half. Memory: the mean and the axes of the models, the last states, both networks, and the transitions."""
 
     averages = True
+    not_late = MappingProxyType({LATE: "its agent learns from the clients that it chose for the round"})
     # the models' differences in float64, and their axes
     made_stacks = 4
     kept_stacks = 1

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from fl_app.keys import key
 from fl_app.layout import Layout, Model, Slot
 from strategies.aggregate import weighted_mean
 from strategies.base import (
+    LATE,
     ClientState,
     Drawings,
     LocalUpdate,
@@ -178,6 +180,7 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
 
     # the permuted models, one by one and together
     made_stacks = 2
+    not_late = MappingProxyType({LATE: "a round has a layer, and late uploads have another round's order of units"})
 
     @cached_property
     def chain(self) -> list[Layer]:

@@ -31,6 +31,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,17 @@ from fl_app.figures import Matrix
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_classifier
+from strategies.base import (
+    AGE,
+    MOVED,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    Uploads,
+    all_but_classifier,
+)
 from strategies.fedavg import FedAvg
 from strategies.fedproto import (
     COUNTS,
@@ -85,10 +96,13 @@ def statistics(
 def head_weights(S: ArrayLike, v: ArrayLike) -> NDArray[np.float64]:
     """Return each client's weights of all heads, float64 [N, N]: row i solves the program of client i (Eq. 12).
 
-    S: [N, ...], the clients' statistics h. v: [N], their variance terms, >= 0. Rows are >= 0 and have the sum 1.
+    S: [N, ...], the clients' statistics h. v: [N], their variance terms, >= 0. Rows are >= 0 and have the sum 1. Raises
+    ValueError for another form of v.
     """
     h = np.asarray(S, np.float64).reshape(len(np.asarray(S)), -1)
     variances = np.asarray(v, np.float64)
+    if variances.shape != (len(h),) or not (variances >= 0).all():
+        raise ValueError(f"v must have {len(h)} numbers >= 0, as many as S has clients, got {variances.tolist()}")
     rows = []
     for own in h:
         apart = own - h
@@ -133,6 +147,12 @@ class FedPAC(FedAvg[FedPACParams]):
 
     robust = frozenset()
     makes_models = True
+    not_late = MappingProxyType(
+        {
+            AGE: "the weights of heads follow from the clients' statistics",
+            MOVED: "clients upload statistics too, which fedbuff does not move",
+        }
+    )
 
     @cached_property
     def at_head(self) -> NDArray[np.bool_]:

@@ -85,9 +85,14 @@ def mean_prototypes(P: ArrayLike, counts: ArrayLike) -> tuple[NDArray[np.float64
     """Return the global prototypes, float64 [C, k], and the samples per class, int64 [C] (Eq. 6).
 
     P: [N, C, k], the clients' prototypes. counts: [N, C], the samples behind each, >= 0; 0: the prototype does not count.
-    A class without samples has zeros.
+    A class without samples has zeros. Raises ValueError for other shapes, and for counts below 0.
     """
     stack, weights = np.asarray(P, np.float64), np.asarray(counts, np.float64)
+    if stack.ndim != 3 or weights.shape != stack.shape[:2] or (weights < 0).any():
+        raise ValueError(
+            f"P must be [N, C, k] and counts [N, C], >= 0, got {list(stack.shape)} and {list(weights.shape)}"
+            f"{', counts below 0' if (weights < 0).any() else ''}"
+        )
     totals = weights.sum(axis=0)
     sums = np.einsum("nck,nc->ck", np.where(weights[..., None] > 0, stack, 0), weights)
     return sums / np.where(totals > 0, totals, 1)[:, None], np.asarray(counts).sum(axis=0).astype(np.int64)
@@ -195,7 +200,8 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
         """Average the prototypes of the round's clients; other classes keep theirs."""
         counts = uploads.extras[COUNTS]
         weights = counts if self.params.mean == "samples" else (counts > 0).astype(np.int64)
-        means = mean_prototypes(uploads.extras[PROTOTYPES], weights)[0].astype(np.float32)
+        # a late upload counts less
+        means = mean_prototypes(uploads.extras[PROTOTYPES], weights * uploads.once[:, None])[0].astype(np.float32)
         total = counts.sum(axis=0)
         before, known = self.memory.get(PROTOTYPES, np.zeros_like(means)), self.memory.get(COUNTS, np.zeros_like(total))
         self.memory[PROTOTYPES] = np.where(total[:, None] > 0, means, before)

@@ -23,7 +23,8 @@ Deviations:
 - The authors' code averages a class's row of the classifier over the clients that have the class. Here all clients count.
 - BatchNorm's running statistics are averaged as parameters are, over those that hold the channel. The paper gathers them
   anew after training. GroupNorm's groups lie in the wide network, so a narrow one's may be partly empty.
-- It is for networks of Linear layers, convolutions and normalisation, whose layers' widths follow from the tensors.
+- It is for networks of Linear layers, convolutions and normalisation, whose layers' widths follow from the tensors. Shortcuts
+  may add layers, and concatenations are refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +49,7 @@ from fl_app.layout import Layout, Model
 from fl_app.wire import Upload
 from strategies.aggregate import weighted_mean
 from strategies.base import (
+    MOVED,
     ClientState,
     LocalUpdate,
     Method,
@@ -107,11 +110,16 @@ def width_slices(layout: Layout, rate: float) -> dict[str, Slices]:
 
     layout: the whole network's. rate: in (0, 1]. A layer of K outputs keeps ceil(rate K) of them. A layer's inputs are
     those outputs of the layer below, several per output after a flattened convolution. The first layer keeps all
-    inputs, the classifier all outputs.
+    inputs, the classifier all outputs. A shortcut adds layers of equal width, which stay equal. Raises UserError for
+    another rate, and for a layer with inputs that are no earlier layer's outputs, such as a concatenation's.
     """
+    if not 0 < rate <= 1:
+        raise UserError(f"heterofl.rates: must be in (0, 1], got {rate!r}")
     kept: dict[str, Slices] = {}
     outputs: dict[str, int] = {}
-    last: tuple[int, int] | None = None
+    # the layer below: its outputs, and whether it is a convolution; the outputs of all earlier layers
+    last: tuple[int, bool] | None = None
+    widths: set[int] = set()
     for slot in layout.params:
         module, shape = slot.name.rpartition(".")[0], slot.shape
         if len(shape) < 2:
@@ -120,12 +128,21 @@ def width_slices(layout: Layout, rate: float) -> dict[str, Slices]:
         into = shape[1]
         if last is None:
             inputs = into
-        elif into % last[0] == 0:
-            inputs = into // last[0] * last[1]
-        else:
+        elif last[1] and len(shape) == 2 and into % last[0] == 0:
+            inputs = into // last[0] * narrow(last[0], rate)
+        elif into in widths or into == 1:
+            # 1: a convolution of each channel
             inputs = narrow(into, rate)
+        elif rate == 1:
+            inputs = into
+        else:
+            raise UserError(
+                f"model: heterofl narrows layers whose inputs are another layer's outputs, and {slot.name} has {into} inputs; "
+                f"layers before it have {', '.join(map(str, sorted(widths)))} outputs"
+            )
         kept[slot.name] = (slice(0, out), slice(0, inputs), *(slice(0, n) for n in shape[2:]))
-        outputs[module], last = out, (shape[0], out)
+        outputs[module], last = out, (shape[0], len(shape) > 2)
+        widths.add(shape[0])
     for slot in layout.params + layout.buffers:
         if slot.name not in kept:
             module = slot.name.rpartition(".")[0]
@@ -158,8 +175,10 @@ def aggregate(
 
     parts: by client, its tensors by name, each the corner that its width keeps. rates: [N]. previous: the global tensors
     before the round. The work is in float64. Raises UserError unless equal rates have equal shapes, and larger ones
-    shapes as large or larger.
+    shapes as large or larger, and unless there is a rate per client.
     """
+    if len(parts) != np.size(rates):
+        raise UserError(f"heterofl: there must be a rate per client, got {np.size(rates)} for {len(parts)} clients")
     order = np.argsort(np.asarray(rates, np.float64), kind="stable")
     result = {}
     for name, before in previous.items():
@@ -187,6 +206,7 @@ class HeteroFL(FedAvg[HeteroFLParams]):
     robust = frozenset()
     makes_models = True
     sends_parts = True
+    not_late = MappingProxyType({MOVED: "clients upload parts of the model, which fedbuff does not move"})
 
     @cached_property
     def rates(self) -> list[float]:
@@ -207,8 +227,8 @@ class HeteroFL(FedAvg[HeteroFLParams]):
         return self._parts[self.rates[client_id]]
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """Return equal weights for all uploads."""
-        return np.ones_like(uploads.sizes)
+        """Return equal weights for all uploads, less for late ones."""
+        return uploads.once
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's network inside the wide one: the global model with 0 beyond its part."""
@@ -313,9 +333,11 @@ def known_classes(ctx: RoundContext[Any]) -> Objective:
 def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
     """Return the names of all tensors.
 
-    Raises UserError for a model without a classifier, and for constants in a network that would be narrowed.
+    Raises UserError for a model without a classifier, for one that cannot be narrowed, and for constants in a network that
+    would be narrowed.
     """
     all_but_classifier(layout)
+    width_slices(layout, min(params.widths()))
     if layout.constants and min(params.widths()) < 1:
         raise UserError(
             "train: heterofl narrows all layers, so all must train; leave the key unset, or set heterofl.rates = 1"

@@ -134,8 +134,8 @@ class PerFedAvg(FedAvg[PerFedAvgParams]):
     streams = True
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """Return equal weights for all uploads."""
-        return np.ones_like(uploads.sizes)
+        """Return equal weights for all uploads, less for late ones."""
+        return uploads.once
 
 
 class PerFedAvgUpdate(LocalUpdate[PerFedAvgParams]):

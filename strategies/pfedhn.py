@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Layout, Model
 from strategies.aggregate import weighted_mean
 from strategies.base import (
+    AGE,
     LocalUpdate,
     Method,
     Overview,
@@ -118,6 +120,8 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
     """Server half. Memory: the hypernetwork and its momentum by layer, and `embeddings` float32 [N, e]."""
 
     makes_models = True
+    reads_moves = True
+    not_late = MappingProxyType({AGE: "the server takes an equal step for every upload"})
 
     @property
     def network(self) -> Network:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
-from strategies.base import LocalUpdate, Method, Overview, PersonalizedStrategy, Uploads, all_tensors, local_epochs
+from strategies.base import AGE, LocalUpdate, Method, Overview, PersonalizedStrategy, Uploads, all_tensors, local_epochs
 from strategies.blocks import one_thread
 from strategies.pfedhn import Array, Network, generate, slopes
 
@@ -100,6 +101,9 @@ def unit_slopes(units: Array, toward: NDArray[np.float64], kept: NDArray[np.bool
 
 class PFedLA(PersonalizedStrategy[PFedLAParams]):
     """Server half. Kept per client: its last upload, `params` and `buffers`, and its hypernetwork by layer with `v`."""
+
+    reads_moves = True
+    not_late = MappingProxyType({AGE: "the hypernetworks weigh the clients' last models"})
 
     def network_of(self, client_id: int) -> Mapping[str, Array]:
         """Return a client's hypernetwork and embedding; before its first upload, the first ones."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -37,7 +38,7 @@ from fl_app.figures import Matrix
 from fl_app.keys import RATIO, key
 from fl_app.layout import Layout, Model
 from strategies.aggregate import mix
-from strategies.base import LocalUpdate, Method, Overview, Uploads, all_but_classifier, local_epochs
+from strategies.base import AGE, LocalUpdate, Method, Overview, Uploads, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 from strategies.heads import head_slots
 
@@ -64,9 +65,11 @@ class PFedSimParams:
 def similarity(heads: ArrayLike) -> NDArray[np.float64]:
     """Return the cosines of classifiers, at least 0, float64 [N, N]: symmetric, with diagonal 1 (Section 4).
 
-    heads: [N, h]. The cosine with a classifier of zeros counts as 0.
+    heads: [N, h]. The cosine with a classifier of zeros counts as 0. Raises ValueError for another shape.
     """
     rows = np.asarray(heads, np.float64)
+    if rows.ndim != 2:
+        raise ValueError(f"heads must be [N, h], got {list(rows.shape)}")
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     unit = rows / np.where(lengths > 0, lengths, 1)
     cosines = np.clip(unit @ unit.T, 0, 1)
@@ -92,6 +95,7 @@ class PFedSim(FedAvg[PFedSimParams]):
     # all last uploads together, and their mixtures; the uploads are kept
     made_stacks = 2
     kept_stacks = 1
+    not_late = MappingProxyType({AGE: "after the warm-up an upload's weights follow from its classifier"})
 
     @cached_property
     def at_head(self) -> NDArray[np.bool_]:

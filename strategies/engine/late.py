@@ -156,7 +156,8 @@ def check(config: RunConfig, half: type[ServerHalf[Any]]) -> None:
         refuse("staleness-rule", reasons[MOVED])
     if config.staleness_decay < 1 and not buffered:
         if AGE in reasons:
-            refuse("staleness-decay", f"{reasons[AGE]}; 1, or staleness-rule = fedbuff, is possible")
+            buffer = "" if MOVED in reasons else ", or staleness-rule = fedbuff,"
+            refuse("staleness-decay", f"{reasons[AGE]}; 1{buffer} is possible")
         if config.robust != "none":
             refuse("staleness-decay", f"with robust = {config.robust} every client counts once; leave it 1")
 

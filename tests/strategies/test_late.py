@@ -54,15 +54,15 @@ def digest(folder: RunFolder) -> str:
 # weights
 
 
-@pytest.mark.parametrize("method", ["fedavg", "pfedme", "fedper"])
+@pytest.mark.parametrize("method", ["fedavg", "pfedme", "fedper", "perfedavg", "adabest", "heterofl"])
 def test_weights_of_ages_0_1_and_2(tmp_path: Path, method: str) -> None:
-    """Clients with 4, 8 and 12 samples that are 0, 1 and 2 rounds late count 4, 8/2 and 12/4; pFedMe's 1, 1/2 and 1/4."""
+    """Clients with 4, 8 and 12 samples that are 0, 1 and 2 rounds late count 4, 8/2 and 12/4; others' 1, 1/2 and 1/4."""
     uploads = taken_in(tmp_path, method, [0, 1, 2], np.eye(3, 8), sizes=[4, 8, 12])
     once = np.array([1, 1 / 2, 1 / 4])
     np.testing.assert_array_equal(uploads.once, once)
     np.testing.assert_array_equal(uploads.sizes, [4, 4, 3])
     fed = federation(METHODS[method], clients=3, d=8)
-    np.testing.assert_array_equal(fed.server.weights(uploads), once if method == "pfedme" else [4, 4, 3])
+    np.testing.assert_array_equal(fed.server.weights(uploads), [4, 4, 3] if method in ("fedavg", "fedper") else once)
 
 
 def test_a_late_upload_that_is_added_up_as_it_comes(tmp_path: Path) -> None:
@@ -71,6 +71,23 @@ def test_a_late_upload_that_is_added_up_as_it_comes(tmp_path: Path) -> None:
     uploads = taken_in(tmp_path, "fedavg", [0, 1, 2], np.eye(3, 8), sizes=[4, 8, 12], fed=fed)
     fed.server.personalize(3, uploads)
     np.testing.assert_allclose(fed.server.global_model.params, np.array([4, 4, 3, 0, 0, 0, 0, 0]) / 11, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["decay", "fedbuff"])
+def test_the_servers_optimizer_moves_by_the_mean_with_late_uploads(tmp_path: Path, rule: str) -> None:
+    """Momentum 1/2 of an old m = w, plus the way to the mean: (4 x0 + 4 x1 + 3 x2) / 11, or that of shortened moves."""
+    keys = {**LATE, "staleness-rule": rule, "server-optimizer": "momentum", "server-beta1": 0.5}
+    fed = federation(METHODS["fedavg"], clients=3, d=8, **keys)
+    w, after = np.ones(8, np.float32), np.eye(3, 8)
+    sent = fed.server.global_model = Model(w, np.zeros(0, np.float32))
+    fed.server.memory["server-optimizer.m"] = w
+    uploads = taken_in(tmp_path, "fedavg", [0, 1, 2], after, sizes=[4, 8, 12], starts=[w, w, w], fed=fed)
+    target = np.average(after, axis=0, weights=[4, 4, 3])
+    if rule == "fedbuff":
+        target = np.average(w + (1 + np.arange(3)[:, None]) ** -0.5 * (after - w), axis=0, weights=[4, 8, 12])
+    fed.server.personalize(4, uploads)
+    fed.server.optimize(sent)
+    np.testing.assert_allclose(fed.server.global_model.params, w + 0.5 * w + target - w, rtol=1e-5)
 
 
 def test_fedbuff_s_rule_on_a_toy(tmp_path: Path) -> None:
@@ -341,6 +358,9 @@ def test_every_method_uses_late_uploads_or_refuses_them(run: Run, tmp_path: Path
     keys: dict[str, Any] = {"method": method, "quorum": 0.6, "num_server_rounds": 5}
     if method == "fedconcat":
         keys["fedconcat"] = {"encoder_rounds": 4}
+    if method == "heterofl":
+        # a narrow client would send fewer bytes, and be in time
+        keys["heterofl"] = {"rates": "0.5"}
     keys |= {"speeds": slow(tmp_path, 1, 1, 1.5), "staleness": 1}
     if LATE_REASON in METHODS[method].strategy.not_late:
         with pytest.raises(UserError, match=f"staleness: method {method} cannot do this"):
@@ -349,6 +369,24 @@ def test_every_method_uses_late_uploads_or_refuses_them(run: Run, tmp_path: Path
     first, second = run(run_name="first", **keys), run(run_name="second", **keys)
     assert digest(first) == digest(second)
     assert [record["clients"].get("2", {}).get("age") for record in rounds(first)] == [None, 1, None, 1, None]
+
+
+def test_methods_refuse_late_uploads_that_they_cannot_use_by_name() -> None:
+    keys: dict[str, Any] = {"quorum": 0.6, "staleness": 1}
+    for name in ("fedma", "favor"):
+        with pytest.raises(UserError, match=f"staleness: method {name} cannot do this: .*; got 1"):
+            METHODS[name].check(config(method=name, **keys))
+    for name in ("apple", "fedpac", "pfedhn", "pfedla", "pfedsim"):
+        METHODS[name].check(config(method=name, **keys))
+        both = "" if name in ("apple", "fedpac") else ", or staleness-rule = fedbuff,"
+        with pytest.raises(UserError, match=f"staleness-decay: method {name} cannot do this: .*; 1{both} is possible"):
+            METHODS[name].check(config(method=name, **keys, staleness_decay=0.5))
+    with pytest.raises(
+        UserError, match="staleness-rule: method heterofl cannot do this: clients upload parts of the model"
+    ):
+        METHODS["heterofl"].check(config(method="heterofl", **keys, staleness_rule="fedbuff"))
+    for name in ("adabest", "fedproto", "fedrod", "heterofl", "perfedavg"):
+        METHODS[name].check(config(method=name, **keys, staleness_decay=0.5))
 
 
 def test_a_liar_that_is_always_late_gains_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
