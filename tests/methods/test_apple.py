@@ -24,6 +24,21 @@ def test_by_hand() -> None:
     assert regularizer([1, 2.5], [0, 0.5], 3, mu=0.1, loosen_rounds=4) == pytest.approx(0.125)
 
 
+def test_mixtures_and_the_pulls_slope_by_loops() -> None:
+    random = np.random.default_rng(0)
+    W, p, p0 = random.normal(size=(4, 6)), random.normal(size=4), random.uniform(size=4)
+    close(mix(W, p), np.array([sum(p[j] * W[j, k] for j in range(4)) for k in range(6)]), atol=1e-12)
+    # the update's pull lambda(t) mu (p - p0) is the regularizer's gradient
+    rates: dict[str, Any] = {"mu": 0.3, "loosen_rounds": 5}
+    for t in (1, 2, 5, 6):
+        for j, e in enumerate(np.eye(4) * 1e-5):
+            slope = (regularizer(p + e, p0, t, **rates) - regularizer(p - e, p0, t, **rates)) / 2e-5
+            assert slope == pytest.approx(fade(t, 5) * 0.3 * (p[j] - p0[j]), abs=1e-8)
+    assert mix(np.ones((1, 3)), [2.0]).tolist() == [2, 2, 2] and regularizer(p, p, 1, **rates) == 0
+    with pytest.raises(ValueError, match=r"W must be \[N, d\] and p \[N\], got \[4, 6\] and \[3\]"):
+        mix(W, p[:3])
+
+
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_a_mixture_is_linear(n: int, d: int, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from fl_app import models, weights
 from fl_app.errors import UserError
@@ -45,6 +46,21 @@ def test_no_permutation_alone_fits_better(n: int, units: int, seed: int) -> None
     for j in range(n):
         for other in permutations(range(units)):
             assert fit([*found[:j], other, *found[j + 1 :]]) <= fit(found) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noisy_copies_in_other_orders_are_matched(seed: int) -> None:
+    # Two clients: one assignment is the optimum. Four copies with little noise: each finds its own way back.
+    random = np.random.default_rng(seed)
+    W = random.normal(size=(2, 7, 5))
+    first, second = match(list(W))
+    rows, best = linear_sum_assignment(-W[0] @ W[1].T)
+    assert (second[np.argsort(first)][rows] == best).all()
+    orders = [random.permutation(7) for _ in range(4)]
+    copies = [W[0][order] + random.normal(0, 0.01, (7, 5)) for order in orders]
+    found = match(copies)
+    assert len({tuple(order[own]) for order, own in zip(orders, found, strict=True)}) == 1
+    assert sorted(match([W[0]])[0].tolist()) == list(range(7)) and match(np.zeros((3, 1, 2))).tolist() == [[0]] * 3
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn"])

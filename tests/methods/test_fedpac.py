@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 
 from strategies.fedpac import head_weights, on_simplex, statistics
 from tests.methods.federation import Federation, close
@@ -45,6 +46,31 @@ def test_no_other_weights_cost_less(n: int, width: int, seed: int) -> None:
         slope = Q @ row
         assert (slope >= row @ slope - 1e-8).all()
         assert row == pytest.approx(on_simplex(7 * Q), abs=1e-8)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_weights_beside_a_general_solver(n: int) -> None:
+    random = np.random.default_rng(n)
+    S, v = random.normal(size=(n, 3, 2)), random.uniform(0.01, 2, n)
+    weights = head_weights(S, v)
+    for i in range(n):
+
+        def cost(a: np.ndarray, i: int = i) -> float:
+            apart = sum(a[j] * (S[i] - S[j]) for j in range(n))
+            return float((a**2 * v).sum() + (apart**2).sum())
+
+        total = {"type": "eq", "fun": lambda a: a.sum() - 1}
+        found = minimize(cost, np.full(n, 1 / n), bounds=[(0, 1)] * n, constraints=total, tol=1e-12)
+        assert found.success
+        close(weights[i], found.x, atol=1e-4)
+        assert cost(weights[i]) <= found.fun + 1e-9
+
+
+def test_one_client_and_bad_variances() -> None:
+    assert head_weights(np.ones((1, 2, 3)), [0.0]).tolist() == [[1]] == head_weights(np.zeros((1, 4)), [2.0]).tolist()
+    for v in ([1.0], [1.0, -1], [1.0, np.nan]):
+        with pytest.raises(ValueError, match="v must have 2 numbers >= 0, as many as S has clients, got"):
+            head_weights(np.ones((2, 3)), v)
 
 
 def test_without_weight_and_mixture_it_is_fedrep_bit_for_bit(tmp_path: Path) -> None:

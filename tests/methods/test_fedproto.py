@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ def test_means_by_hand() -> None:
     assert means.tolist() == [[7], [2], [0]] and counts.tolist() == [4, 2, 0]
     own, found = prototypes_of(np.array([[1, 2], [3, 4], [5, 6]], np.float32), np.array([2, 0, 2]), 3)
     assert own.tolist() == [[3, 4], [0, 0], [3, 4]] and found.tolist() == [1, 0, 2]
+
+
+def test_means_of_one_client_and_bad_counts() -> None:
+    P = np.array([[[1.0, 2], [np.nan, np.inf]]])
+    means, counts = mean_prototypes(P, [[3, 0]])
+    assert means.tolist() == [[1, 2], [0, 0]] and counts.tolist() == [3, 0] and counts.dtype == np.int64
+    for wrong in ([[3]], [3, 0], [[3, -1]]):
+        with pytest.raises(ValueError, match=r"P must be \[N, C, k\] and counts \[N, C\], >= 0, got \[1, 2, 2\] and"):
+            mean_prototypes(P, wrong)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
@@ -88,7 +98,13 @@ def test_two_rounds_by_hand(tmp_path: Path, mean: str) -> None:
     want = np.stack([(P[:, c] * factors[:, c, None]).sum(0) / max(factors[:, c].sum(), 1) for c in range(3)])
     close(server.memory["prototypes"], want)
     assert server.memory["counts"].tolist() == counts.sum(0).tolist()
-    before = server.memory["prototypes"].copy()
+    before, known = server.memory["prototypes"].copy(), server.memory["counts"].copy()
+    # late uploads count less: half and a third
+    factors = factors * np.array([[1], [1 / 2], [1 / 3]])
+    server.personalize(1, dataclasses.replace(uploads, factors=np.array([1, 1 / 2, 1 / 3])))
+    want = np.stack([(P[:, c] * factors[:, c, None]).sum(0) / max(factors[:, c].sum(), 1e-9) for c in range(3)])
+    close(server.memory["prototypes"], want)
+    server.memory |= {"prototypes": before.copy(), "counts": known}
     uploads = federation.round(ids=[1])
     gone = uploads.extras["counts"][0] == 0
     assert (server.memory["prototypes"][gone] == before[gone]).all()

@@ -28,6 +28,22 @@ def test_the_loss_by_hand() -> None:
     assert float(value) == pytest.approx(-(np.log(0.6) + np.log(0.4)) / 2, rel=1e-12)
 
 
+def test_the_loss_and_its_slope_by_loops() -> None:
+    random = np.random.default_rng(0)
+    logits, y, counts = random.normal(size=(6, 4)), np.array([0, 1, 3, 3, 0, 1]), np.array([7, 2, 0, 1])
+    g = torch.tensor(logits, requires_grad=True)
+    value = balanced_softmax_loss(g, torch.tensor(y), torch.tensor(counts))
+    value.backward()  # type: ignore[no-untyped-call]
+    shares = [[counts[c] * np.exp(row[c]) / sum(counts * np.exp(row)) for c in range(4)] for row in logits]
+    assert value.item() == pytest.approx(
+        -np.mean([np.log(row[c]) for row, c in zip(shares, y, strict=True)]), rel=1e-12
+    )
+    assert g.grad is not None
+    close(g.grad.numpy(), (np.array(shares) - np.eye(4)[y]) / 6, atol=1e-12)
+    # a client of one class has nothing to tell apart
+    assert float(balanced_softmax_loss(logits[:1], [3], [0, 0, 0, 5])) == 0
+
+
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(0, 2**32 - 1))
 def test_equal_counts_give_the_cross_entropy(n: int, classes: int, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from strategies.heterofl import HeteroFLParams, aggregate, part_of, width_slices
+from strategies.heterofl import METHOD, HeteroFLParams, aggregate, part_of, width_slices
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
@@ -65,6 +66,53 @@ def test_widths_are_nested_and_fit(a: float, b: float, model: str) -> None:
     assert narrow.params.any()
 
 
+class Shortcuts(nn.Module):
+    """A layer of 8 below a block of 2 whose shortcut reads the same 8 outputs, below a concatenation if `joined`."""
+
+    def __init__(self, joined: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.inner = nn.Linear(8, 2)
+        self.shortcut = nn.Linear(8, 2)
+        self.hidden = nn.Linear(10 if joined else 2, 6)
+        self.classifier = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.first(x))
+        out: torch.Tensor = self.classifier(torch.relu(self.hidden(torch.relu(self.inner(h) + self.shortcut(h)))))
+        return out
+
+
+def test_shortcuts_read_what_the_layer_below_has() -> None:
+    # ceil(2.4) = 3 of 8 outputs below both branches of ceil(0.6) = 1, though 8 is also 4 times 2
+    kept = width_slices(Layout.of(Shortcuts()), 0.3)
+    weights = {name: [one.stop for one in slices] for name, slices in kept.items() if name.endswith("weight")}
+    assert weights == {
+        "first.weight": [3, 4],
+        "inner.weight": [1, 3],
+        "shortcut.weight": [1, 3],
+        "hidden.weight": [2, 1],
+        "classifier.weight": [3, 2],
+    }
+    layout = LAYOUTS["resnet8"]
+    kept = width_slices(layout, 0.3)
+    for slot in layout.params[1:]:
+        if len(slot.shape) > 1:
+            assert kept[slot.name][1].stop == math.ceil(0.3 * slot.shape[1]), slot.name
+
+
+def test_networks_and_rates_that_cannot_be_narrowed_are_refused() -> None:
+    joined = Layout.of(Shortcuts(joined=True))
+    with pytest.raises(UserError, match="and hidden.weight has 10 inputs; layers before it have 2, 8 outputs"):
+        width_slices(joined, 0.5)
+    with pytest.raises(UserError, match="and hidden.weight has 10 inputs"):
+        METHOD.shared(joined, HeteroFLParams())
+    assert METHOD.shared(joined, HeteroFLParams(rates="1")) == joined.names
+    for rate in (0.0, 1.5, -1.0, float("nan")):
+        with pytest.raises(UserError, match="heterofl.rates: must be in "):
+            width_slices(Layout.of(Shortcuts()), rate)
+
+
 LAYOUTS = {
     name: Layout.of(models.build(name, in_channels=1, num_classes=10, image_size=8))
     for name in ("mlp", "cnn", "resnet8")
@@ -78,6 +126,11 @@ def test_means_by_hand() -> None:
     assert found["w"].tolist() == [[2, 5], [9, 9]] and found["b"].tolist() == [2, 3, 9]
     with pytest.raises(UserError, match=r"tensor w of client 0 has the shape \[1, 1\]"):
         aggregate(parts, [1, 0.5], previous)
+    with pytest.raises(UserError, match="heterofl: there must be a rate per client, got 1 for 2 clients"):
+        aggregate(parts, [1], previous)
+    # one client alone, and none
+    assert aggregate(parts[:1], [0.5], previous)["b"].tolist() == [1, 2, 9]
+    assert aggregate([], [], previous)["b"].tolist() == [9, 9, 9]
 
 
 def test_a_narrow_network_inside_the_wide_one() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,32 @@ def test_hessian_free_is_the_gradient_through_the_inner_step(d: int, alpha: floa
         assert w[k] - stepped[k] == pytest.approx((loss(w + e) - loss(w - e)) / 2e-4, abs=1e-5)
     plain = step(slope, w, x1, y1, x2, y2, alpha=0.0, beta=1.0, variant="hessian-free")
     assert (plain == w - slope(w, x2, y2)).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_variants_beside_torchs_second_derivatives(seed: int) -> None:
+    # A network of 3 tanh units in float64, as plain arrays of 16 numbers.
+    random = np.random.default_rng(seed)
+    w, (x1, x2), (y1, y2) = random.normal(size=16), random.normal(size=(2, 5, 3)), random.normal(size=(2, 5))
+
+    def loss(at: torch.Tensor, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
+        h = torch.tanh(torch.tensor(x) @ at[:9].view(3, 3) + at[9:12])
+        return ((h @ at[12:15] + at[15] - torch.tensor(y)) ** 2).mean()
+
+    def gradient(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        point = torch.tensor(at, requires_grad=True)
+        found: np.ndarray = torch.autograd.grad(loss(point, x, y), point)[0].numpy()
+        return found
+
+    point = torch.tensor(w, requires_grad=True)
+    (slope_1,) = torch.autograd.grad(loss(point, x1, y1), point, create_graph=True)
+    inner = point - 0.1 * slope_1
+    (exact,) = torch.autograd.grad(loss(inner, x2, y2), point)
+    stepped = step(gradient, w, x1, y1, x2, y2, alpha=0.1, beta=0.5, variant="hessian-free", delta=1e-5)
+    close(stepped, w - 0.5 * exact.numpy(), atol=1e-5)
+    plain = step(gradient, w, x1, y1, x2, y2, alpha=0.1, beta=0.5, variant="first-order")
+    close(plain, w - 0.5 * gradient(inner.detach().numpy(), x2, y2), atol=1e-12)
+    assert np.abs(plain - stepped).max() > 1e-3 and stepped.dtype == np.float64
 
 
 def test_without_an_inner_step_it_is_fedavg_bit_for_bit(run: Run) -> None:

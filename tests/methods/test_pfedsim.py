@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,21 @@ def test_by_hand() -> None:
     close(weights[0], np.array([own, other, 0]) / (own + other))
     close(weights[2], np.array([0, 0, 1]))
     assert similarity(np.zeros((2, 3))).tolist() == [[1, 0], [0, 1]]
+
+
+def test_similarity_beside_the_papers_formula() -> None:
+    heads = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+    heads[3] = 0
+    found = similarity(heads)
+    for i in range(5):
+        for j in range(5):
+            a, b = heads[i].astype(float), heads[j].astype(float)
+            lengths = np.sqrt((a * a).sum()) * np.sqrt((b * b).sum())
+            want = 1.0 if i == j else max(0.0, (a * b).sum() / lengths) if lengths else 0.0
+            assert found[i, j] == pytest.approx(want, abs=1e-12)
+    assert similarity(np.ones((1, 2))).tolist() == [[1]] == mixing_weights([[1]]).tolist()
+    with pytest.raises(ValueError, match=r"heads must be \[N, h\], got \[3\]"):
+        similarity(np.ones(3))
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**32 - 1))

@@ -53,6 +53,31 @@ def test_two_steps_by_hand() -> None:
         assert w == pytest.approx([0.5 / (np.sqrt(first) + 1) + 0.75 / (np.sqrt(second) + 1)], rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_many_steps_by_loops(kind: str) -> None:
+    """Element by element, in float64, as Algorithm 2 is printed."""
+    random, eta, b1, b2, tau = np.random.default_rng(0), 0.1, 0.9, 0.99, 1e-3
+    w, state = random.normal(size=5), None
+    own, m, v = w.tolist(), [0.0] * 5, [tau**2] * 5
+    for _ in range(20):
+        mean = w + random.normal(size=5) * random.uniform(0, 2, 5)
+        w, state = server_step(w, mean, state, kind=kind, learning_rate=eta, beta1=b1, beta2=b2, tau=tau)
+        for k in range(5):
+            delta = float(mean[k]) - own[k]
+            m[k] = b1 * m[k] + (delta if kind == "momentum" else (1 - b1) * delta)
+            if kind == "adagrad":
+                v[k] += delta**2
+            elif kind == "adam":
+                v[k] = b2 * v[k] + (1 - b2) * delta**2
+            elif kind == "yogi":
+                v[k] -= (1 - b2) * delta**2 * (1 if v[k] > delta**2 else -1)
+            own[k] += eta * m[k] / (1 if kind == "momentum" else v[k] ** 0.5 + tau)
+        np.testing.assert_allclose(w, own, rtol=1e-9)
+    assert w.dtype == np.float64
+    with pytest.raises(ValueError, match=r"w and mean must have one shape, got \[5\] and \[4\]"):
+        server_step(w, w[:4], state, kind=kind, learning_rate=eta, beta1=b1, beta2=b2, tau=tau)
+
+
 @given(st.sampled_from(KINDS[1:]), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_blocks_zeros_and_dtypes(kind: str, d: int, seed: int) -> None:
     random = np.random.default_rng(seed)
