@@ -154,6 +154,8 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
     if how.superlink is None:
         config["num-clients"] = number_of_clients(config)
     parsed = resolve(config)
+    if how.replay:
+        refuse_other_settings(how.replay, base, parsed)
     # a shipped preset's own values stand in its paper: they are no surprise while what they refer to is the preset's too
     shipped = bool(preset) and not str(preset).endswith(".toml") and not given.keys() & REFERRED_TO
     warn_of_settings(given, [(parsed, given if how.resume or shipped else {**base, **given})])
@@ -215,6 +217,23 @@ def replayed_config(preset: str | None, how: How) -> dict[str, Scalar]:
     # the arrivals follow from the other run, not from these
     timeless = {spec.name: spec.default for spec in specs(TimingKeys) if spec.name in SIMULATED}
     return settings | timeless | {"replay": str(run.resolve()), "run-name": "", "overwrite": False}
+
+
+def refuse_other_settings(run: Path, settings: Mapping[str, Scalar], config: RunConfig) -> None:
+    """Raise UserError if a replay's config differs from the other run's in a key that changes results.
+
+    settings: of that run. It may have fewer rounds.
+    """
+    saved = {**config.defaults, **settings}
+    changed = [
+        f"  {key.name}: {saved.get(key.name)!r} in the run, now {value!r}"
+        for key, value in config.own_keys()
+        if not key.may_change_on_resume and saved.get(key.name) != value
+    ]
+    if changed:
+        raise UserError(
+            f"replay: these keys must be as in {run}, because its arrivals follow from them:\n" + "\n".join(changed)
+        )
 
 
 def saved_config(run: Path) -> dict[str, Scalar]:

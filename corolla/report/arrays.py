@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corolla.experiments.runs import RecordedRun, find, that_never_train, that_train
+from fl_app.errors import UserError
 from fl_app.figures import Figure, from_json
 from fl_app.keys import show
 from fl_app.metrics import Metric, moments
-from fl_app.server import client_rows, progress_protocol
+from fl_app.server import arrivals, client_rows, progress_protocol
 from fl_app.server.client_rows import Rows
 from fl_app.server.record import VIRTUAL
 
@@ -217,13 +218,25 @@ def spent(run: ReportedRun) -> dict[int, tuple[float, float]]:
 
 
 def timed(run: ReportedRun) -> dict[int, tuple[float, float]]:
-    """Return (simulated seconds until a round began, headline metric of its models before training) by round."""
+    """Return (seconds until a round began, headline metric of its models before training) by round.
+
+    The seconds are simulated ones, or those of a deployment whose rounds may close early. Other runs have none.
+    """
     out, total = {}, 0.0
+    lasted = {t: record[VIRTUAL] for t, record in run.rounds.items() if VIRTUAL in record} or _real_seconds(run)
     for t, record in run.rounds.items():
-        if VIRTUAL in record and (value := record.get(run.key("before"))) is not None:
+        if t in lasted and (value := record.get(run.key("before"))) is not None:
             out[t] = (total, float(value))
-        total += record.get(VIRTUAL) or 0.0
+        total += lasted.get(t) or 0.0
     return out
+
+
+def _real_seconds(run: ReportedRun) -> dict[int, float]:
+    """Return the seconds of each round that a run recorded with its arrivals; {} if it recorded none."""
+    try:
+        return {int(line["round"]): float(line["seconds"]) for line in arrivals.read(run.path)}
+    except UserError:
+        return {}
 
 
 def server_seconds(run: ReportedRun) -> dict[str, float]:

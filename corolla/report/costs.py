@@ -52,8 +52,8 @@ def _simulated_time(groups: Sequence[Group]) -> Iterator[Panel]:
         metric = drawn[0].first.headline
         yield Panel(
             "virtual-seconds",
-            f"Simulated time and {metric.title}",
-            f"Across: simulated seconds until a round began. Up: mean {metric.title} of its clients' models before local training. "
+            f"Time and {metric.title}",
+            f"Across: seconds until a round began. Up: mean {metric.title} of its clients' models before local training. "
             "Clients that still work are in no mean." + long_runs(drawn),
             lambda: _over_time(drawn, points),
         )
@@ -66,7 +66,7 @@ def _over_time(groups: Sequence[Group], points: Points) -> Figure:
         x, y = points[group.number]
         axes.plot(x, smooth(y), label=short(group.label), **style[group.number].line_style(len(x)))
     axes.set_xlim(left=0)
-    axes.set_xlabel("simulated seconds until then")
+    axes.set_xlabel("seconds until then, simulated ones in a simulation")
     metric_axis(groups)(axes)
     legend(figure, axes)
     return figure

@@ -33,19 +33,19 @@ class Span:
 def of_waiting(run: ReportedRun) -> Iterator[Panel]:
     """Yield the picture of a run that recorded arrivals."""
     try:
-        lines = arrivals.read(run.path)[:MOST_ROUNDS]
+        lines = arrivals.read(run.path)
     except UserError:
         return
-    found, closes = spans(lines)
-    if not found:
+    found, closes = spans(lines[:MOST_ROUNDS])
+    if not found or not (every := sum(len(line["ends"]) for line in lines)):
         return
-    every = sum(len(line["ends"]) for line in lines)
     lost = sum(end["fate"] != "used" for line in lines for end in line["ends"])
     yield Panel(
         f"waiting-{run.number.replace('.', '-')}",
         "Who worked when",
         f"A bar is a client's work on a round, from its download to its upload; a vertical line is the close of a round. "
-        f"The first {len(lines)} rounds; {lost} of {every} works in them were thrown away or failed.",
+        f"The first {len(closes)} rounds. In all {len(lines)} rounds {lost} of {every} works ({100 * lost / every:.0f} %) were "
+        "thrown away or failed.",
         lambda: _gantt(run, found, closes),
     )
 

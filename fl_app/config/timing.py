@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 SIMULATED = ("speeds", "availability", "day-length", "drop-rate")
 """Keys that decide who answers when in a simulation."""
 
+# largest SIGMA of `lognormal:SIGMA`: speeds that differ by a factor of 10^4 for each standard deviation
+MOST_SIGMA = 10.0
 SPEEDS_FILE, LOGNORMAL = "file:", "lognormal:"
 
 
@@ -83,6 +84,11 @@ class TimingKeys:
         return self.quorum < 1 or self.round_deadline > 0
 
     @property
+    def records_arrivals(self) -> bool:
+        """Whether the run writes who answered when."""
+        return (self.closes_early or self.is_timed) and not self.replay
+
+    @property
     def is_timed(self) -> bool:
         """Whether the run has simulated time."""
         return self.speeds != "none"
@@ -91,7 +97,7 @@ class TimingKeys:
 def sigma_of(speeds: str) -> float | None:
     """Return SIGMA of `lognormal:SIGMA`; None for text of another form."""
     found = re.fullmatch(rf"{LOGNORMAL}(\d+(?:\.\d*)?)", speeds, re.ASCII)
-    return float(found[1]) if found and math.isfinite(float(found[1])) else None
+    return float(found[1]) if found and float(found[1]) <= MOST_SIGMA else None
 
 
 def check_timing(values: Mapping[str, Any], problems: list[str]) -> None:
@@ -101,7 +107,13 @@ def check_timing(values: Mapping[str, Any], problems: list[str]) -> None:
     if path and not Path(path).is_absolute():
         problems.append(f"speeds: must be an absolute path, got {path!r}")
     elif not path and speeds != "none" and sigma_of(speeds) is None:
-        problems.append(f"speeds: must be none, {LOGNORMAL}SIGMA or {SPEEDS_FILE}speeds.csv, got {speeds!r}")
+        problems.append(
+            f"speeds: must be none, {LOGNORMAL}SIGMA (at most {MOST_SIGMA:g}) or {SPEEDS_FILE}speeds.csv, got {speeds!r}"
+        )
+    if path and values["availability"] != 1:
+        problems.append(
+            f"availability: the file of speeds has the clients' hours (from, until); leave it at 1, got {values['availability']:g}"
+        )
     early = values["quorum"] < 1 or values["round-deadline"] > 0
     if values["quorum"] < values["min-results"]:
         problems.append(f"quorum: must be at least min-results ({values['min-results']:g}), got {values['quorum']:g}")
@@ -110,11 +122,12 @@ def check_timing(values: Mapping[str, Any], problems: list[str]) -> None:
             f"staleness: nobody is late without quorum below 1 or a round-deadline; set one, got {values['staleness']}"
         )
     if values["private"] and early:
-        names = [name for name in ("quorum", "round-deadline", "staleness") if values[name] not in (0, 1.0)]
-        problems.append(
-            f"{names[0]}: a private run's sums need every client that was asked, so no round can close before; leave it at "
-            f"its default, got {values[names[0]]:g}"
-        )
+        problems += [
+            f"{name}: a private run's sums need every client that was asked, so no round can close before; leave it at "
+            f"its default, got {values[name]:g}"
+            for name, none in (("quorum", 1), ("round-deadline", 0), ("staleness", 0))
+            if values[name] != none
+        ]
     for name, none in (("availability", 1), ("drop-rate", 0)):
         if values[name] != none and speeds == "none":
             problems.append(f"{name}: it is about simulated time, which needs speeds, got {values[name]:g}")

@@ -44,6 +44,10 @@ def read(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's arrivals. A last line that is cut off is left out. Raises UserError if there is no file."""
     try:
         text = (run / FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"replay: {run} recorded no arrivals: its rounds waited for every client, or it is a replay itself"
+        ) from None
     except OSError as error:
         raise UserError(f"replay: {run / FILE} cannot be read: {error.strerror}") from None
     lines = text.split("\n")
@@ -58,15 +62,22 @@ class Replay:
 
     def __init__(self, run: Path) -> None:
         self.run, self.now, self.began = run, 0.0, 0.0
-        self._lines = {int(line["round"]): line for line in read(run)}
-        # (client, round of its work) -> round of its end, and why there is no upload
-        self._ends = {
-            (end["client"], number - end["age"]): Answer(
-                float(number), "it failed in the run that is repeated" if end["fate"] == FAILED else ""
-            )
-            for number, line in self._lines.items()
-            for end in line["ends"]
-        }
+        try:
+            self._lines = {int(line["round"]): line for line in read(run)}
+            # (client, round of its work) -> round of its end, and why there is no upload
+            self._ends = {
+                (end["client"], number - end["age"]): Answer(
+                    float(number), "it failed in the run that is repeated" if end["fate"] == FAILED else ""
+                )
+                for number, line in self._lines.items()
+                for end in line["ends"]
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"replay: {run / FILE} is damaged: {error!r}") from None
+
+    def lacking(self, rounds: int) -> int | None:
+        """Return the first of a number of rounds that has no arrivals; None if all have them."""
+        return next((t for t in range(1, rounds + 1) if t not in self._lines), None)
 
     def begin(self, round: int) -> None:
         """Begin a round. Raises UserError if the other run has none of this number."""
@@ -93,11 +104,24 @@ class Replay:
         self.now = float(round)
 
 
+def _checked(replay: Replay, config: RunConfig) -> Replay:
+    """Return a replay that has every round of the run, or as many as a run that may stop early needs."""
+    missing = replay.lacking(config.num_server_rounds)
+    if missing is not None and (missing == 1 or not config.stop_when):
+        raise UserError(
+            f"replay: {replay.run} has no arrivals of round {missing}; repeat fewer rounds with --set num-server-rounds="
+            f"{missing - 1}, got {config.num_server_rounds}"
+            if missing > 1
+            else f"replay: {replay.run} has no arrivals of round 1"
+        )
+    return replay
+
+
 def clock_of(config: RunConfig, parameters: int) -> Clock | Replay | None:
     """Return the clock of a run, None if its uploads arrive when they come. parameters: the number of trained parameters.
 
-    Raises UserError if the file of `speeds`, or the run of `replay`, cannot be used.
+    Raises UserError if the file of `speeds`, or the run of `replay`, cannot be used, or has too few rounds.
     """
     if config.replay:
-        return Replay(Path(config.replay))
+        return _checked(Replay(Path(config.replay)), config)
     return Clock(config, parameters) if config.is_timed else None

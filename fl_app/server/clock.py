@@ -24,6 +24,8 @@ from fl_app.errors import UserError
 
 # a client's median speeds, with `lognormal:SIGMA`
 COMPUTE, DOWN, UP = 1e9, 4e6, 1e6
+# smallest speed of a file of speeds
+LEAST_SPEED = 1e-6
 _COLUMNS = ("client", "compute", "down", "up")
 _HOURS = ("from", "until")
 
@@ -94,6 +96,17 @@ class Clock:
             self.now = min(self.returns(i, self.now) for i in client_ids)
             return self.waits_for(client_ids)
         return there
+
+    def goes_on(self, client_ids: list[int], since: float) -> bool:
+        """Let time pass until the next client that is away now returns. Return False if none does within a day.
+
+        since: the second from which the day counts.
+        """
+        later = [back for i in client_ids if (back := self.returns(i, self.now)) > self.now]
+        if not later or min(later) > since + self.config.day_length:
+            return False
+        self.now = min(later)
+        return True
 
     def close(self, round: int, ends: Sequence[Answer]) -> None:
         """Let time pass until a round closes. ends: of the work of all clients that it asked."""
@@ -171,7 +184,7 @@ def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Sp
     that is malformed, or does not have every client once.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"speeds: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
@@ -187,8 +200,10 @@ def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Sp
             hours = [float(row[name]) for name in _HOURS if name in row]
         except (TypeError, ValueError):
             raise UserError(f"speeds: {path}, line {line}: numbers in all columns, got {list(row.values())}") from None
-        if not all(0 < value < math.inf for value in values):
-            raise UserError(f"speeds: {path}, line {line}: speeds must be > 0, got {values}")
+        if not all(LEAST_SPEED <= value < math.inf for value in values):
+            raise UserError(f"speeds: {path}, line {line}: speeds must be numbers >= {LEAST_SPEED:g}, got {values}")
+        if client_id < 0:
+            raise UserError(f"speeds: {path}, line {line}: clients count from 0, got {client_id}")
         if not all(0 <= hour <= day_length for hour in hours):
             raise UserError(
                 f"speeds: {path}, line {line}: from and until must be in 0..{day_length:g} (day-length), got {hours}"

@@ -288,15 +288,21 @@ class Rounds:
         """Return the clients that the protocol chooses of the connected ones that are not working.
 
         A client that is refused when it introduces itself is not connected. The choice is then made again without it.
+        In simulated time a choice from too few clients waits for those that return within a day.
         """
-        unseen, working = self.config.unseen, self.working
+        unseen, working, entered = self.config.unseen, self.working, self.clock.now if self.clock else 0.0
         while True:
             connected = [i for i in self.exchange.client_ids if i not in unseen and i not in working]
-            if self.clock:
-                connected = self.clock.waits_for(connected)
-            self.attempt.connected = connected
-            ids = self.protocol.sample(self.attempt, connected)
+            there = self.clock.waits_for(connected) if self.clock else connected
+            self.attempt.connected = there
+            try:
+                ids = self.protocol.sample(self.attempt, there)
+            except TooFewResults:
+                if isinstance(self.clock, Clock) and self.clock.goes_on(connected, entered):
+                    continue
+                raise
             if self.exchange.meet(ids):
+                self.attempt.began = time.monotonic()
                 return ids
 
     def messages(self, ids: Iterable[int], task: str) -> Iterator[Message]:
@@ -505,8 +511,8 @@ class Rounds:
             record[records.VIRTUAL] = records.short(self.clock.lasted)
         if self.config.closes_early:
             record["working"] = sorted(self.working)
-            if not self.config.replay:
-                record[ARRIVALS] = self._arrivals()
+        if self.config.records_arrivals:
+            record[ARRIVALS] = self._arrivals()
         return record
 
     # Evaluation

@@ -31,6 +31,16 @@ def test_the_command_repeats_a_run(command: Command, tmp_path: Path) -> None:
     code, _, err = command(*again)
     assert code == 0, err
     assert read_summary(first)["digest"] == read_summary(second)["digest"]
+    # these would need other arrivals
+    for changed in ("seed=5", "quorum=0.8", "method=fedavg", "speeds=lognormal:2", "num-clients=5"):
+        code, _, err = command(*again, "--set", changed)
+        assert code == 2 and f"{changed.split('=')[0]}: " in err and "must be as in" in err, err
+    code, _, err = command(*again[:-1], "run-name=more", "--set", "num-server-rounds=4")
+    assert code == 2 and "no arrivals of round 4; repeat fewer rounds with --set num-server-rounds=3, got 4" in err
+    code, _, err = command(*again[:-1], "run-name=fewer", "--set", "num-server-rounds=2")
+    assert code == 0, err
+    code, _, err = command("run", *places, "--replay", second, "--output-dir", tmp_path)
+    assert code == 2 and "recorded no arrivals" in err
     # the arrivals decide, not the speeds
     assert read_config(second)["speeds"] == "none" and read_config(second)["quorum"] == 0.5
 

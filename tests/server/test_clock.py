@@ -10,7 +10,8 @@ import pytest
 
 from fl_app.errors import UserError
 from fl_app.server.clock import COMPUTE, Answer, Clock, closing, read_speeds
-from tests.conftest import config
+from fl_app.server.run_folder import read_metrics
+from tests.conftest import Run, config
 
 SPEEDS = "client,compute,down,up\n0,1000,100,50\n1,500,100,50\n2,1000,10,5\n"
 HOURS = "client,compute,down,up,from,until\n0,1000,100,50,0,0\n1,500,100,50,90,30\n2,1000,10,5,20,70\n"
@@ -84,6 +85,32 @@ def test_the_hours_of_clients(tmp_path: Path) -> None:
     assert ended.second == 130 and "went away" in ended.cause
 
 
+def test_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    assert clock(tmp_path, "\ufeff" + SPEEDS).speed(1) == clock(tmp_path).speed(1)
+
+
+def test_time_goes_on_to_the_next_return_within_a_day(tmp_path: Path) -> None:
+    """Client 0 is always there, 1 from second 90 on, 2 from second 20."""
+    time = clock(tmp_path, HOURS, day_length=100.0)
+    time.now = 75.0
+    assert time.goes_on([0, 1, 2], 75.0) and time.now == 90
+    assert time.goes_on([0, 1, 2], 75.0) and time.now == 120
+    # all are there
+    assert not time.goes_on([0, 1, 2], 75.0) and time.now == 120
+    time.now = 72.0
+    assert not time.goes_on([2], -30.0) and time.now == 72
+
+
+def test_a_private_round_waits_for_clients_that_are_away(run: Run, tmp_path: Path) -> None:
+    """A company needs three clients. Two are there at the start, all of them from second 10 on."""
+    rows = [f"{i},1e7,4e6,1e6,{0 if i < 2 else 10},50" for i in range(5)]
+    (tmp_path / "speeds.csv").write_text("\n".join(["client,compute,down,up,from,until", *rows]) + "\n")
+    keys: dict[str, Any] = {"speeds": f"file:{tmp_path / 'speeds.csv'}", "day_length": 100.0, "num_server_rounds": 1}
+    folder = run(method="fedavg", private=True, num_clients=5, **keys)
+    (record,) = read_metrics(folder.path)
+    assert len(record["clients"]) == 5 and record["virtual-seconds"] > 10
+
+
 def test_clients_fail_at_the_drop_rate() -> None:
     time = Clock(config(speeds="lognormal:0", drop_rate=0.25, num_clients=1), 10**6)
     ends = [time.answer(0, round, 0, 100, 0, 0) for round in range(1, 401)]
@@ -99,7 +126,10 @@ def test_clients_fail_at_the_drop_rate() -> None:
         ("client,compute,down\n0,1,1\n", "must have the columns client, compute, down, up"),
         (HOURS.replace(",until", ""), "both or none of from and until"),
         (SPEEDS.replace("500", "fast"), "line 3: numbers in all columns"),
-        (SPEEDS.replace("500", "0"), "line 3: speeds must be > 0"),
+        (SPEEDS.replace("500", "0"), "line 3: speeds must be numbers >= 1e-06"),
+        (SPEEDS.replace("500", "1e-320"), "line 3: speeds must be numbers >= 1e-06"),
+        (SPEEDS.replace("500", "inf"), "line 3: speeds must be numbers >= 1e-06"),
+        (SPEEDS.replace("\n1,", "\n-1,"), "line 3: clients count from 0, got -1"),
         (SPEEDS.replace("\n1,", "\n0,"), "line 3: client 0 has a row already"),
         (SPEEDS.replace("\n2,", "\n5,"), "has no row for client 2 of 3"),
     ],
@@ -116,9 +146,15 @@ def test_a_wrong_file_of_speeds(tmp_path: Path, text: str, error: str) -> None:
         ({"quorum": 0.3}, "quorum: must be at least min-results"),
         ({"staleness": 2}, "staleness: nobody is late"),
         ({"quorum": 0.8, "private": True}, "quorum: a private run's sums need every client"),
-        ({"round_deadline": 5.0, "private": True}, "round-deadline: a private run's sums need every client"),
+        ({"round_deadline": 1.0, "private": True}, "round-deadline: a private run's sums need every client"),
+        ({"quorum": 0.8, "staleness": 1, "private": True}, "staleness: a private run's sums need every client"),
+        (
+            {"speeds": "file:/speeds.csv", "availability": 0.5},
+            "availability: the file of speeds has the clients' hours",
+        ),
+        ({"speeds": "lognormal:11"}, "speeds: must be none, lognormal:SIGMA .at most 10."),
         ({"drop_rate": 0.1}, "drop-rate: it is about simulated time, which needs speeds"),
-        ({"speeds": "fast"}, "speeds: must be none, lognormal:SIGMA or file:speeds.csv, got 'fast'"),
+        ({"speeds": "fast"}, "speeds: must be none, lognormal:SIGMA .at most 10. or file:speeds.csv, got 'fast'"),
         ({"speeds": "file:speeds.csv"}, "speeds: must be an absolute path"),
     ],
 )
