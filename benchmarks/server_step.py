@@ -4,7 +4,7 @@ python -m benchmarks.server_step [--short] [--clients 1000] [--parameters 120000
 
 Uploads lie in memory-mapped files in `--directory`, as they do beyond `server-memory-limit`. Rows are random vectors
 about a common one, masks are random and of equal size, layers have a quarter of the parameters each. FedAMP's sigma is
-the mean squared distance, so all weights are normal numbers: its most expensive case. `neighbours` at 20 where the
+the mean squared distance, so all weights are normal numbers: its most expensive case. `neighbours` at 5 where the
 method has the key is a second case. Every step is measured once. Its memory is the most that the process holds beside
 the mapped files.
 """
@@ -35,7 +35,7 @@ PAKE: dict[str, Any] = {
     "delta_meaning": "similarity",
     "divisor": "found",
 }
-NEIGHBOURS = 20
+NEIGHBOURS = 5
 
 
 class Uploads:
