@@ -54,7 +54,7 @@ MINUTES := tests/pages tests/experiments tests/methods tests/report tests/api te
 QUICK := --ignore tests/e2e $(MINUTES:%=--ignore %)
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 # two files at a time: such tests wait more than they compute
-WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
+WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs --durations 15
 unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile everything anew
 
 test: install ## the tests

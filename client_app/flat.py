@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,21 @@ from fl_app.layout import Layout, Model, Slot, Vector
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 # functions of a module by which it may have a mode of its own
 _OF_MODE = ("train", "eval", "__setattr__")
+_UNCHANGEABLE = frozenset(
+    (
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.memory_format,
+        BuiltinFunctionType,
+    )
+)
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -76,7 +93,7 @@ class FlatModule:
         """Restore the first values of everything that `load` does not set, for another client.
 
         These are: all that layers hold by name (hooks, the mode, parts, attributes), which parameters train, gradients,
-        counters. The contents of an attribute, for example a list's entries, are not restored.
+        counters. The contents of an attribute, for example a list's entries, are not restored; see `is_restorable`.
         """
         for layer, attributes, tables in self._first:
             layer.__dict__.clear()
@@ -92,6 +109,30 @@ class FlatModule:
         self.gradient.zero_()
         for buffer, first in self._others:
             buffer.copy_(first)
+
+    @functools.cached_property
+    def is_restorable(self) -> bool:
+        """Whether `load` and `reset` restore the whole network.
+
+        They cannot if a layer was made with an attribute whose contents can change, for example a list, or with a buffer
+        that neither of them sets.
+        """
+        loaded = {slot.name for slot in self.layout.buffers}
+        known = {id(buffer) for name, buffer in self.module.named_buffers() if name in loaded}
+        known |= {id(buffer) for buffer, _ in self._others}
+
+        def is_known(table: str, entry: object) -> bool:
+            if table == "_buffers":
+                return entry is None or id(entry) in known
+            return table in ("_parameters", "_modules") or _is_unchangeable(entry)
+
+        return all(
+            all(is_known(name, entry) for entry in tables[name].values())
+            if name in tables
+            else name == "_non_persistent_buffers_set" or _is_unchangeable(value)
+            for _, attributes, tables in self._first
+            for name, value in attributes.items()
+        )
 
     def _view(self, vector: Tensor, slot: Slot) -> Tensor:
         piece = vector[slot.start : slot.stop]
@@ -201,6 +242,15 @@ def set_mode(module: nn.Module, training: bool) -> None:
 def _has_own_mode(kind: type[nn.Module]) -> bool:
     """Return whether a class of modules replaces a function by which modules change their mode."""
     return any(getattr(kind, name) is not getattr(nn.Module, name) for name in _OF_MODE)
+
+
+def _is_unchangeable(value: object) -> bool:
+    """Return whether a value has no contents that can change."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_unchangeable, value))
+    if isinstance(value, FunctionType):
+        return not value.__closure__ and _is_unchangeable((value.__defaults__, *(value.__kwdefaults__ or {}).values()))
+    return type(value) in _UNCHANGEABLE or isinstance(value, (type, Enum))
 
 
 def _tables(layer: nn.Module) -> dict[str, dict[Any, Any]]:

@@ -150,12 +150,15 @@ class Session:
     def leave(self, network: Network, flat: FlatModule) -> None:
         """Keep a message's network, as vectors, for the next message, if `FlatModule.reset` can restore all of it.
 
-        It cannot for code that is not Corolla's, because modules may keep anything in their attributes, nor for
-        networks that a method makes of the run's model. Differential privacy leaves marks on a network, too.
+        It cannot for networks that a method makes of the run's model. A model or a method that is not Corolla's may keep
+        anything anywhere: the network of such a model is kept if it has nothing that can keep something, and none with
+        such a method. Differential privacy leaves marks on a network, too.
         """
         config, method = self.config, self.method
-        own = plugins.is_reference(config.model) or plugins.is_reference(config.method)
-        if not own and method.wrap is None and method.compose is None and not config.dp_epsilon:
+        made = plugins.is_reference(config.method) or method.wrap is not None or method.compose is not None
+        if made or config.dp_epsilon:
+            return
+        if not plugins.is_reference(config.model) or flat.is_restorable:
             self._left = {network.key: network._replace(module=flat)}
 
     @functools.cached_property

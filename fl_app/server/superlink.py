@@ -49,10 +49,12 @@ class Found:
 
 def has_fixed_nodes(grid: Grid) -> bool:
     """Return whether a grid's nodes are there from the beginning, as in one process and in a simulation."""
-    # Imported here: it takes a second, and clients import this file without needing it.
+    if type(grid).get_node_ids is InProcessGrid.get_node_ids:
+        return True
+    # Imported here: it takes a second, which clients and runs in one process save.
     from flwr.superlink.grid import InMemoryGrid
 
-    return type(grid).get_node_ids in (InProcessGrid.get_node_ids, InMemoryGrid.get_node_ids)
+    return type(grid).get_node_ids is InMemoryGrid.get_node_ids
 
 
 def known_clients(grid: Grid) -> dict[int, int]:

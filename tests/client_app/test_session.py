@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_what_a_client_does_to_a_network_does_not_reach_the_next(tmp_path: Path,
     [
         ({"method": "fedavg"}, True),
         ({"method": "fedem"}, False),
-        ({"method": "fedavg", "model": "module:factory"}, False),
+        ({"method": "fedavg", "model": "module:factory"}, True),
         ({"method": "module:METHOD"}, False),
         ({"method": "fedavg", "dp-epsilon": 5.0}, False),
     ],
@@ -229,6 +230,59 @@ def test_networks_that_may_keep_more_are_built_for_every_client(keys: dict[str, 
     flat = FlatModule(models.build("mlp", in_channels=1, num_classes=10, image_size=8), torch.device("cpu"))
     session.leave(Network("key", flat.module, None), flat)  # type: ignore[arg-type]
     assert bool(session._left) is kept
+
+
+HOLDERS = {
+    "a list": lambda layer: setattr(layer, "seen", []),
+    "a list in a dict": lambda layer: setattr(layer, "seen", {"first": []}),
+    "a tensor of no name": lambda layer: setattr(layer, "scale", torch.ones(1)),
+    "a function with a variable": lambda layer: layer.register_forward_hook(lambda *_: print(layer)),
+    "a generator": lambda layer: setattr(layer, "draw", torch.Generator()),
+    "a number": lambda layer: setattr(layer, "seen", 0),
+    "numbers": lambda layer: setattr(layer, "kernel", (3, torch.float32, torch.relu, None)),
+    "a counter": lambda layer: layer.register_buffer("count", torch.zeros(1, dtype=torch.int64)),
+    "a statistic": lambda layer: layer.register_buffer("mean", torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_model_of_the_users_own_is_kept_if_nothing_in_it_can_keep_something(holder: str) -> None:
+    module = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
+    layers = list(module.modules())
+    HOLDERS[holder](layers[len(layers) // 2])  # type: ignore[no-untyped-call]
+    kept = ("a number", "numbers", "a counter", "a statistic")
+    assert FlatModule(module, torch.device("cpu")).is_restorable is (holder in kept)
+
+
+def test_a_model_of_the_users_own_that_keeps_nothing_is_built_once(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "simple.py").write_text(SIMPLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = {"method": "fedavg", "model": "simple:factory"}
+    fresh = run_with(tmp_path, lambda *_: None, **keys)
+    built = len(importlib.import_module("simple").built)
+    assert run_with(tmp_path, spoilt, **keys) == fresh
+    # a session builds one for the first message, and the server and the checks build some
+    assert len(importlib.import_module("simple").built) - built < built / 2
+
+
+SIMPLE = """
+from torch import nn
+
+built = []
+
+class Simple(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return super().forward(x) / self.passes
+
+def factory(in_channels, num_classes, image_size):
+    built.append(1)
+    return Simple(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+"""
 
 
 def test_a_model_of_the_users_own_counts_from_zero_at_every_client(tmp_path: Path, monkeypatch: Any) -> None:

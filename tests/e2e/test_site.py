@@ -41,6 +41,7 @@ def uploads(directory: Path) -> list[int]:
     return [int(entry["bytes"]) for entry in audit.entries(directory) if entry["kind"] == "upload"]
 
 
+@pytest.mark.usefixtures("warm_cluster")
 def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """Clients 0 and 1 let the run in, 2 to 6 each break one of their site's rules, 7 asks a person."""
     rules = [
