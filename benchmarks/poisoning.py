@@ -5,12 +5,13 @@ their defaults. The last client, or the last three, lie in every round (benchmar
 honest clients' mean accuracy after the last round. The columns are no defence (the default), `max-update-norm = 3`,
 each rule of `robust` alone, and the bound with the median. `ends`: the run had too few usable uploads. --defences: only
 these columns; --attacks: only these rows; --liars: only these numbers; --lowest: the lowest accuracy of an honest
-client, too; --processes: number of runs at once.
+client, too; --rounds: another number of rounds; --processes: number of runs at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 import tempfile
@@ -162,11 +163,12 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--attacks", nargs="+", default=(), metavar="NAME", choices=list(ATTACKS))
     parser.add_argument("--liars", nargs="+", type=int, default=LIARS)
     parser.add_argument("--lowest", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args(None if arguments is None else list(arguments))
     for method in options.methods:
         todo = list(trials(method, options.defences, options.attacks, options.liars))
         with ProcessPoolExecutor(options.processes) as pool:
-            outcomes = dict(zip(todo, pool.map(outcome, todo), strict=True))
+            outcomes = dict(zip(todo, pool.map(functools.partial(outcome, rounds=options.rounds), todo), strict=True))
         print(outcomes_table(method, outcomes, options.lowest), end="\n\n", flush=True)
         kept = sum(found.liars_dropped for found in outcomes.values())
         print(f"{method}: {len(todo)} runs, {kept} uploads of liars dropped", file=sys.stderr)
