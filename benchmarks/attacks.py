@@ -17,6 +17,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.compat.client.client import Client
+from numpy.typing import NDArray
 
 from client_app.client import CorollaClient
 from client_app.session import Session
@@ -24,14 +25,16 @@ from fl_app.config import RunConfig
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Model, Vector
 from fl_app.wire import Expected, Upload
-from strategies import METHODS, masks
+from strategies import METHODS, ifca, masks
 from strategies.base import ClientState, LocalUpdate, RoundContext
 from strategies.base.uploads import Intake
 from strategies.engine.screening import USUAL, Screening
 
 HUGE = 1e6
 BACKWARDS = 5
-NOISE = 1.0  # standard deviation
+NOISE, NEAR = 1.0, 0.1  # standard deviations
+# of digits
+CLASSES = 10
 # fraction of the bound that an adaptive liar uses
 MARGIN = 0.95
 
@@ -96,6 +99,35 @@ def crafted_mask(scene: Scene) -> Upload:
     return _chosen_by_all(scene, backwards(scene))
 
 
+def copied_mask(scene: Scene) -> Upload:
+    """Upload the update backwards, under the first other client's mask: the victim's closest collaborator."""
+    return dataclasses.replace(backwards(scene), mask=scene.others[0].mask)
+
+
+def changing_mask(scene: Scene) -> Upload:
+    """Upload the update backwards, under the mask of another victim in every round."""
+    return dataclasses.replace(backwards(scene), mask=scene.others[scene.round % len(scene.others)].mask)
+
+
+def sybils(scene: Scene) -> Upload:
+    """Upload the first other client's model with noise of standard deviation 0.1, the same for all liars.
+
+    They resemble the victim and each other. So a method that looks for similar clients puts them together. They choose
+    the victim's cluster and mask.
+    """
+    victim = scene.others[0]
+    shared = np.random.default_rng(scene.round)
+    params = victim.model.params + shared.normal(0, NEAR, victim.model.params.shape)
+    upload = _with(scene, params, victim.model.buffers, victim.mask)
+    return dataclasses.replace(upload, extras=victim.extras) if ifca.CLUSTER in victim.extras else upload
+
+
+def shifted(scene: Scene) -> Upload:
+    """Upload an honest model, and in the arrays beside it each class's values under the next class."""
+    extras = {name: np.roll(told, 1, axis=0) for name, told in scene.honest.extras.items() if len(told) == CLASSES}
+    return dataclasses.replace(scene.honest, extras={**scene.honest.extras, **extras})
+
+
 def adaptive(scene: Scene) -> Upload:
     """Go against the others' mean update, as far from the median as the bound allows, with a crafted mask."""
     others = np.stack([upload.model.params for upload in scene.others])
@@ -118,14 +150,23 @@ ATTACKS: Mapping[str, Attack] = {
     "-5 x update": backwards,
     "noise": noise,
     "crafted mask": crafted_mask,
+    "copied mask": copied_mask,
+    "changing mask": changing_mask,
+    "sybils": sybils,
+    "shifted classes": shifted,
     "adaptive": adaptive,
 }
 # attacks on methods with masks in their uploads
-WITH_MASKS = frozenset({"crafted mask"})
+WITH_MASKS = frozenset({"crafted mask", "copied mask", "changing mask"})
+# on methods with arrays of classes beside the model
+WITH_CLASSES = frozenset({"shifted classes"})
 
 
-def _with(scene: Scene, params: np.ndarray, buffers: Vector) -> Upload:
-    return dataclasses.replace(scene.honest, model=Model(params.astype(np.float32), buffers))
+def _with(scene: Scene, params: np.ndarray, buffers: Vector, mask: NDArray[np.uint8] | None = None) -> Upload:
+    own = scene.honest
+    return dataclasses.replace(
+        own, model=Model(params.astype(np.float32), buffers), mask=own.mask if mask is None else mask
+    )
 
 
 def _inside(scene: Scene, params: np.ndarray) -> bool:

@@ -4,12 +4,14 @@
 their defaults. The last client, or the last three, lie in every round (benchmarks/attacks.py). The script prints the
 honest clients' mean accuracy after the last round. The columns are no defence (the default), `max-update-norm = 3`,
 each rule of `robust` alone, and the bound with the median. `ends`: the run had too few usable uploads. --defences: only
-these columns; --processes: number of runs at once.
+these columns; --attacks: only these rows; --liars: only these numbers; --lowest: the lowest accuracy of an honest
+client, too; --rounds: another number of rounds; --processes: number of runs at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import attacks
-from benchmarks.attacks import ATTACKS, WITH_MASKS
+from benchmarks.attacks import ATTACKS, WITH_CLASSES, WITH_MASKS
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
@@ -36,6 +38,8 @@ LIARS = (1, 3)
 METHODS_SHOWN = ("fedavg", "fedcac", "feddac")
 # methods with masks in their uploads
 WITH_A_MASK = ("fedcac", "feddac")
+# with an array of classes beside the model
+WITH_AN_ARRAY = ("fedgen", "pfedfda")
 NOBODY = "nobody lies"
 NO_BOUND: dict[str, Scalar] = {"max-update-norm": 0.0}
 BOUND: dict[str, Scalar] = {"max-update-norm": USUAL}
@@ -55,12 +59,14 @@ class Trial:
 class Outcome:
     """Honest clients' mean accuracy, None if the run ended early.
 
-    honest_dropped, liars_dropped: number of dropped uploads of honest clients, and of liars.
+    lowest: the lowest accuracy of an honest client. honest_dropped, liars_dropped: number of dropped uploads of honest
+    clients, and of liars.
     """
 
     accuracy: float | None
     honest_dropped: int = 0
     liars_dropped: int = 0
+    lowest: float = 0.0
 
 
 def defences(method: str) -> dict[str, dict[str, Scalar]]:
@@ -73,14 +79,25 @@ def defences(method: str) -> dict[str, dict[str, Scalar]]:
     return {"none": NO_BOUND, "bound": BOUND, **alone, **both}
 
 
-def trials(method: str, chosen: Sequence[str] = ()) -> Iterator[Trial]:
-    """Yield all runs of a method, those without liars first. chosen: defences by name; all if empty."""
+def trials(
+    method: str, chosen: Sequence[str] = (), tried: Sequence[str] = (), numbers: Sequence[int] = LIARS
+) -> Iterator[Trial]:
+    """Yield all runs of a method, those without liars first.
+
+    chosen, tried: defences and attacks by name; all if empty. numbers: of liars.
+    """
     names = [name for name in defences(method) if name in chosen or not chosen]
     yield from (Trial(method, NOBODY, 0, name) for name in names)
-    masked = method in WITH_A_MASK
-    for attack in ATTACKS:
-        if masked or attack not in WITH_MASKS:
-            yield from (Trial(method, attack, liars, name) for liars in LIARS for name in names)
+    for attack in tried or ATTACKS:
+        if applies(attack, method):
+            yield from (Trial(method, attack, liars, name) for liars in numbers for name in names)
+
+
+def applies(attack: str, method: str) -> bool:
+    """Return whether a method's uploads have what an attack changes."""
+    return (method in WITH_A_MASK or attack not in WITH_MASKS) and (
+        method in WITH_AN_ARRAY or attack not in WITH_CLASSES
+    )
 
 
 def outcome(trial: Trial, clients: int = CLIENTS, rounds: int = ROUNDS) -> Outcome:
@@ -107,26 +124,34 @@ def outcome(trial: Trial, clients: int = CLIENTS, rounds: int = ROUNDS) -> Outco
     honest = range(clients - trial.liars)
     dropped = [failure["client"] in honest for record in records for failure in record["failures"]]
     last = records[-1]["evaluation"]["clients"]
-    accuracy = float(np.mean([last[str(i)]["accuracy"] if str(i) in last else 0.0 for i in honest]))
-    return Outcome(accuracy, sum(dropped), len(dropped) - sum(dropped))
+    found = [last[str(i)]["accuracy"] if str(i) in last else 0.0 for i in honest]
+    return Outcome(float(np.mean(found)), sum(dropped), len(dropped) - sum(dropped), min(found))
 
 
-def outcomes_table(method: str, outcomes: dict[Trial, Outcome]) -> str:
-    """Return the Markdown of a method's outcomes: a row per attack and number of liars, a column per defence."""
+def outcomes_table(method: str, outcomes: dict[Trial, Outcome], lowest: bool = False) -> str:
+    """Return the Markdown of a method's outcomes: a row per attack and number of liars, a column per defence.
+
+    lowest: with the lowest accuracy of an honest client.
+    """
     names = list(dict.fromkeys(trial.defence for trial in outcomes if trial.method == method))
     lines = [f"| `{method}` | liars | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for attack, liars in dict.fromkeys((trial.attack, trial.liars) for trial in outcomes if trial.method == method):
-        cells = [cell(outcomes[Trial(method, attack, liars, name)]) for name in names]
+        cells = [cell(outcomes[Trial(method, attack, liars, name)], lowest) for name in names]
         lines.append(f"| {attack} | {liars} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def cell(found: Outcome) -> str:
-    """Return an accuracy, with the number of dropped uploads of honest clients, if any."""
+def cell(found: Outcome, lowest: bool = False) -> str:
+    """Return an accuracy, with the lowest one if asked for, and the number of dropped uploads of honest clients, if any."""
     if found.accuracy is None:
         return "ends"
+    least = f", lowest {_short(found.lowest)}" if lowest else ""
     lost = f" (honest uploads dropped: {found.honest_dropped})" if found.honest_dropped else ""
-    return f"{found.accuracy:.3f}".removeprefix("0") + lost
+    return f"{_short(found.accuracy)}{least}{lost}"
+
+
+def _short(accuracy: float) -> str:
+    return f"{accuracy:.3f}".removeprefix("0")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -135,12 +160,16 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", default=METHODS_SHOWN)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--defences", nargs="+", default=(), metavar="NAME")
+    parser.add_argument("--attacks", nargs="+", default=(), metavar="NAME", choices=list(ATTACKS))
+    parser.add_argument("--liars", nargs="+", type=int, default=LIARS)
+    parser.add_argument("--lowest", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args(None if arguments is None else list(arguments))
     for method in options.methods:
-        todo = list(trials(method, options.defences))
+        todo = list(trials(method, options.defences, options.attacks, options.liars))
         with ProcessPoolExecutor(options.processes) as pool:
-            outcomes = dict(zip(todo, pool.map(outcome, todo), strict=True))
-        print(outcomes_table(method, outcomes), end="\n\n", flush=True)
+            outcomes = dict(zip(todo, pool.map(functools.partial(outcome, rounds=options.rounds), todo), strict=True))
+        print(outcomes_table(method, outcomes, options.lowest), end="\n\n", flush=True)
         kept = sum(found.liars_dropped for found in outcomes.values())
         print(f"{method}: {len(todo)} runs, {kept} uploads of liars dropped", file=sys.stderr)
 

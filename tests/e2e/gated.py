@@ -1,4 +1,5 @@
-"""Models for tests: `--set model=gated:mlp` stops in the middle of training while a test wants it to, `gated:wide` is large.
+"""Models for tests: `--set model=gated:mlp` stops in the middle of training while a test wants it to, `gated:wide` is large,
+`gated:normed` has BatchNorm.
 
 Every SuperNode of a test has its own directory in $COROLLA_GATE. A client process that begins to train adds its pid to
 `trainings`; the n-th of them waits while a file `hold-n` exists. Each of them first sleeps for the seconds in the file
@@ -40,6 +41,17 @@ class Gated(nn.Sequential):
 
 def mlp(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
     return Gated(nn.Flatten(), nn.Linear(in_channels * image_size**2, 32), nn.ReLU(), nn.Linear(32, num_classes))
+
+
+def normed(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+    """Return a small model with buffers."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(in_channels * image_size**2, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, num_classes),
+    )
 
 
 def wide(in_channels: int, num_classes: int, image_size: int) -> nn.Module:

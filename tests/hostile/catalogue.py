@@ -10,15 +10,19 @@ without the attack, bit for bit, and so is the digest.
   "named": the client is dropped by name, and the cause has the words `says`.
   "kept": its upload counts as if there had been no attack, which did nothing.
   "refused": the node is left out, by name in the log with the words `says`.
-Attacks that are played elsewhere (`where="elsewhere"`) note their result with `results.note(name, contained, said)`.
+
+`BESIDE` has the attacks that need no round of their own: a test beside this run plays them, and the table names it.
+COROLLA_ATTACKS: the names of the only attacks to play, with commas, to try some alone.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from flwr.app import Message
 
 from tests.hostile import forge, structure
@@ -31,11 +35,21 @@ class Attack:
 
     name: str
     does: str
-    where: Literal["upload", "evaluation", "start", "join", "elsewhere"]
+    where: Literal["upload", "evaluation", "start", "join"]
     holds: Literal["named", "kept", "refused"]
     alter: Callable[[Reply, Message], object] | None
     says: str = ""
     slow: bool = False
+
+
+@dataclass(frozen=True)
+class Beside:
+    """An attack that a test of its own plays: its words, where it strikes, what becomes of it, the test."""
+
+    does: str
+    where: str
+    becomes: str
+    test: str
 
 
 Alter = Callable[[Reply, Message], object]
@@ -56,7 +70,7 @@ def start(name: str, does: str, says: str, **properties: object) -> Attack:
     return Attack(name, does, "start", "refused", forge.properties(properties), says)
 
 
-ATTACKS: tuple[Attack, ...] = (
+_ALL: tuple[Attack, ...] = (
     # Flower's objects
     objects("message-garbage", "a message object that is no protobuf", structure.body("Message", b"\xff" * 40)),
     objects("message-empty", "a message without content and without error", structure.childless("Message")),
@@ -135,6 +149,38 @@ ATTACKS: tuple[Attack, ...] = (
     objects(
         "array-infinite", "one infinity among the parameters", forge.spoil_one(float("inf")), "1 non-finite values"
     ),
+    objects(
+        "array-minus-infinite", "minus infinity among the parameters", forge.spoil_one(-np.inf), "1 non-finite values"
+    ),
+    objects("array-signalling", "a signalling NaN among the parameters", forge.signalling(), "1 non-finite values"),
+    objects(
+        "buffers-signalling",
+        "a signalling NaN among BatchNorm's statistics",
+        forge.signalling(forge.BUFFERS),
+        "array buffers has 1 non-finite values",
+    ),
+    objects(
+        "buffers-infinite",
+        "one infinity among BatchNorm's statistics",
+        forge.spoil_one(np.inf, forge.BUFFERS),
+        "array buffers has 1 non-finite values",
+    ),
+    objects(
+        "buffers-variance",
+        "a negative BatchNorm variance, of -1e-42",
+        forge.spoil_one(-1e-42, forge.BUFFERS, place=-1),
+        "array buffers has 1 negative variances",
+    ),
+    objects(
+        "array-header-huge",
+        "a header that declares 10^17 values",
+        forge.npy(
+            b"\x93NUMPY\x01\x00\x76\x00"
+            + b"{'descr': '<f4', 'fortran_order': False, 'shape': (100000000000000000,), }".ljust(117)
+            + b"\n"
+        ),
+        "array params has shape",
+    ),
     objects("arrays-more", "one array more than asked for", forge.one_array_more, "expected the arrays"),
     objects("arrays-none", "no arrays at all", forge.no_arrays, "expected the arrays"),
     objects("many-objects", "10,500 objects", structure.many_objects(10_500), "more than 10000 objects"),
@@ -154,6 +200,20 @@ ATTACKS: tuple[Attack, ...] = (
     objects("stall-all", "a reply whose objects never come", structure.withhold_all, "not complete within", slow=True),
     objects(
         "stall-one", "a reply of which one object never comes", structure.withhold_one, "not complete within", slow=True
+    ),
+    objects(
+        "body-huge",
+        "an object that declares 10^15 bytes and has ten",
+        structure.declares(10**15),
+        "not complete within",
+        slow=True,
+    ),
+    objects(
+        "drips",
+        "a reply that declares 10^15 bytes, and comes object by object, seconds apart",
+        structure.drip(45, declared=10**15),
+        "not complete within",
+        slow=True,
     ),
     objects("silent", "no reply at all", structure.silent, "no reply within", slow=True),
     objects("expired", "a reply that expired before it was sent", structure.expired, "", slow=True),
@@ -252,6 +312,13 @@ ATTACKS: tuple[Attack, ...] = (
         "state-used must be",
     ),
     numbers(
+        "error-markup",
+        "an error text of HTML, Markdown, a formula and a metric's label",
+        "error",
+        "".join(forge.TEXTS),
+        "<x-owned",
+    ),
+    numbers(
         "error-text",
         "an error text with terminal codes and line ends",
         "error",
@@ -346,3 +413,167 @@ ATTACKS: tuple[Attack, ...] = (
         "two SuperNodes carry this partition-id",
     ),
 )
+
+_ONLY = os.environ.get("COROLLA_ATTACKS")
+ATTACKS = tuple(attack for attack in _ALL if not _ONLY or attack.name in _ONLY.split(","))
+
+_FILES = "tests/hostile/test_files.py::"
+_WORDS = "tests/hostile/test_hostile.py::test_no_name_of_a_client_is_code_anywhere"
+_GATE = "tests/deploy/test_gate.py::"
+_INVENTORY = "tests/deploy/test_deploy.py::test_hostile_files_are_refused_in_a_few_words"
+_LIARS = "tests/privacy/test_private_liars.py::"
+_EXTRAS = "tests/server/test_lying_extras.py::test_a_liar_is_dropped_by_name_and_nobody_else"
+_WIRE = "tests/fl_app/test_wire.py::"
+
+BESIDE: tuple[Beside, ...] = (
+    # numbers
+    Beside(
+        "subnormal numbers, -0.0 and 3e38",
+        "upload",
+        "used as they are: they are numbers",
+        f"{_WIRE}test_variances_are_not_negative",
+    ),
+    # text
+    Beside("HTML in the names of a client and its classes", "report, notebook", "shown as text", _WORDS),
+    Beside("a formula (`=cmd`) in a client's name", "CSV files", "an apostrophe before it: a text", _WORDS),
+    Beside("terminal codes and reversed text in names", "log, terminal, run folder", "removed", _WORDS),
+    Beside("a cause with a label's syntax", "metrics", "counted under one of ten kinds", _WORDS),
+    Beside(
+        "terminal codes and line ends in a waiting run's config",
+        "`corolla node approve`",
+        "removed: no line is hidden, none looks like another",
+        f"{_GATE}test_a_waiting_run_cannot_hide_a_line_of_its_config",
+    ),
+    Beside(
+        "a refused run's text that looks like another line",
+        "SuperNode's log",
+        "without control characters, further lines indented",
+        "tests/fl_app/test_log_format.py::test_a_text_line_cannot_look_like_another_or_move_the_cursor",
+    ),
+    # paths
+    Beside("a run name that is a path", "config", "refused before the start", f"{_FILES}test_names_that_are_paths"),
+    Beside(
+        "an experiment or a state version that is a path",
+        "server's message to a client",
+        "refused by the client",
+        f"{_FILES}test_names_that_are_paths",
+    ),
+    Beside(
+        "a plug-in whose module is a path", "config", "refused: no such module", f"{_FILES}test_names_that_are_paths"
+    ),
+    Beside(
+        "a run's data path with `..` or behind a link",
+        "site with `readable-paths`",
+        "refused by name",
+        "tests/deploy/test_site.py::test_paths_of_a_run_must_lie_where_the_site_says",
+    ),
+    Beside(
+        "a backup whose members lead elsewhere",
+        "restore",
+        "refused, nothing changes",
+        "tests/deploy/test_backup.py::test_a_damaged_or_hostile_archive_changes_nothing",
+    ),
+    Beside("a host that begins with `-`, or has a shell's characters", "inventory", "refused by name", _INVENTORY),
+    Beside("a variable's name that is shell code", "inventory", "refused by name", _INVENTORY),
+    Beside("a key directory with quotes or backslashes (TOML)", "inventory", "refused by name", _INVENTORY),
+    Beside("YAML that makes Python objects, or grows", "inventory", "refused by name", _INVENTORY),
+    Beside(
+        "a link at the place of a temporary file",
+        "run folder, cache, client state",
+        "removed, not followed",
+        "tests/fl_app/test_files.py::test_a_link_at_the_temporary_files_place_is_not_followed",
+    ),
+    Beside(
+        "a link at the place of a lock",
+        "cache of prepared data",
+        "refused by name",
+        "tests/fl_app/test_files.py::test_a_lock_that_is_a_link_is_refused",
+    ),
+    # files
+    Beside("pickled objects", "npz, .pt", "never loaded; refused by name", f"{_FILES}test_files_are_refused"),
+    Beside(
+        "a header or an archive larger than the memory",
+        "npz",
+        "refused before it is unpacked",
+        f"{_FILES}test_files_are_refused",
+    ),
+    Beside("a sparse tensor of terabytes in 2 kB", ".pt", "refused by its shape", f"{_FILES}test_files_are_refused"),
+    Beside(
+        "a header of 2^62 bytes, a shape of 10^18", "safetensors", "refused by name", f"{_FILES}test_files_are_refused"
+    ),
+    Beside(
+        "external data in another file",
+        "onnx",
+        "refused by ONNX Runtime",
+        f"{_FILES}test_an_onnx_file_reads_no_other_file",
+    ),
+    Beside(
+        "pickled objects, a cut file", "parquet", "never loaded; refused by name", f"{_FILES}test_files_are_refused"
+    ),
+    # private runs, sites
+    Beside(
+        "a peer list with a foreign, unsigned or repeated key",
+        "private run",
+        "refused by the site",
+        "tests/privacy/test_keyring.py::test_a_list_somebody_has_changed_is_refused",
+    ),
+    Beside(
+        "another peer list than most",
+        "private run",
+        "left out by name",
+        f"{_LIARS}test_a_client_with_another_list_is_left_out_by_name",
+    ),
+    Beside(
+        "a group below three, a member twice, a foreign member",
+        "server's message to a client",
+        "refused by the client",
+        "tests/privacy/test_masking.py::test_groups_that_hide_nothing_are_refused",
+    ),
+    Beside(
+        "masks of another attempt", "private run", "refused", f"{_LIARS}test_an_upload_of_another_attempt_is_refused"
+    ),
+    Beside(
+        "masks of another attempt under a false number",
+        "private run",
+        "spoils its sum, no model; the round is repeated or fails",
+        f"{_LIARS}test_a_replayed_upload_that_lies_about_its_attempt_spoils_the_round_and_no_model",
+    ),
+    Beside(
+        "a second question about one attempt",
+        "server's message to a client",
+        "refused by the client",
+        f"{_LIARS}test_a_client_answers_no_attempt_twice",
+    ),
+    Beside(
+        "code that differs from the announced or allowed in one byte",
+        "site",
+        "refused, not unpacked",
+        f"{_GATE}test_code_that_is_not_what_was_announced",
+    ),
+    Beside(
+        "an old approval for other code, another config or another run",
+        "site with `approval`",
+        "does not count",
+        f"{_GATE}test_an_old_approval_holds_for_the_same_code_and_config_alone",
+    ),
+    Beside(
+        "a method of one's own: undeclared, or with an objective, a loop or other uses of records",
+        "run with `dp-epsilon`",
+        "refused by name; code that reads records beside its trainer is not noticed",
+        f"{_FILES}test_a_budget_needs_a_method_that_declares_it",
+    ),
+    # server memory
+    Beside(
+        "Gaussians and guidance models far from the others'",
+        "upload of pFedFDA, FedDAC, FedDWA",
+        "dropped by name, with `max-update-norm = 3`",
+        _EXTRAS,
+    ),
+    Beside(
+        "impossible counts, steps and clusters",
+        "upload of FedGen, SCAFFOLD, FedOBP, IFCA, FedAS",
+        "dropped by name",
+        _EXTRAS,
+    ),
+)
+"""The attacks that need no round of their own."""

@@ -10,9 +10,24 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, Error, Message
 
+from fl_app.known_names import CLIENT_NAME
+from fl_app.server.properties import SOFTWARE
 from tests.hostile.supernode import Reply
 
 Alter = Callable[[Reply, Message], object]
+
+# Texts that are code somewhere: HTML, an attribute of it, a spreadsheet's formula, a terminal's codes and rich's, Markdown, TeX, a
+# metric's label, and a path.
+TEXTS = (
+    '<x-owned onclick="owned()">',
+    "' onmouseover=\"owned()\" x='</script></td>",
+    "=cmd|'/C calc'!A0",
+    "\t@SUM(1)\r=1+1",
+    "\x1b]0;owned\x07\x9b2J\u202e[red]a[/]",
+    "[a](javascript:owned()) `b` | c\n# d",
+    "$\\frac{$ \\input{/etc/passwd} %",
+    'a"} 1\nowned_total{x="../../1',
+)
 
 # Records
 
@@ -100,6 +115,19 @@ def properties(changes: Mapping[str, Any]) -> Alter:
     return alter
 
 
+def texts(client_id: int) -> Alter:
+    """Send TEXTS for its name, the names of its ten classes and the versions of its software."""
+    own, classes = TEXTS[client_id % len(TEXTS)], json.dumps([*TEXTS, "=8", "<b>9"])
+
+    def alter(reply: Reply, message: Message) -> None:
+        records = {} if reply.message.has_error() else reply.content.config_records
+        if told := records.get("getpropertiesres.properties"):
+            versions = json.loads(str(told[SOFTWARE])) | dict.fromkeys(("corolla", "flwr", "torch"), own)
+            told.update({CLIENT_NAME: own, "class-names": classes, SOFTWARE: json.dumps(versions)})
+
+    return alter
+
+
 def pretend(client_id: int, delay: float = 0.0) -> Alter:
     """Say that it is another client, after some seconds."""
 
@@ -140,28 +168,42 @@ def flower_error(reason: str) -> Alter:
 # Arrays
 
 
-def array(change: Callable[[np.ndarray], np.ndarray]) -> Alter:
-    """Send another array than the trained parameters."""
+PARAMS, BUFFERS = "0", "1"
+
+
+def array(change: Callable[[np.ndarray], np.ndarray], which: str = PARAMS) -> Alter:
+    """Send another array than the trained parameters or BatchNorm's statistics."""
 
     def alter(reply: Reply, message: Message) -> None:
         record = reply.content.array_records["fitres.parameters"]
-        values = np.load(io.BytesIO(record["0"].data))
+        values = np.load(io.BytesIO(record[which].data))
         out = io.BytesIO()
         np.save(out, change(values))
-        record["0"] = Array(record["0"].dtype, record["0"].shape, record["0"].stype, out.getvalue())
+        record[which] = Array(record[which].dtype, record[which].shape, record[which].stype, out.getvalue())
 
     return alter
 
 
-def spoil_one(value: float) -> Alter:
-    """Change one parameter."""
+def spoil_one(value: float, which: str = PARAMS, place: int = 3) -> Alter:
+    """Change one number."""
 
     def change(values: np.ndarray) -> np.ndarray:
         values = values.copy()
-        values[3] = value
+        values[place] = value
         return values
 
-    return array(change)
+    return array(change, which)
+
+
+def signalling(which: str = PARAMS) -> Alter:
+    """Put a signalling NaN among the numbers; as bits, because a conversion would quiet it."""
+
+    def change(values: np.ndarray) -> np.ndarray:
+        bits = values.astype("<f4").view("<u4").copy()
+        bits[3] = 0x7F800001
+        return bits.view("<f4")
+
+    return array(change, which)
 
 
 def npy(data: bytes) -> Alter:

@@ -125,6 +125,15 @@ def pieces(numbers: str) -> Alter:
     return alter
 
 
+def declares(nbytes: int) -> Alter:
+    """Let a piece's head declare so many bytes; behind it are ten."""
+
+    def alter(reply: Reply, message: Message) -> None:
+        reply.replace(reply.first("ArrayChunk"), b"ArrayChunk  %d\0" % nbytes + b"0123456789")
+
+    return alter
+
+
 def many_objects(count: int) -> Alter:
     """Announce so many objects; those that are too many need not be there."""
 
@@ -183,6 +192,16 @@ def withhold_all(reply: Reply, message: Message) -> None:
 def withhold_one(reply: Reply, message: Message) -> None:
     """Send a reply but for one object."""
     reply.withheld = {reply.first("ArrayChunk")}
+
+
+def drip(seconds: float, declared: int) -> Alter:
+    """Declare so many bytes, and send the objects one by one, over that many seconds in all."""
+
+    def alter(reply: Reply, message: Message) -> None:
+        declares(declared)(reply, message)
+        reply.pause = seconds / len(reply.objects)
+
+    return alter
 
 
 def silent(reply: Reply, message: Message) -> bool:

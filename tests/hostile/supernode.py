@@ -58,14 +58,14 @@ class Reply:
 
     objects: contents by id, children before those that name them; root: the message's. tree: of ids, as announced. envelope:
     the message without content, which the SuperLink reads. withheld: ids of objects that are announced and never sent. unasked:
-    messages sent before it. delay: seconds to wait before sending.
+    messages sent before it. delay: seconds to wait before sending. pause: seconds to wait before each object.
     """
 
     def __init__(self, message: Message) -> None:
         self.message = message
         self.withheld: set[str] = set()
         self.unasked: list[Any] = []
-        self.delay = 0.0
+        self.delay = self.pause = 0.0
         self._objects: dict[str, bytes] | None = None
         self._tree: message_pb2.ObjectTree | None = None
 
@@ -249,6 +249,7 @@ class SuperNode:
             )
             for name in pushed.objects_to_push:
                 if name in objects and name not in reply.withheld:
+                    self._ended.wait(reply.pause)
                     request = message_pb2.PushObjectRequest(node=self.node, run_id=run_id, session_id=pushed.session_id)
                     request.object_id, request.object_content = name, objects[name]
                     self._stub.PushObject(request)

@@ -4,21 +4,33 @@ not be there. All are light SuperNodes (supernode.py) of this process; the Super
 
 from __future__ import annotations
 
+import csv
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flwr.app import Message
+from prometheus_client.parser import text_string_to_metric_families
 
+import corolla
+from corolla.report.page import write_report
+from deploy.metrics import Exporter, Watched, text_of
 from fl_app.config import parse
 from fl_app.data import open_client
+from fl_app.errors import plain
+from fl_app.server import causes
+from fl_app.server.run_folder import NAME, read_clients
 from strategies import METHOD_PARAMS
+from tests.conftest import Command
+from tests.e2e import gated
 from tests.e2e.conftest import BackgroundRun, Cluster, own_cluster, replay, rounds, summary, wait_for
-from tests.hostile import results
+from tests.hostile import forge, results
 from tests.hostile.catalogue import ATTACKS, Attack
 from tests.hostile.supernode import Reply, SuperNode
 
@@ -29,7 +41,7 @@ LIARS = 6
 CLIENTS = len(HONEST) + LIARS
 CONFIG: dict[str, Any] = {
     "method": "fedper",
-    "model": "mlp",
+    "model": "gated:normed",
     "dataset": "digits",
     "train-samples": 24,
     "test-samples": 10,
@@ -110,7 +122,8 @@ class Outcome:
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     directory = tmp_path_factory.mktemp("hostile")
     nodes: list[SuperNode] = []
-    with own_cluster(directory, COLUMNS="400") as cluster:
+    with pytest.MonkeyPatch.context() as patch, own_cluster(directory, COLUMNS="400") as cluster:
+        patch.syspath_prepend(Path(gated.__file__).parent)
         try:
             cluster.start_superlink()
             yield attack_all(cluster, directory, nodes)
@@ -122,8 +135,14 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Outcome:
     """Run the run."""
 
-    def start(client_id: int, alter: Any = None, once: bool = False) -> None:
-        nodes.append(SuperNode(cluster.fleet, {"partition-id": client_id, "num-partitions": CLIENTS}, alter, once))
+    def start(client_id: int, alter: Any, once: bool = False) -> None:
+        def named(reply: Reply, message: Message) -> Reply | None:
+            # honest clients too: class names count only if most send them
+            forge.texts(client_id)(reply, message)
+            answer: Reply | None = alter(reply, message)
+            return answer
+
+        nodes.append(SuperNode(cluster.fleet, {"partition-id": client_id, "num-partitions": CLIENTS}, named, once))
 
     def from_the_start(attack: Attack) -> Any:
         return lambda reply, message: play(attack, reply, message)
@@ -137,7 +156,7 @@ def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Out
     # prepares the data, once for all clients
     open_client(parse({**config, "num-clients": CLIENTS}, METHOD_PARAMS), 0)
     for client_id in range(CLIENTS):
-        start(client_id, None if client_id in HONEST else lying(client_id))
+        start(client_id, (lambda reply, message: reply) if client_id in HONEST else lying(client_id))
     for attack in ATTACKS:
         if attack.where == "start":
             start(0, from_the_start(attack), once=True)
@@ -155,7 +174,7 @@ def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Out
     return Outcome(run, rounds(run.folder), undisturbed, digests, trouble)
 
 
-@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.where != "elsewhere"], ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_attack_is_contained(attacked: Outcome, attack: Attack) -> None:
     contained, said = attacked.verdict(attack)
     results.note(attack.name, contained and attacked.digests[0] == attacked.digests[1], said)
@@ -178,6 +197,73 @@ def test_what_clients_wrote_has_no_control_characters_and_little_room(attacked: 
         assert not [c for c in text if (ord(c) < 32 and c not in "\n\r") or 127 <= ord(c) < 160]
         assert "\\u001b" not in text and "\\u009b" not in text
     assert files[0].stat().st_size < 5000 * CLIENTS * ROUNDS
+
+
+class Page(HTMLParser):
+    """An HTML page: its `tags`, their `attributes`, the text of its `scripts`, and the `text` that it shows."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.scripts = self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] in ("script", "style") and self.cdata_elem:
+            self.scripts += data
+        else:
+            self.text += data
+
+
+def test_no_name_of_a_client_is_code_anywhere(attacked: Outcome, tmp_path: Path, command: Command) -> None:
+    folder = attacked.run.folder
+    written = [forge.TEXTS[i % len(forge.TEXTS)] for i in range(CLIENTS)]
+    names = [read_clients(folder)[str(i)][NAME] for i in range(CLIENTS)]
+    assert names == [plain(text).strip() for text in written]
+    assert json.loads((folder / "run.json").read_text())["classes"][:CLIENTS] == [plain(text) for text in written]
+
+    # the report, and what a notebook shows
+    write_report([folder], tmp_path, tables=tmp_path, latex=True)
+    run = corolla.load(folder)
+    shown = [run._repr_html_(), corolla.compare([folder])._repr_html_(), run.clients.reset_index()._repr_html_()]
+    pages = [Page((tmp_path / "report.html").read_text()), *map(Page, shown)]
+    for page in pages:
+        assert not [tag for tag in page.tags if "owned" in tag] and "owned" not in page.scripts
+        for name, value in page.attributes:
+            assert not name.startswith("on") and not str(value).strip().startswith("javascript:"), (name, value)
+    for name in names:
+        assert name in pages[0].text
+    assert pages[0].tags.count("h1") == 1
+
+    # tables
+    for name in ("rounds.csv", "clients.csv"):
+        cells = [cell for line in csv.reader((tmp_path / name).open(newline="")) for cell in line]
+        assert not [cell for cell in cells if cell.startswith(("=", "+", "@", "\t", "\r"))]
+    assert f"'{names[2]}" in cells and names[2].startswith("=cmd|")
+    assert "owned" not in (tmp_path / "results.tex").read_text()
+
+    # metrics
+    exporter = Exporter(Watched(folder.parent, {"address": "127.0.0.1:1", "insecure": True}))
+    text = text_of(exporter.samples()).decode()
+    assert "owned" not in text and text_string_to_metric_families(text)
+    kinds = {kind for _, _, kind in exporter.samples()["failures_total"]}
+    assert kinds and kinds <= set(causes.KINDS)
+
+    # the terminal and the log, in which no cause begins a line
+    for words in (("compare", folder), ("compare", folder, "--json"), ("runs", folder.parent)):
+        code, out, err = command(*words)
+        assert code == 0 and not [c for c in out + err if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
+    assert repr(run) == f"Run({str(folder)!r})"
+    logs = [attacked.run.log, *(path.read_text() for path in folder.glob("*.log"))]
+    for line in "\n".join(logs).splitlines():
+        assert not line.startswith(("corolla: error: all is lost", "=", "@", "#")), line
+    # nothing was made outside
+    assert {path.name for path in folder.parent.parent.iterdir()}.isdisjoint({"1", "x"})
 
 
 def test_every_attack_has_a_name_of_its_own() -> None:

@@ -226,13 +226,20 @@ def test_attacks_by_hand() -> None:
     def upload(*ones: int) -> wire.Upload:
         return wire.Upload(Model(trained, nothing), mask=masks.pack(np.isin(np.arange(4), ones)), num_examples=1)
 
-    others = [upload(2, 3), upload(2, 3)]
-    scene = attacks.Scene(Model(sent, nothing), upload(0, 1), others, 1, np.random.default_rng(0), [sent, sent])
+    others = [upload(2, 3), upload(1, 3)]
+    own = dataclasses.replace(upload(0, 1), extras={"counts": np.arange(10), "other": np.arange(4)})
+    scene = attacks.Scene(Model(sent, nothing), own, others, 1, np.random.default_rng(0), [sent, sent])
     lies = {name: attack(scene) for name, attack in ATTACKS.items()}
     assert lies["x 1e6"].model.params.tolist() == [1e6, 2e6, 0, -1e6]
     assert lies["w -> -w"].model.params.tolist() == [-1, -2, 0, 1]
     assert lies["-5 x update"].model.params.tolist() == lies["crafted mask"].model.params.tolist() == [-5, -10, 0, 5]
-    assert masks.unpack(lies["crafted mask"].mask, 4).tolist() == [False, False, True, True]  # type: ignore[arg-type]
+    ones = {
+        name: np.flatnonzero(masks.unpack(lie.mask, 4)).tolist() for name, lie in lies.items() if lie.mask is not None
+    }
+    assert (ones["crafted mask"], ones["copied mask"], ones["changing mask"]) == ([1, 3], [2, 3], [1, 3])
+    assert ones["sybils"] == [2, 3] and np.abs(lies["sybils"].model.params - trained).max() < 0.5
+    shifted = lies["shifted classes"].extras
+    assert (shifted["counts"][:3].tolist(), shifted["other"].tolist()) == ([9, 0, 1], [0, 1, 2, 3])
     assert all(lie.model.params.dtype == np.float32 for lie in lies.values())
 
 
@@ -243,13 +250,20 @@ def test_the_adaptive_liar_is_not_caught() -> None:
 
 def test_the_table_by_hand() -> None:
     trials = [Trial("feddac", "x 1e6", 1, name) for name in poisoning.defences("feddac")]
-    outcomes = dict(zip(trials, (Outcome(None), Outcome(0.8754, 2, 15)), strict=True))
+    outcomes = dict(zip(trials, (Outcome(None), Outcome(0.8754, 2, 15, 0.5)), strict=True))
     assert poisoning.outcomes_table("feddac", outcomes).splitlines() == [
         "| `feddac` | liars | none | bound |",
         "|---|---|---|---|",
         "| x 1e6 | 1 | ends | .875 (honest uploads dropped: 2) |",
     ]
-    assert dataclasses.astuple(Outcome(None)) == (None, 0, 0)
+    assert ".875, lowest .500 (" in poisoning.outcomes_table("feddac", outcomes, lowest=True)
+
+
+def test_attacks_on_arrays_need_them() -> None:
+    found = {method: {trial.attack for trial in poisoning.trials(method)} for method in ("fedavg", "fedcac", "fedgen")}
+    assert found["fedcac"] - found["fedavg"] == attacks.WITH_MASKS and found["fedgen"] - found["fedavg"] == (
+        attacks.WITH_CLASSES
+    )
 
 
 def test_honest_uploads_are_counted_over_settings() -> None:
