@@ -49,6 +49,7 @@ OTHER_WORDS: dict[str, Scalar] = {
     "keep-uploads": "every 3",
     "speeds": "lognormal:1",
     "replay": "/run",
+    "heterofl.rates": "0.5",
 }
 
 
@@ -160,7 +161,7 @@ def test_which_keys_span_a_run() -> None:
     every = [
         spec for specs_of in (specs(RunConfig), *(specs(c, m) for m, c in METHOD_PARAMS.items())) for spec in specs_of
     ]
-    assert {spec.name for spec in every if spec.spans_run} == {"schedule", "dp-epsilon"}
+    assert {spec.name for spec in every if spec.spans_run} == {"schedule", "dp-epsilon", "pfedsim.warmup"}
     assert parse({"method": "fedavg", "num-clients": 4}, METHOD_PARAMS).spanning_keys() == []
 
 
@@ -218,6 +219,7 @@ def test_what_is_counted_in_rounds() -> None:
         "fedamp.alpha-decay-every",
         "floco.projection-round",
         "cfl.start",
+        "apple.loosen-rounds",
         "fedconcat.encoder-rounds",
     }
 
