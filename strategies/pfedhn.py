@@ -2,8 +2,9 @@
 
 Shamsian, Navon, Fetaya, Chechik: "Personalized Federated Learning using Hypernetworks", ICML 2021.
 
-The server has an embedding v_i for each client and a hypernetwork h: `layers` hidden layers of `hidden` ReLU units, and a
-linear layer with an output for every parameter. Client i receives theta_i = h(v_i), trains it to theta~_i, and sends it.
+The server has an embedding v_i for each client and a hypernetwork h: a linear layer of `hidden` units, then `layers` times
+ReLU and a linear layer, and a linear layer with an output for every parameter, without a ReLU before it. Client i receives
+theta_i = h(v_i), trains it to theta~_i, and sends it.
 For each upload the server takes one step (Algorithm 1), with delta = theta_i - theta~_i in place of the gradient of theta_i:
 
     phi <- phi - alpha (d theta_i / d phi)' delta,    v_i <- v_i - alpha (d theta_i / d v_i)' delta
@@ -15,7 +16,8 @@ Deviations:
 - A round has all its clients' steps one after the other, in the order of their ids. theta_i is then what the hypernetwork
   makes so far, so that no step repeats what earlier ones did. The paper draws one client per round.
 - The output layer's biases start at the run's initial model, so that no client starts from small random numbers.
-- Steps have momentum and weight decay, and slopes longer than 50 are cut to that length, as in the authors' code.
+- Steps have momentum and weight decay, and slopes longer than 50 are cut to that length, as in the authors' code. A step
+  moves the embedding of its client alone. In the authors' code all embeddings decay and go on with their momentum.
 - BatchNorm's running statistics are no outputs: all clients receive their mean, weighted by samples.
 - A client that never trains has an embedding as drawn.
 """
@@ -86,38 +88,53 @@ def _uniform(stream: np.random.Generator, into: int, shape: tuple[int, ...]) -> 
     return drawn
 
 
-def hidden_layers(network: Network, v: Array) -> list[Array]:
-    """Return the embedding and the outputs of all hidden layers, float32 [H] each."""
-    outputs = [v]
-    for k in range((len(network) - 2) // 2):
-        outputs.append(np.maximum(network[f"w{k}"] @ outputs[-1] + network[f"b{k}"], 0))
+def hidden_layers(network: Network, v: Array, relu_last: bool) -> list[Array]:
+    """Return the embedding and the outputs of all hidden layers, float32 [H] each. relu_last: see `generate`."""
+    outputs, count = [v], (len(network) - 2) // 2
+    for k in range(count):
+        h = network[f"w{k}"] @ outputs[-1] + network[f"b{k}"]
+        outputs.append(np.maximum(h, 0) if relu_last or k < count - 1 else h)
     return outputs
 
 
-def generate(network: Network, v: Array) -> Array:
-    """Return the parameters that a hypernetwork makes from an embedding, float32 [d]. v: float32 [e]."""
-    theta: Array = network["w"] @ hidden_layers(network, v)[-1] + network["b"]
+def generate(network: Network, v: Array, *, relu_last: bool = False) -> Array:
+    """Return the parameters that a hypernetwork makes from an embedding, float32 [d].
+
+    v: float32 [e]. Hidden layers have a ReLU, the last one with `relu_last` alone.
+    """
+    theta: Array = network["w"] @ hidden_layers(network, v, relu_last)[-1] + network["b"]
     return theta
 
 
-def slopes(network: Network, v: Array, delta: Array) -> tuple[dict[str, Array], Array]:
+def slopes(network: Network, v: Array, delta: Array, *, relu_last: bool = False) -> tuple[dict[str, Array], Array]:
     """Return (d theta / d phi)' delta by layer, without that of `w`, and (d theta / d v)' delta, float32 [e].
 
     delta: float32 [d]. The slope of `w` is the outer product of delta and the last hidden layer's output, which is
-    returned as `last` in its place.
+    returned as `last` in its place. relu_last: see `generate`.
     """
-    outputs = hidden_layers(network, v)
+    outputs = hidden_layers(network, v, relu_last)
     found: dict[str, Array] = {"b": delta, "last": outputs[-1]}
     back: Array = delta @ network["w"]
     for k in reversed(range(len(outputs) - 1)):
-        back = back * (outputs[k + 1] > 0)
+        if relu_last or k < len(outputs) - 2:
+            back = back * (outputs[k + 1] > 0)
         found[f"w{k}"], found[f"b{k}"] = np.outer(back, outputs[k]), back
         back = back @ network[f"w{k}"]
     return found, back
 
 
+def step(value: Array, slope: Array, speed: Array | None, params: PFedHNParams) -> None:
+    """Move a value, in place, by a step of SGD with weight decay. speed: its momentum, which moves too; None: none."""
+    move = slope + params.weight_decay * value
+    if speed is not None:
+        speed *= params.momentum
+        speed += move
+        move = speed
+    value -= params.learning_rate * move
+
+
 class PFedHN(PersonalizedStrategy[PFedHNParams]):
-    """Server half. Memory: the hypernetwork and its momentum by layer, and `embeddings` float32 [N, e]."""
+    """Server half. Memory: the hypernetwork by layer and `embeddings` float32 [N, e], and the momentum of both."""
 
     makes_models = True
     reads_moves = True
@@ -151,10 +168,11 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
         with one_thread():
             network = {name: layer.copy() for name, layer in self.network.items()}
             embeddings = self.memory[_EMBEDDINGS].copy()
-            momentum = {
-                name: self.memory.get(_MOMENTUM + name, np.zeros_like(layer)).copy() if p.momentum else None
-                for name, layer in network.items()
+            speeds = {
+                name: self.memory.get(_MOMENTUM + name, np.zeros_like(value)).copy() if p.momentum else None
+                for name, value in {**network, _EMBEDDINGS: embeddings}.items()
             }
+            of_embeddings = speeds.pop(_EMBEDDINGS)
             for row, i in enumerate(uploads.ids):
                 found, toward = slopes(network, embeddings[i], generate(network, embeddings[i]) - uploads.W[row])
                 last = found.pop("last")
@@ -163,19 +181,12 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
                 square = sum(float(slope.ravel() @ slope.ravel()) for slope in rest)
                 square += float(found["b"] @ found["b"]) * float(last @ last)
                 scale = np.float32(min(1.0, _LONGEST / max(float(np.sqrt(square)), 1e-12)))
-                toward, found = toward * scale, {name: slope * scale for name, slope in found.items()}
-                embeddings[i] -= p.learning_rate * (toward + p.weight_decay * embeddings[i])
+                step(embeddings[i], toward * scale, None if of_embeddings is None else of_embeddings[i], p)
                 for name, slope in found.items():
-                    step = slope + p.weight_decay * network[name]
-                    before = momentum[name]
-                    if before is not None:
-                        before *= p.momentum
-                        before += step
-                        step = before
-                    network[name] -= p.learning_rate * step
-        self.memory |= {_NETWORK + name: layer for name, layer in network.items()}
-        self.memory |= {_MOMENTUM + name: m for name, m in momentum.items() if m is not None}
-        self.memory[_EMBEDDINGS] = embeddings
+                    step(network[name], slope * scale, speeds[name], p)
+        self.memory |= {_NETWORK + name: layer for name, layer in network.items()} | {_EMBEDDINGS: embeddings}
+        speeds[_EMBEDDINGS] = of_embeddings
+        self.memory |= {_MOMENTUM + name: speed for name, speed in speeds.items() if speed is not None}
         self.global_model = Model(self.global_model.params, weighted_mean(uploads.B, self.weights(uploads)))
 
     def personal_model(self, client_id: int) -> Model | None:

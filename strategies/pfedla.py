@@ -117,7 +117,7 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
     def units(self, network: Network) -> Array:
         """Return a hypernetwork's outputs before the ReLU, float32 [L, N]."""
         layers = {name: layer for name, layer in network.items() if name != _EMBEDDING}
-        return generate(layers, network[_EMBEDDING]).reshape(len(self.layout.params), -1)
+        return generate(layers, network[_EMBEDDING], relu_last=True).reshape(len(self.layout.params), -1)
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's mixture of all clients' layers."""
@@ -156,7 +156,8 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
                 units = self.units(network)
                 kept = layer_weights(units, i, p.keep_layers)[1]
                 layers = {name: layer for name, layer in network.items() if name != _EMBEDDING}
-                found, v = slopes(layers, network[_EMBEDDING], unit_slopes(units, toward, kept).reshape(-1))
+                delta_units = unit_slopes(units, toward, kept).reshape(-1)
+                found, v = slopes(layers, network[_EMBEDDING], delta_units, relu_last=True)
                 found["w"] = np.outer(found["b"], found.pop("last"))
             found[_EMBEDDING] = v
             rate = np.float32(p.learning_rate)
