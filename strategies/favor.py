@@ -166,8 +166,9 @@ class FAVOR(FedAvg[FAVORParams]):
         return {name.removeprefix(which): a for name, a in self.memory.items() if name.startswith(which)}
 
     def state(self) -> Array:
-        """Return the state: the compressed global model and clients' models, float64 [(N + 1) p]."""
-        return np.concatenate([self.memory["global"], self.memory["clients"].reshape(-1)])
+        """Return the state: the compressed global model, as it is sent, and clients' models, float64 [(N + 1) p]."""
+        common = self.compressed(self.global_model.params[None])[0]
+        return np.concatenate([common, self.memory["clients"].reshape(-1)])
 
     def compressed(self, W: NDArray[np.float32]) -> Array:
         """Return models in the principal components, float64 [n, p]. W: float32 [n, d]."""
@@ -187,7 +188,6 @@ class FAVOR(FedAvg[FAVORParams]):
             self.memory["clients"] = self.memory["clients"].copy()
             self.memory["clients"][uploads.ids] = self.compressed(W)
             super().personalize(round, uploads)
-            self.memory["global"] = self.compressed(self.global_model.params[None])[0]
         # the first round's choice was not the agent's
         if round > 1:
             self.memory["last.state"], self.memory["last.actions"] = before, np.array(uploads.ids)
@@ -197,7 +197,7 @@ class FAVOR(FedAvg[FAVORParams]):
         n, p = self.config.num_clients, self.params
         self.memory["mean"], self.memory["axes"] = components_of(W, p.components)
         width = len(self.memory["axes"])
-        self.memory["clients"], self.memory["global"] = np.zeros((n, width)), np.zeros(width)
+        self.memory["clients"] = np.zeros((n, width))
         stream = rng.generator(self.config.seed, "favor")
         network = initial_network((n + 1) * width, p.hidden, n, stream)
         self.memory |= {which + name: layer for which in (_Q, _COPY) for name, layer in network.items()}
@@ -245,7 +245,7 @@ METHOD = Method(
     not_private="its server looks at single clients' models to choose clients",
     overview=Overview(
         group="One global model for all",
-        server="4 N d",
+        server="4 d min(N, 100)",
         use="few clients per round, of very different data",
     ),
 )

@@ -97,6 +97,19 @@ def test_what_it_learns_from(tmp_path: Path) -> None:
     assert all((server.network("copy.")[name] == network[name]).all() for name in network)
 
 
+def test_the_state_has_the_model_that_is_sent(tmp_path: Path) -> None:
+    """The server's optimizer, of step size 1/2, moves the model half of the way to the mean."""
+    keys = {"server_optimizer": "momentum", "server_learning_rate": 0.5, "server_beta1": 0.0}
+    fed: Any = Federation(tmp_path, "favor", sizes=(6, 6, 6), favor={"hidden": 4}, **keys)
+    start = fed.initial.params
+    W = fed.round().W
+    sent = start + (W.mean(axis=0) - start) / 2
+    close(fed.server.global_model.params, sent)
+    mean, axes = components_of(W, 100)
+    close(fed.server.state()[:3], (sent - mean) @ axes.T, atol=1e-4)
+    assert np.abs(fed.server.state()[:3]).max() > 1e-2
+
+
 def test_a_run_without_accuracies_is_refused() -> None:
     with pytest.raises(UserError, match="report-accuracy: must be true for favor"):
         METHODS["favor"].check(config(method="favor", report_accuracy=False))
