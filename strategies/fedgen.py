@@ -47,7 +47,7 @@ from fl_app import rng
 from fl_app.errors import UserError
 from fl_app.figures import Scalars
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
-from fl_app.layout import Layout, Model, Slot
+from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies.base import (
     ClientState,
@@ -58,9 +58,9 @@ from strategies.base import (
     RoundContext,
     Uploads,
     all_where_features_are,
-    check_head_trains,
 )
 from strategies.fedavg import FedAvg, GlobalModelParams
+from strategies.heads import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -119,20 +119,6 @@ def label_weights(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.float64]
 def annealed(weight: float, decay: float, round: int) -> float:
     """Return a weight in round t, counted from 1: times decay^(t-1), at least 1e-4; 0 stays 0."""
     return max(_LEAST, weight * decay ** (round - 1)) if weight else 0.0
-
-
-def head_slots(layout: Layout) -> tuple[Slot, Slot | None]:
-    """Return the slots of a classifier's weight [C, f] and bias [C], the latter None without a bias.
-
-    Raises UserError if its weight is not a parameter.
-    """
-    found = {len(slot.shape): slot for slot in layout.params if slot.name in layout.classifier}
-    if 2 not in found:
-        check_head_trains(layout, "weight")
-        raise UserError(
-            "model: FedGen needs the weight of the last Linear layer, which is not a separate parameter here"
-        )
-    return found[2], found.get(1)
 
 
 # The generator --------------------------------------------------------------------------------------------------------

@@ -290,7 +290,7 @@ def test_a_model_without_features_or_a_plain_classifier_is_refused() -> None:
     for module, words in [
         (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
         (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-        (normed, "FedGen needs the weight of the last Linear layer"),
+        (normed, "this method needs the weight of the last Linear layer"),
     ]:
         with pytest.raises(UserError, match=words):
             METHOD.shared(Layout.of(module), FedGenParams())

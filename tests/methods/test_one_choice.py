@@ -15,7 +15,7 @@ from strategies import METHODS
 from strategies.base import Uploads
 from strategies.engine.plain import PlainRounds
 from strategies.fedavg import FedAvg
-from strategies.fedgen import head_slots
+from strategies.heads import head_slots
 from strategies.ifca import cluster_means
 from strategies.robust import CHOOSING, Averaging, whole
 from tests.conftest import IN_TWO_ROUNDS, Run
