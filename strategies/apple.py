@@ -20,9 +20,12 @@ trained core model after it.
 Readings and deviations:
 
 - p_ii is about 1/N at first, which slows w_i down. PFLlib multiplies eta by N: `core-rate = 0`.
-- A core model that a client has not been sent counts as its own. In the first round no client has been sent any, and
-  theta is w_i.
-- `models` limits the core models that a client is sent, as the paper's M; they are those with the largest |p_ij|.
+- A core model that a client is not sent counts as the initial model, which it is until its client has trained. In the
+  authors' code a client keeps the last copy that it received.
+- `models` limits the core models that a client is sent, as the paper's M. Those that it never was sent come first, then
+  those with the largest |p_ij|. The authors draw the latter, in proportion to b ** |p_ij|, where b grows with the rounds.
+  Their code never marks a core model as sent, so it draws all uniformly.
+- The authors' regularizer has no 1/2, so its slope is twice this one. Their p_i has a momentum of 0.9.
 - PFLlib divides <g, w_j> by the number of parameters, and learns p only with `dr_learning_rate` above 0.
 - w_i has the run's momentum and weight decay. p_i takes plain steps.
 - BatchNorm's running statistics are the client's own, gathered by theta. They travel with w_i.
@@ -63,6 +66,7 @@ log = logging.getLogger("corolla")
 
 # down: int64 [M] and float32 [M, d], others' core models, and float64 [N]; up: float64 [N]
 IDS, MODELS, PRIOR, RELATIONS = "ids", "models", "prior", "relations"
+_SEEN = "seen"
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,10 @@ def regularizer(p: ArrayLike, p0: ArrayLike, round: int, *, mu: float, loosen_ro
 
 
 class APPLE(PersonalizedStrategy[APPLEParams]):
-    """Server half. Kept per client: its core model, `params` and `buffers`, and `relations` float64 [N], p_i."""
+    """Server half. Kept per client: its core model, `params` and `buffers`, and `relations` float64 [N], p_i.
+
+    With `models` also `seen` bool [N], the clients whose core models it has been sent.
+    """
 
     not_late = MappingProxyType(
         {
@@ -137,8 +144,9 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         most = self.params.models
         if not most or len(others) <= most:
             return others
-        p = self.personal[client_id][RELATIONS] if client_id in self.personal else np.zeros(self.config.num_clients)
-        return sorted(sorted(others, key=lambda j: (-abs(p[j]), j))[:most])
+        mine, nothing = self.personal.get(client_id, {}), np.zeros(self.config.num_clients)
+        seen, p = mine.get(_SEEN, nothing), mine.get(RELATIONS, nothing)
+        return sorted(sorted(others, key=lambda j: (seen[j], -abs(p[j]), j))[:most])
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the clients' shares of samples, and others' core models."""
@@ -157,11 +165,20 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         return shares
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Keep the core models and the relations."""
+        """Keep the core models, the relations, and who was sent which core models."""
+        # what the round's clients were sent follows from what was kept before
+        seen = {i: {_SEEN: self.seen_by(i)} if self.params.models else {} for i in uploads.ids}
         for row, i in enumerate(uploads.ids):
             p = uploads.extras[RELATIONS][row]
-            self.keep_for(i, params=uploads.W[row], buffers=uploads.B[row], relations=p)
+            self.keep_for(i, params=uploads.W[row], buffers=uploads.B[row], relations=p, **seen[i])
             self.note(i, RELATIONS, {str(j): float(np.round(p[j], 6)) for j in uploads.ids})
+
+    def seen_by(self, client_id: int) -> NDArray[np.bool_]:
+        """Return the clients whose core models a client of this round has been sent, in this round or before, bool [N]."""
+        late = self.attempt.started_from.get(client_id)
+        sent = self.offered(client_id) if late is None else late.extras.get(IDS, np.zeros(0, np.int64))
+        before = self.personal.get(client_id, {}).get(_SEEN, np.zeros(self.config.num_clients, bool))
+        return before | np.isin(np.arange(len(before)), sent)
 
     def personal_model(self, client_id: int) -> None:
         """Return None: only the client makes its mixture."""
@@ -189,40 +206,36 @@ class APPLEUpdate(LocalUpdate[APPLEParams]):
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[APPLEParams]) -> Model:
         """Return the mixture of a core model with the received ones."""
-        p, others = self.relations(state, ctx), ctx.extras.get(IDS, np.zeros(0, np.int64))
-        own = share_of_own(p, others, ctx.client_id)
-        if not len(others):
-            return model if own == 1 else Model(mix(model.params[None], [own]).astype(np.float32), model.buffers)
-        W = np.concatenate([model.params[None], ctx.extras[MODELS]])
-        return Model(mix(W, np.concatenate([[own], p[others]])).astype(np.float32), model.buffers)
+        p = self.relations(state, ctx)
+        ids, rows = zip(*core_models(model.params, ctx), strict=True)
+        return Model(mix(np.stack(rows), [p[each].sum() for each in ids]).astype(np.float32), model.buffers)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[APPLEParams]) -> Model:
         """Train the core model and p on the same batches. Return the core model."""
         import torch
 
-        c, trainer = ctx.params, ctx.trainer
+        c, trainer, own = ctx.params, ctx.trainer, ctx.client_id
         p, p0 = self.relations(state, ctx).copy(), ctx.extras[PRIOR]
-        others = ctx.extras.get(IDS, np.zeros(0, np.int64))
         trainer.load(start)
         core = trainer.weights.clone()
-        # [M, d]
-        W = [trainer.tensor(row) for row in ctx.extras.get(MODELS, np.zeros((0, 0), np.float32))]
+        _, *others = core_models(start.params, ctx)
+        models = [([own], core), *((ids, trainer.tensor(w)) for ids, w in others)]
         step, rate = trainer.optimizer(core).step, trainer.learning_rate * (c.core_rate or float(np.count_nonzero(p0)))
         pull = fade(ctx.round, c.loosen_rounds) * c.mu
         for x, y in trainer.batches():
-            own = share_of_own(p, others, ctx.client_id)
-            theta = core * own
-            for j, w in zip(others, W, strict=True):
-                theta.add_(w, alpha=float(p[j]))
+            share = float(p[own])
+            theta = torch.zeros_like(core)
+            for ids, w in models:
+                theta.add_(w, alpha=float(p[ids].sum()))
             trainer.weights.copy_(theta)
             trainer.differentiate(x, y)
             if c.relation_rate:
-                # every core model that was not sent counts as the client's own
-                slope = np.full(len(p), float(core @ trainer.gradient))
-                if W:
-                    slope[others] = torch.stack([w @ trainer.gradient for w in W]).cpu().numpy()
+                slope = np.empty(len(p))
+                slopes = torch.stack([w @ trainer.gradient for _, w in models]).cpu().numpy()
+                for (ids, _), along in zip(models, slopes, strict=True):
+                    slope[ids] = along
                 p -= c.relation_rate * (slope + pull * (p - p0))
-            step(trainer.gradient.mul_(own), rate)
+            step(trainer.gradient.mul_(share), rate)
         if not np.isfinite(p).all():
             raise UserError(
                 f"training diverged: apple's relations are not finite (apple.relation-rate {c.relation_rate:g})"
@@ -237,11 +250,17 @@ class APPLEUpdate(LocalUpdate[APPLEParams]):
         return dataclasses.replace(plain, extras={RELATIONS: self.relations(state, ctx)})
 
 
-def share_of_own(p: NDArray[np.float64], others: NDArray[np.int64], client_id: int) -> float:
-    """Return the weight of a client's own core model: p_ii, and the weights of the core models that it was not sent."""
-    own = np.ones(len(p), bool)
-    own[others] = False
-    return float(p[own].sum())
+def core_models(
+    own: NDArray[np.float32], ctx: RoundContext[APPLEParams]
+) -> list[tuple[list[int], NDArray[np.float32]]]:
+    """Return the core models that a client knows, float32 [d], each with the ids of its clients.
+
+    The first is the client's own, [d]. The last is the initial model, for all clients whose core models it was not sent.
+    """
+    sent = ctx.extras.get(IDS, np.zeros(0, np.int64)).tolist()
+    received = zip(([j] for j in sent), ctx.extras.get(MODELS, ()), strict=True)
+    rest = sorted(set(range(len(ctx.extras[PRIOR]))) - {ctx.client_id, *sent})
+    return [([ctx.client_id], own), *received, *([(rest, ctx.initial().params)] if rest else [])]
 
 
 FIGURES = (
