@@ -344,6 +344,7 @@ class NoisyTrainer:
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
+        learning_rate: float | None = None,
     ) -> Model:
         """Train in noisy steps, which are noted as spent before the first."""
         if objective is not None or max_batches:
@@ -372,6 +373,7 @@ class NoisyTrainer:
                     purpose=purpose,
                     correction=correction,
                     frozen=frozen,
+                    learning_rate=learning_rate,
                     differentiate=functools.partial(self._noisy_gradient, noise),
                 )
         finally:

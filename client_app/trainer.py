@@ -102,16 +102,18 @@ class LocalTrainer(LoadedModel):
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
+        learning_rate: float | None = None,
         differentiate: Differentiate | None = None,
     ) -> Model:
         """Train locally and return the trained model. `last_loss` is then the last epoch's mean training loss.
 
         differentiate: replaces the objective's gradient.
         """
+        rate = self.learning_rate if learning_rate is None else learning_rate
         self.load(start)
         optimizer = self.optimizer(self.weights, fixed=self.flat.freeze(frozen))
         own = differentiate or partial(self.differentiate, objective=objective)
-        step = Step(self, own, correction, optimizer, self.learning_rate)
+        step = Step(self, own, correction, optimizer, rate)
         # the key under which a lane keeps the step, if every training of the run takes the same
         alike = objective is None and correction is None
         key = frozen if alike and isinstance(frozen, frozenset) else None

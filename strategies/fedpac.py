@@ -22,7 +22,10 @@ Deviations:
 - The program is solved exactly by an active set. The authors use a general solver and drop weights below 0.001.
 - Only the round's clients get a new head, made of the round's heads. A client that never trained has the mean head.
 - BatchNorm's parameters and statistics belong to the body; those of the head's epochs are dropped, as in FedRep.
-- The authors' code trains the head for one epoch, the default.
+- The authors' code trains the head for one epoch, the default, with a learning rate of its own: 0.1, and 0.01 for the body.
+  `head-rate = 10` is this ratio. By default both have the run's learning rate.
+- A class keeps its last centroid while no client of the round has it. Features of a class without any are not pulled;
+  the authors' code pulls them to the client's own class mean.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class FedPACParams:
 
     weight: float = key(1.0, "Weight of the distance of features to the centroids (lambda); 0: none.", NOT_NEGATIVE)
     head_epochs: int = key(1, "Epochs on the head, body frozen, before those on the body.", AT_LEAST_ONE)
+    head_rate: float = key(1.0, "Factor on `learning-rate` in the head's epochs (authors' code: 10).", NOT_NEGATIVE)
     combine: bool = key(True, "Mix the round's heads for each client; false: a client keeps its own head.")
 
 
@@ -194,18 +198,13 @@ class FedPAC(FedAvg[FedPACParams]):
         for client_id, row in zip(uploads.ids, weights, strict=True):
             self.keep_for(client_id, head=(row @ heads).astype(np.float32))
             if self.params.combine:
-                shown = {str(j): round_to(w) for j, w in zip(uploads.ids, row, strict=True) if w > 0}
+                shown = {str(j): float(np.round(w, 6)) for j, w in zip(uploads.ids, row, strict=True) if w > 0}
                 self.note(client_id, "head-weights", shown)
         means, counts = mean_prototypes(uploads.extras[PROTOTYPES], uploads.extras[COUNTS])
         before = self.memory.get(PROTOTYPES, np.zeros(means.shape, np.float32))
         known = self.memory.get(COUNTS, np.zeros_like(counts))
         self.memory[PROTOTYPES] = np.where(counts[:, None] > 0, means.astype(np.float32), before)
         self.memory[COUNTS] = np.where(counts > 0, counts, known)
-
-
-def round_to(value: float) -> float:
-    """Return a weight with six digits, for the record."""
-    return float(np.round(value, 6))
 
 
 class FedPACUpdate(LocalUpdate[FedPACParams]):
@@ -217,7 +216,13 @@ class FedPACUpdate(LocalUpdate[FedPACParams]):
         h, v = statistics(*ctx.trainer.features(start), len(ctx.trainer.class_counts))
         # `upload` takes them out again
         state.arrays["fedpac.shares"], state.arrays["fedpac.variance"] = h.astype(np.float32), np.array([v])
-        with_head = ctx.trainer.train(start, epochs=p.head_epochs, purpose="train-head", frozen=ctx.layout.names - head)
+        with_head = ctx.trainer.train(
+            start,
+            epochs=p.head_epochs,
+            purpose="train-head",
+            frozen=ctx.layout.names - head,
+            learning_rate=p.head_rate * ctx.trainer.learning_rate,
+        )
         return ctx.trainer.train(
             with_head, purpose="train-body", frozen=head, objective=pulled(ctx, p.weight, "samples")
         )

@@ -115,6 +115,7 @@ class Trainer(Protocol):
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
+        learning_rate: float | None = None,
     ) -> Model:
         """Train locally from `start` with the run's optimizer, and return the trained model.
 
@@ -125,6 +126,7 @@ class Trainer(Protocol):
         - `frozen`: tensors by name, or parameters by position, bool [d]. They neither train nor change: no gradient,
           weight decay or momentum moves them.
         - `max_batches`: number of batches, over as many epochs as they take. 0: all batches of `epochs`.
+        - `learning_rate`: default this round's.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,26 @@ def test_without_weight_and_mixture_it_is_fedrep_bit_for_bit(tmp_path: Path) -> 
         plain.round()
         some.round()
         assert plain.models.tobytes() == some.models.tobytes()
+
+
+def test_the_heads_rate_by_hand(tmp_path: Path) -> None:
+    # One step of the head at the initial body: three times the rate moves it three times as far. The body's step is the run's.
+    one: dict[str, Any] = {"local_epochs": 1, "batch_size": 10}
+    plain: Any = Federation(tmp_path / "1", "fedpac", **one)
+    fast: Any = Federation(tmp_path / "3", "fedpac", fedpac={"head_rate": 3.0}, **one)
+    none: Any = Federation(tmp_path / "0", "fedpac", fedpac={"head_rate": 0.0}, **one)
+    at, start = plain.server.at_head, plain.initial.params
+    a, b, c = (f.round().W - start for f in (plain, fast, none))
+    close(b[:, at], 3 * a[:, at])
+    assert (c[:, at] == 0).all() and (c[:, ~at] != 0).any() and (a[:, at] != 0).all(axis=0).any()
+    # with the head as it was, the body's one step has the run's rate
+    ctx, model = none.context(0)
+    trainer: Any = ctx.trainer
+    trainer.load(model)
+    ((x, y),) = trainer.batches(1, "train-body")
+    trainer.load(dataclasses.replace(model, params=start))
+    trainer.differentiate(x, y)
+    close(c[0, ~at], -0.1 * trainer.vector(trainer.gradient)[~at])
 
 
 def test_two_rounds_by_hand(tmp_path: Path) -> None:
