@@ -25,6 +25,7 @@ Readings and deviations:
 - The authors' code gathers a client's prototypes during its last epoch. Here they are those of the trained model.
 - A class keeps its last prototype while no client of the round has it.
 - A class without any prototype is never predicted. Before a client's first prototypes arrive, its classifier predicts.
+- The authors' test looks only among the classes of the client's own training data: `candidates = own`.
 - All clients have the same architecture; the paper's may differ in all but the features' width.
 """
 
@@ -78,6 +79,9 @@ class FedProtoParams:
     )
     predict: Literal["prototypes", "classifier"] = key(
         "prototypes", "The prediction: the nearest prototype (paper), or the model's own classifier."
+    )
+    candidates: Literal["all", "own"] = key(
+        "all", "The prototypes to predict by: of all classes (paper), or of those in the client's data (authors' code)."
     )
 
 
@@ -216,14 +220,20 @@ class FedProtoUpdate(LocalUpdate[FedProtoParams]):
         """Return the sentence on the classifier made of prototypes."""
         if params.predict == "classifier":
             return ""
-        return "before and after training, the client's features are tested with the nearest of the received prototypes"
+        among = " of its own classes" if params.candidates == "own" else ""
+        return f"before and after training, the client's features are tested with the nearest of the received prototypes{among}"
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
         """Return the model under the classifier of the nearest prototype."""
         if ctx.params.predict == "classifier" or PROTOTYPES not in ctx.extras:
             return model
+        counts = ctx.extras[COUNTS]
+        if ctx.params.candidates == "own":
+            counts = counts * (ctx.trainer.class_counts > 0)
+            if not counts.any():
+                return model
         weight, bias = head_slots(ctx.layout)
-        W, b = nearest(ctx.extras[PROTOTYPES], ctx.extras[COUNTS])
+        W, b = nearest(ctx.extras[PROTOTYPES], counts)
         params = model.params.copy()
         params[weight.start : weight.stop] = W.reshape(-1)
         if bias is not None:

@@ -114,6 +114,23 @@ def test_two_rounds_by_hand(tmp_path: Path, mean: str) -> None:
     assert (used.params[at][:15].reshape(3, 5) == server.memory["prototypes"]).all()
 
 
+def test_candidates_by_hand(tmp_path: Path) -> None:
+    federation: Any = Federation(tmp_path, "fedproto", sizes=(10, 6), fedproto={"candidates": "own"})
+    # client 0 has the classes 0 and 2, client 1 all; the prototypes of 0 and 1 have come
+    federation.data[0] = federation.data[0][0], np.array([0, 2] * 5)
+    federation.data[1] = federation.data[1][0], np.arange(6) % 3
+    federation.rounds = 1
+    federation.server.memory |= {"prototypes": np.eye(3, 5, dtype=np.float32), "counts": np.array([4, 4, 0])}
+    at = federation.layout.indices(federation.layout.classifier)
+    for client, bias in enumerate(([-0.5, -1e9, -1e9], [-0.5, -0.5, -1e9])):
+        head = federation.evaluated(client).params[at]
+        close(head[:15].reshape(3, 5), np.eye(3, 5))
+        assert head[15:].tolist() == bias
+    # no class of client 0 has a prototype: its classifier predicts
+    federation.server.memory["counts"] = np.array([0, 4, 0])
+    assert (federation.evaluated(0).params == federation.initial.params).all()
+
+
 def test_counts_and_models_that_cannot_be_are_refused() -> None:
     for counts in ([-1, 2], [3, 3]):
         upload = Upload(None, extras={"counts": np.array(counts)}, num_examples=4)  # type: ignore[arg-type]
