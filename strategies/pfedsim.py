@@ -18,7 +18,8 @@ Readings and deviations:
 
 - The authors' code takes the mean of the cosines of the classifiers' rows, without biases: `similarity = rows`. Here the
   default is the cosine of the whole classifiers.
-- The mixture is over all clients that have trained since the warm-up, with their last models.
+- The mixture is over all clients that have trained since the warm-up, with their last models. Every s_ij follows from
+  these. FL-bench renews s_ij only if clients i and j are in the same round, and until then it is 0.
 - A client that has not trained since then receives the warm-up's model, as do clients that never train.
 - The paper's mixtures leave BatchNorm open. Its parameters and statistics are mixed as the body is.
 """
@@ -92,6 +93,8 @@ class PFedSim(FedAvg[PFedSimParams]):
     send, `params` and `buffers`.
     """
 
+    # after the warm-up there is no mean over clients
+    robust = frozenset()
     # all last uploads together, and their mixtures; the uploads are kept
     made_stacks = 2
     kept_stacks = 1

@@ -200,6 +200,7 @@ def test_every_method_says_what_it_can_do() -> None:
         "heterofl",
         "pfedhn",
         "pfedla",
+        "pfedsim",
         "fedma",
     }
     assert all(method.strategy.robust <= RULES for method in METHODS.values())
