@@ -17,7 +17,8 @@ beta = 0 and mu = 0 is FedAvg bit for bit, if all clients count equally.
 
 Deviations:
 
-- In the authors' later library mu is scaled by the number of a client's steps; here it is the paper's constant.
+- In the authors' later library mu is divided by about the steps per epoch and applied when h is used. Here it is the
+  paper's constant.
 - Clients are evaluated with theta, the model they have. The authors plot the mean m_t too.
 - BatchNorm's running statistics take the plain mean, without extrapolation.
 - h_i is 0 for tensors that do not travel.

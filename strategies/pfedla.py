@@ -17,6 +17,11 @@ server takes one step on client i's hypernetwork and embedding (Eq. 7):
 
 Readings and deviations:
 
+- This step lowers ||thetabar_i - theta_i||^2 / 2, so that the mixture moves towards what training made of it. The
+  authors' code and FL-bench take delta = theta_i - thetabar_i with the same minus sign, which moves it away.
+- A round's clients train at the same time. In FL-bench they train one after the other, each on the others' new models.
+- theta_i is the trained model. FL-bench keeps the client's last model plus theta_i - thetabar_i.
+- Every client's first hypernetwork is drawn anew. In FL-bench all have the same, and only the embeddings differ.
 - A layer is a parameter tensor, as in FL-bench. If all its units are 0, it is the client's own.
 - A client that has not trained counts with the initial model.
 - BatchNorm's running statistics are mixed by the mean of the layers' weights.
