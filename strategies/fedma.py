@@ -9,8 +9,12 @@ units, so that matched units have similar weights. It permutes the units and the
 n. Each client receives the global layers up to n, and above them its own. In the classifier's round, whose units are the
 classes, all layers are averaged. Then the next pass begins.
 
-`one_shot = true` matches all layers from the first to the last in every round, and averages them: no client trains under
-fixed layers.
+Averages are unweighted, except the classifier's. Its row of class c weighs client j by the samples n_jc of the class:
+
+    w_c = sum_j n_jc w_jc / sum_j n_jc
+
+A pass keeps the clients that are drawn for it. `one_shot = true` matches all layers from the first to the last in every
+round, and averages them: no client trains under fixed layers, and every round draws its clients.
 
 The permutations maximise the sum of squared lengths of the sums of matched units, over clients. Each is found with the
 others fixed, by the Hungarian algorithm, in turn until none changes. This is the paper's maximum a posteriori matching
@@ -19,26 +23,34 @@ with as many global units as a client has.
 Deviations:
 
 - The global network has the clients' width. The paper's may grow: a unit that resembles no other becomes a new one.
-- Averages are weighted by samples. The paper's classifier is averaged by class shares.
+- `mean = samples` weighs all averages by the clients' samples. So does a task without classes. A class's row is averaged
+  without weights if no client of the round has the class.
 - A unit's vector has its bias, and the scale and shift of its normalisation. BatchNorm's statistics move with it.
-- A client that misses a round of the pass continues from the mean of the others' permuted networks.
+- A client that misses a round of the pass continues from the mean of the others' permuted networks. If clients come or go
+  within a pass, its clients are drawn anew.
+- A run may end within a pass, with a warning. It then has no global model.
 - Networks are chains of Linear layers, convolutions and normalisation. Others, such as residual ones, are refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fl_app import tasks
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import key
 from fl_app.layout import Layout, Model, Slot
+from fl_app.wire import Expected, Upload
 from strategies.aggregate import weighted_mean
 from strategies.base import (
     LATE,
@@ -52,10 +64,12 @@ from strategies.base import (
     Uploads,
     all_tensors,
 )
+from strategies.fedproto import COUNTS, check_counts
 
 if TYPE_CHECKING:
     from torch import nn
 
+log = logging.getLogger("corolla")
 Floats = NDArray[np.floating[Any]]
 # turns over all clients, at most
 _TURNS = 50
@@ -66,6 +80,10 @@ class FedMAParams:
     """Parameters of FedMA, table `fedma`."""
 
     one_shot: bool = key(False, "Match and average all layers in every round, in place of a layer per round.")
+    mean: Literal["classes", "samples"] = key(
+        "classes",
+        "Averages: without weights, a class's row of the classifier by its samples (paper), or all weighted by samples.",
+    )
 
 
 @dataclass(frozen=True)
@@ -175,6 +193,22 @@ def permuted(chain: Sequence[Layer], k: int, model: Model, order: NDArray[np.int
     return Model(params, buffers)
 
 
+def class_means(rows: ArrayLike, counts: ArrayLike) -> NDArray[np.float64]:
+    """Return the means of the classes' rows over clients, float64 [C, k]: client j weighs n_jc / sum_j n_jc in row c.
+
+    rows: [N, C, k]. counts: [N, C], training samples n_jc; a class without samples has the unweighted mean.
+    """
+    n = np.asarray(counts, np.float64)
+    n = np.where(n.sum(axis=0) > 0, n, 1)
+    means: NDArray[np.float64] = np.einsum("nck,nc->ck", np.asarray(rows, np.float64), n / n.sum(axis=0))
+    return means
+
+
+def weighs_classes(config: RunConfig) -> bool:
+    """Return whether a run averages the classifier by the classes' samples, and clients send these counts."""
+    return bool(config.params.mean == "classes" and tasks.of(config).has_classes)
+
+
 class FedMA(PersonalizedStrategy[FedMAParams]):
     """Server half. Kept within a pass, per client: its next model, `params` and `buffers`."""
 
@@ -186,6 +220,33 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
     def chain(self) -> list[Layer]:
         """Return the network's layers."""
         return chain_of(self.layout)
+
+    def summary(self) -> None:
+        """Log the run's settings; warn if the run ends within a pass."""
+        super().summary()
+        rounds, layers = self.config.num_server_rounds, len(self.chain)
+        if rounds % layers and not self.params.one_shot:
+            log.warning(
+                "num-server-rounds: fedma has a round for each of the model's %d layers, and no global model within a pass; "
+                "take a multiple of %d, got %d",
+                layers,
+                layers,
+                rounds,
+            )
+
+    def sample(self, client_ids: list[int], round: int) -> list[int]:
+        """Return the round's clients: a pass has one draw."""
+        return self.drawn(client_ids, round if self.params.one_shot else 1 + (round - 1) // len(self.chain))
+
+    def expected(self) -> Expected:
+        """Return the form of an upload: the model, and the class counts if the classifier's mean needs them."""
+        counts = {COUNTS: ("<i8", (self.chain[-1].units,))} if weighs_classes(self.config) else {}
+        return dataclasses.replace(super().expected(), extras=counts)
+
+    def check(self, upload: Upload) -> None:
+        """Raise WireError for counts that cannot be the client's."""
+        if weighs_classes(self.config):
+            check_counts(upload)
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's model of the pass: global layers below its own; else the mean of these."""
@@ -200,9 +261,7 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
         for k in hidden:
             orders = match([units_of(self.chain, k, model.params) for model in models])
             models = [permuted(self.chain, k, model, order) for model, order in zip(models, orders, strict=True)]
-        W, B = np.stack([m.params for m in models]), np.stack([m.buffers for m in models])
-        weights = self.weights(uploads)
-        self.global_model = Model(weighted_mean(W, weights), weighted_mean(B, weights))
+        self.global_model = self.mean(models, uploads)
         self.personal.clear()
         if self.params.one_shot or at == last:
             return
@@ -212,6 +271,21 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
         for i, model in zip(uploads.ids, models, strict=True):
             mine = self.layout.put(model, common, names)
             self.keep_for(i, params=mine.params, buffers=mine.buffers)
+
+    def mean(self, models: list[Model], uploads: Uploads) -> Model:
+        """Return the mean of the permuted models."""
+        W, B = np.stack([m.params for m in models]), np.stack([m.buffers for m in models])
+        if not weighs_classes(self.config):
+            return Model(weighted_mean(W, self.weights(uploads)), weighted_mean(B, self.weights(uploads)))
+        params, last = weighted_mean(W), self.chain[-1]
+        for slot in (last.weight, *last.others):
+            rows = W[:, slot.start : slot.stop].reshape(len(W), last.units, -1)
+            params[slot.start : slot.stop] = class_means(rows, uploads.extras[COUNTS]).reshape(-1)
+        return Model(params, weighted_mean(B))
+
+    def has_global_model(self) -> bool:
+        """Return True after a full pass: within one the layers above the last round's are each client's own."""
+        return self.params.one_shot or (self.round > 0 and self.round % len(self.chain) == 0)
 
 
 def position(round: int, chain: Sequence[Layer]) -> int:
@@ -227,6 +301,13 @@ class FedMAUpdate(LocalUpdate[FedMAParams]):
         chain = chain_of(ctx.layout)
         at = 0 if ctx.params.one_shot else position(ctx.round, chain)
         return ctx.trainer.train(start, frozen=frozenset[str]().union(*(layer.names for layer in chain[:at])))
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedMAParams]) -> Upload:
+        """Send the model, and the class counts if the classifier's mean needs them."""
+        plain = super().upload(before, after, state, ctx)
+        if not weighs_classes(ctx.config):
+            return plain
+        return dataclasses.replace(plain, extras={COUNTS: ctx.trainer.class_counts})
 
 
 def checked(drawings: Drawings, params: FedMAParams) -> nn.Module:
@@ -270,6 +351,7 @@ METHOD = Method(
     not_private="its server matches single clients' models",
     overview=Overview(
         group="One global model for all",
+        travels="model; up + 8C",
         server="4(d+b) a client, within a pass",
         use="few rounds of long local training, plain networks",
     ),

@@ -94,6 +94,7 @@ def documented_bytes(method: str, layout: Layout, round: int, participants: int)
         "fedselect": mask,
         "fedobp": 8 * len(layout.params),
         "fedgen": 4 * classes,
+        "fedma": 8 * classes,
         "feddwa": 4 * layout.d,
         "fedfomo": 4 * 5,
         "ifca": 4,

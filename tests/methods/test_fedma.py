@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from scipy.optimize import linear_sum_assignment
 from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
-from strategies.fedma import METHOD, chain_of, match, permuted, units_of
-from tests.conftest import Run
+from strategies.fedma import METHOD, chain_of, class_means, match, permuted, units_of, weighs_classes
+from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 
@@ -87,29 +88,74 @@ def norm() -> Any:
     return small(batchnorm=True)
 
 
-def test_a_pass_by_hand(tmp_path: Path) -> None:
-    fed: Any = Federation(tmp_path, "fedma", network=norm)
+def test_class_means_by_hand() -> None:
+    # Class 0: (3 * 1 + 1 * 5) / 4 and (3 * 2 + 1 * 6) / 4. The second client alone has class 1, and nobody class 2.
+    rows = np.array([[[1.0, 2], [7, 7], [1, 1]], [[5, 6], [3, 4], [2, 4]]])
+    assert class_means(rows, [[3, 0, 0], [1, 2, 0]]).tolist() == [[2, 3], [3, 4], [1.5, 2.5]]
+    assert weighs_classes(config(method="fedma")) and not weighs_classes(config(method="fedma", task="regression"))
+    assert not weighs_classes(config(method="fedma", fedma={"mean": "samples"}))
+
+
+@pytest.mark.parametrize("mean", ["classes", "samples"])
+def test_a_pass_by_hand(tmp_path: Path, mean: str) -> None:
+    fed: Any = Federation(tmp_path, "fedma", network=norm, fedma={"mean": mean})
     server, sizes = fed.server, np.array([10, 6, 8])
-    chain = server.chain
+    chain, counts = server.chain, np.stack([np.bincount(y, minlength=3) for _, y in fed.data])
     assert [layer.weight.name for layer in chain] == ["features.weight", "classifier.weight"]
+    lower = server.layout.indices(chain[0].names)
+
+    def expected(W: Any, ids: list[int]) -> Any:
+        if mean == "samples":
+            return np.average(W, axis=0, weights=sizes[ids])
+        result = np.mean(W, axis=0)
+        for slot in (chain[1].weight, *chain[1].others):
+            rows = np.asarray(W)[:, slot.start : slot.stop].reshape(len(W), 3, -1)
+            each = [np.average(rows[:, c], axis=0, weights=counts[ids, c]) for c in range(3)]
+            result[slot.start : slot.stop] = np.concatenate(each)
+        return result
+
     uploads = fed.round()
+    if mean == "classes":
+        assert (uploads.extras["counts"] == counts).all() and (counts.sum(axis=0) > 0).all()
     sent = [Model(w, b) for w, b in zip(uploads.W, uploads.B, strict=True)]
     orders = match([units_of(chain, 0, m.params) for m in sent])
     sent = [permuted(chain, 0, m, order) for m, order in zip(sent, orders, strict=True)]
-    mean = np.average([m.params for m in sent], axis=0, weights=sizes)
-    lower = server.layout.indices(chain[0].names)
+    average = expected([m.params for m in sent], [0, 1, 2])
     for i, model in enumerate(sent):
-        close(server.model_for(i).params[lower], mean[lower])
+        close(server.model_for(i).params[lower], average[lower])
         assert (server.model_for(i).params[~lower] == model.params[~lower]).all()
-    close(server.global_model.params, mean)
+    close(server.global_model.params, average)
+    weights = None if mean == "classes" else sizes
+    close(server.global_model.buffers, np.average([m.buffers for m in sent], axis=0, weights=weights))
+    assert not server.has_global_model()
     # in the classifier's round the body stays
     body = server.model_for(0).params[lower].copy()
     uploads = fed.round(ids=[0, 1])
     assert all((w[lower] == body).all() for w in uploads.W)
-    close(server.global_model.params, np.average(uploads.W, axis=0, weights=sizes[:2]))
-    assert not server.personal
+    close(server.global_model.params, expected(uploads.W, [0, 1]))
+    assert not server.personal and server.has_global_model()
     fed.round()
-    assert (server.model_for(0).params[lower] != body).any()
+    assert (server.model_for(0).params[lower] != body).any() and not server.has_global_model()
+
+
+def test_a_pass_keeps_its_clients(tmp_path: Path) -> None:
+    """Two layers: rounds 1 and 2 draw as round 1 does, 3 and 4 as round 2 does. In one shot each round has its own draw."""
+    clients, keys = list(range(8)), {"sizes": (4,) * 8, "fraction_train": 0.5, "network": norm}
+    passes: Any = Federation(tmp_path, "fedma", **keys)
+    rounds: Any = Federation(tmp_path, "fedma", **keys, fedma={"one_shot": True})
+    drawn = [rounds.server.sample(clients, round) for round in (1, 2, 3, 4)]
+    assert drawn == [rounds.server.drawn(clients, round) for round in (1, 2, 3, 4)] and drawn[0] != drawn[1]
+    assert [passes.server.sample(clients, round) for round in (1, 2, 3, 4)] == [drawn[k] for k in (0, 0, 1, 1)]
+
+
+def test_a_run_that_ends_within_a_pass_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for rounds, own, warned in ((3, {}, True), (4, {}, False), (3, {"one_shot": True}, False)):
+        caplog.clear()
+        fed: Any = Federation(tmp_path, "fedma", network=norm, num_server_rounds=rounds, fedma=own)
+        with caplog.at_level(logging.WARNING, "corolla"):
+            fed.server.summary()
+        assert ("take a multiple of 2, got 3" in caplog.text) == warned
+        assert fed.server.has_global_model() == bool(own)
 
 
 def test_one_client_in_one_shot_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
