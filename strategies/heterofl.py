@@ -10,7 +10,8 @@ nested. A client receives its part, trains it and sends it back.
 Server: each element is the mean over the round's clients that hold it, unweighted; the others keep their value.
 
 Scaling: in training a narrow client's hidden layers are divided by r_i, so that their sums are as large as a wide one's.
-`mask-classes`: in training, logits of classes that a client does not have are set to 0.
+`mask-classes`: in training and in tests, logits of classes that a client does not have are 0. Its rows of these classes do
+not count in the classifier's mean.
 
 A client is evaluated with its own width. Rates of 1 and `mask-classes = false` is FedAvg bit for bit, if all clients
 count equally.
@@ -20,7 +21,9 @@ Deviations:
 - A narrow network is computed inside the wide one: elements beyond the part are 0 and do not train. Results and messages
   are those of the narrow network. The time and the memory of training are the wide one's.
 - Widths are fixed by client. The paper also redraws them in every round.
-- The authors' code averages a class's row of the classifier over the clients that have the class. Here all clients count.
+- A client is tested with its own width. The authors test the widest network on every client's test data.
+- `mask-classes = false` is the default, and all clients' rows of the classifier count. The authors mask in all runs in which
+  clients lack classes, and average a class's row over the clients that have it.
 - BatchNorm's running statistics are averaged as parameters are, over those that hold the channel. The paper gathers them
   anew after training. GroupNorm's groups lie in the wide network, so a narrow one's may be partly empty.
 - It is for networks of Linear layers, convolutions and normalisation, whose layers' widths follow from the tensors. Shortcuts
@@ -41,12 +44,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app import rng
+from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import key
 from fl_app.layout import Layout, Model
-from fl_app.wire import Upload
+from fl_app.wire import Expected, Upload, WireError
 from strategies.aggregate import weighted_mean
 from strategies.base import (
     MOVED,
@@ -61,6 +64,7 @@ from strategies.base import (
 )
 from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg
+from strategies.heads import head_slots
 from strategies.parts import Part
 from strategies.perfedmask import masked_mean
 
@@ -71,6 +75,8 @@ Slices = tuple[slice, ...]
 
 # down, float64 [1]: the client's rate
 RATE = "rate"
+# up with `mask-classes`, uint8 [C]: 1 for a class that the client has
+CLASSES = "classes"
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class HeteroFLParams:
     )
     mask_classes: bool = key(
         False,
-        "Set the logits of classes that a client does not have to 0 in training (the paper's masked cross-entropy).",
+        "Set the logits of classes that a client does not have to 0, in training and in tests, and average a class's row over the "
+        "clients that have it (paper).",
     )
     scale: bool = key(True, "Divide a narrow network's hidden layers by its rate in training.")
 
@@ -98,11 +105,13 @@ class HeteroFLParams:
         return found
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        """Yield an error for rates that are no numbers in (0, 1]."""
+        """Yield an error for rates that are no numbers in (0, 1], and for masked classes where there are none."""
         try:
             self.widths()
         except UserError as error:
             yield str(error)
+        if self.mask_classes and not tasks.of(config).has_classes:
+            yield f"heterofl.mask-classes: must be false for task {config.task}, which has no classes, got true"
 
 
 def width_slices(layout: Layout, rate: float) -> dict[str, Slices]:
@@ -179,11 +188,14 @@ def aggregate(
     """
     if len(parts) != np.size(rates):
         raise UserError(f"heterofl: there must be a rate per client, got {np.size(rates)} for {len(parts)} clients")
-    order = np.argsort(np.asarray(rates, np.float64), kind="stable")
-    result = {}
+    if not parts:
+        return {name: np.asarray(before, np.float64) for name, before in previous.items()}
+    n, order = len(parts), np.argsort(np.asarray(rates, np.float64), kind="stable")
+    result: dict[str, NDArray[np.float64]] = {}
     for name, before in previous.items():
         old = np.asarray(before, np.float64)
-        total, count, least = np.zeros_like(old), np.zeros(old.shape), np.zeros(old.ndim, int)
+        stack, held = np.zeros((n, *old.shape)), np.zeros((n, *old.shape), bool)
+        least = np.zeros(old.ndim, int)
         for i in order:
             value = np.asarray(parts[i][name], np.float64)
             shape = np.array(value.shape, int)
@@ -192,11 +204,20 @@ def aggregate(
                     f"heterofl: tensor {name} of client {i} has the shape {list(value.shape)}, between those of smaller rates "
                     f"and {list(old.shape)} is expected"
                 )
-            corner, least = tuple(slice(0, n) for n in value.shape), shape
-            total[corner] += value
-            count[corner] += 1
-        result[name] = np.where(count > 0, total / np.maximum(count, 1), old)
+            corner, least = (i, *(slice(0, n) for n in value.shape)), shape
+            stack[corner], held[corner] = value, True
+        mean = masked_mean(stack.reshape(n, -1), held.reshape(n, -1), np.ones(n), old.reshape(-1))
+        result[name] = mean.astype(np.float64).reshape(old.shape)
     return result
+
+
+def class_of(layout: Layout) -> NDArray[np.int64]:
+    """Return the class of each element of the classifier, int64 [d]; -1 for elements below it."""
+    owner = np.full(layout.d, -1)
+    for slot in head_slots(layout):
+        if slot is not None:
+            owner[slot.start : slot.stop].reshape(slot.shape[0], -1)[:] = np.arange(slot.shape[0])[:, None]
+    return owner
 
 
 class HeteroFL(FedAvg[HeteroFLParams]):
@@ -222,6 +243,20 @@ class HeteroFL(FedAvg[HeteroFLParams]):
     def _parts(self) -> dict[float, Part]:
         return {rate: part_of(self.layout, rate) for rate in set(self.rates)}
 
+    def expected(self) -> Expected:
+        """Return the form of an upload: the model, and with `mask-classes` the client's classes."""
+        if not self.params.mask_classes:
+            return super().expected()
+        num_classes = head_slots(self.layout)[0].shape[0]
+        return dataclasses.replace(super().expected(), extras={CLASSES: ("|u1", (num_classes,))})
+
+    def check(self, upload: Upload) -> None:
+        """Raise WireError for classes other than 0 and 1, and for a client without any."""
+        if self.params.mask_classes:
+            told = upload.extras[CLASSES]
+            if told.max() != 1:
+                raise WireError(f"array {CLASSES} must be 0 or 1, with a 1 at least, got {told.tolist()}")
+
     def held_by(self, client_id: int) -> Part:
         """Return the elements that a client's width holds."""
         return self._parts[self.rates[client_id]]
@@ -240,14 +275,17 @@ class HeteroFL(FedAvg[HeteroFLParams]):
         return {RATE: np.array([self.rates[client_id]])}
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Average each element over the clients that hold it."""
+        """Average each element over the clients that hold it, and with `mask-classes` a class's row over those that have it."""
         before, weights = self.global_model, self.weights(uploads)
         parts = [self.held_by(i) for i in uploads.ids]
         params = np.empty_like(before.params)
+        classes = class_of(self.layout) if self.params.mask_classes else None
 
         def block(start: int, stop: int) -> None:
             at = slice(start, stop)
             held = np.stack([part.params[at] for part in parts])
+            if classes is not None:
+                held &= (classes[at] < 0) | (uploads.extras[CLASSES][:, classes[at]] == 1)
             params[at] = masked_mean(uploads.W[:, at], held, weights, before.params[at])
 
         for_blocks(block, params.size)
@@ -271,6 +309,13 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
     """Client half: it trains its corner of the network. It keeps nothing."""
 
     @classmethod
+    def tested(cls, params: HeteroFLParams) -> str:
+        """Return the sentence on masked classes."""
+        if not params.mask_classes:
+            return ""
+        return "before and after training, the logits of classes that the client does not have are 0"
+
+    @classmethod
     def held(cls, layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part:
         """Return the elements that the client holds."""
         return part_of(layout, float(extras[RATE][0]))
@@ -279,6 +324,19 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         """Return the received part inside the wide network."""
         zeros = Model(np.zeros(ctx.layout.d, np.float32), np.zeros(ctx.layout.b, np.float32))
         return self.held(ctx.layout, ctx.extras).put(zeros, received)
+
+    def personal(self, model: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Model:
+        """Return the model; with `mask-classes` its rows of classes that the client does not have are 0."""
+        if not ctx.params.mask_classes:
+            return model
+        classes = class_of(ctx.layout)
+        lacks = (classes >= 0) & (ctx.trainer.class_counts == 0)[classes]
+        return Model(np.where(lacks, np.float32(0), model.params), model.buffers)
+
+    def finetune(self, start: Model, state: ClientState, ctx: RoundContext[HeteroFLParams], epochs: int) -> Model:
+        """Return the model after more local epochs, with the logits of training."""
+        objective = known_classes(ctx) if ctx.params.mask_classes else None
+        return ctx.trainer.train(start, epochs=epochs, purpose="finetune", objective=objective)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Model:
         """Train the part; all other elements stay 0."""
@@ -292,9 +350,10 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         return within(after, part)
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Upload:
-        """Send the part."""
+        """Send the part, and with `mask-classes` the client's classes."""
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, model=self.held(ctx.layout, ctx.extras).take(after))
+        extras = {CLASSES: (ctx.trainer.class_counts > 0).astype(np.uint8)} if ctx.params.mask_classes else {}
+        return dataclasses.replace(plain, model=self.held(ctx.layout, ctx.extras).take(after), extras=extras)
 
 
 @contextmanager
@@ -337,6 +396,8 @@ def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
     would be narrowed.
     """
     all_but_classifier(layout)
+    if params.mask_classes:
+        head_slots(layout)
     width_slices(layout, min(params.widths()))
     if layout.constants and min(params.widths()) < 1:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch import nn
 from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from strategies.heterofl import METHOD, HeteroFLParams, aggregate, part_of, width_slices
-from tests.conftest import Run
+from fl_app.wire import WireError
+from strategies.heterofl import METHOD, HeteroFLParams, HeteroFLUpdate, aggregate, part_of, width_slices
+from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import outcome
@@ -174,6 +176,53 @@ def test_rounds_by_hand(tmp_path: Path) -> None:
         used = fed.evaluated(i)
         assert (used.params[~part.params] == 0).all() and (used.params[part.params] != 0).any()
         assert used.params.tobytes() == server.model_for(i).params.tobytes()
+
+
+def test_masked_classes_by_hand(tmp_path: Path) -> None:
+    """Client 0 lacks class 2 and client 1 class 0: two clients of three, or all of them, count in a class's row."""
+    fed: Any = Federation(tmp_path, "heterofl", heterofl={"rates": "1", "mask_classes": True})
+    fed.data = [(x, np.resize(has, len(x))) for (x, _), has in zip(fed.data, ([0, 1], [1, 2], [0, 1, 2]), strict=True)]
+    uploads = fed.round()
+    assert uploads.extras["classes"].tolist() == [[1, 1, 0], [0, 1, 1], [1, 1, 1]]
+    weight, bias = (slot for slot in fed.layout.params if slot.name in fed.layout.classifier)
+    mean = uploads.W.mean(axis=0)
+    for slot in (weight, bias):
+        rows = uploads.W[:, slot.start : slot.stop].reshape(3, 3, -1)
+        each = [rows[[0, 2], 0].mean(0), rows[:, 1].mean(0), rows[[1, 2], 2].mean(0)]
+        mean[slot.start : slot.stop] = np.concatenate(each)
+        # a row that a client masks stays as it was
+        start = fed.initial.params[slot.start : slot.stop].reshape(3, -1)
+        assert (rows[0, 2] == start[2]).all() and (rows[1, 0] == start[0]).all() and (rows[2] != start).any(1).all()
+    close(fed.server.global_model.params, mean)
+    for i, lacks in ((0, {2}), (1, {0}), (2, set[int]())):
+        used = fed.evaluated(i)
+        module = fed.module()
+        weights.write(module, used)
+        logits = module.eval()(torch.randn(5, 1, 2, 2)).detach().numpy()
+        assert {c for c in range(3) if (logits[:, c] == 0).all()} == lacks
+        ctx, _ = fed.context(i)
+        tuned = fed.method.local_update().finetune(used, fed.states[i], ctx, 1).params
+        rows = tuned[weight.start : weight.stop].reshape(3, -1)
+        assert {c for c in range(3) if not rows[c].any()} == lacks and (tuned != used.params).any()
+    told = HeteroFLUpdate.tested(HeteroFLParams(mask_classes=True))
+    assert "the logits of classes that the client does not have are 0" in told
+    # nobody has class 0: its row stays
+    before = fed.server.global_model.params.copy()
+    fed.round(ids=[1])
+    rows = (each[weight.start : weight.stop].reshape(3, -1) for each in (before, fed.server.global_model.params))
+    assert [(old == new).all() for old, new in zip(*rows, strict=True)] == [True, False, False]
+
+
+def test_masked_classes_are_checked(tmp_path: Path) -> None:
+    fed: Any = Federation(tmp_path, "heterofl", heterofl={"mask_classes": True})
+    upload = fed.upload(0)
+    for told in ([0, 0, 0], [1, 2, 0]):
+        with pytest.raises(WireError, match="array classes must be 0 or 1, with a 1 at least, got"):
+            fed.server.check(dataclasses.replace(upload, extras={"classes": np.array(told, np.uint8)}))
+    params = HeteroFLParams(mask_classes=True)
+    assert not [*params.problems(config(method="heterofl"))]
+    (problem,) = params.problems(config(method="heterofl", task="regression"))
+    assert problem.startswith("heterofl.mask-classes: must be false for task regression")
 
 
 def test_full_width_is_fedavg_bit_for_bit(run: Run) -> None:
