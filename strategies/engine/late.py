@@ -163,7 +163,7 @@ def check(config: RunConfig, half: type[ServerHalf[Any]]) -> None:
 
 
 def check_forms(server: ServerHalf[Any]) -> None:
-    """Raise UserError if `staleness-rule = fedbuff` cannot move a method's uploads: they are more, or less, than its model."""
+    """Raise UserError if a method's late uploads cannot be moved to its next model: they are more, or less, than the model."""
     config, expected = server.config, server.expected()
     if not config.staleness or not (config.staleness_rule == "fedbuff" or server.reads_moves):
         return
@@ -174,6 +174,9 @@ def check_forms(server: ServerHalf[Any]) -> None:
             "set decay"
         )
     if (expected.d, expected.b) != (server.layout.d, server.layout.b):
+        what = f"method {config.method} uploads another model than it sends"
+        if config.staleness_rule == "fedbuff":
+            raise UserError(f"staleness-rule: {what}, so fedbuff finds no update; set decay")
         raise UserError(
-            f"staleness-rule: method {config.method} uploads another model than it sends, so fedbuff finds no update; set decay"
+            f"staleness: {what}, so a late upload has no difference to it; leave it 0, got {config.staleness}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -387,6 +388,19 @@ def test_methods_refuse_late_uploads_that_they_cannot_use_by_name() -> None:
         METHODS["heterofl"].check(config(method="heterofl", **keys, staleness_rule="fedbuff"))
     for name in ("adabest", "fedproto", "fedrod", "heterofl", "perfedavg"):
         METHODS[name].check(config(method=name, **keys, staleness_decay=0.5))
+
+
+def test_uploads_of_another_form_than_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method, rule, error in (
+        ("pfedla", "decay", "staleness: method pfedla uploads another model .* no difference to it; leave it 0, got 1"),
+        ("fedavg", "fedbuff", "staleness-rule: method fedavg uploads another model .* no update; set decay"),
+    ):
+        server = federation(method, quorum=0.6, staleness=1, staleness_rule=rule).server
+        late.check_forms(server)
+        form = dataclasses.replace(server.expected(), d=7)
+        monkeypatch.setattr(server, "expected", lambda form=form: form)
+        with pytest.raises(UserError, match=error):
+            late.check_forms(server)
 
 
 def test_a_liar_that_is_always_late_gains_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
