@@ -123,12 +123,12 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
     base: dict[str, Scalar] = {}
     if how.resume:
         base = saved_config(how.resume)
-        others = {
-            str(preset): bool(preset),
-            "--output-dir": how.output_dir is not None,
-            "--scale": how.scale is Scale.small,
-        }
-        if given_too := [name for name, is_given in others.items() if is_given]:
+        others = [
+            (preset or "", bool(preset)),
+            ("--output-dir", how.output_dir is not None),
+            ("--scale", how.scale is Scale.small),
+        ]
+        if given_too := [name for name, is_given in others if is_given]:
             raise UserError(
                 f"--resume takes its configuration from the run folder {how.resume}: leave out {' and '.join(given_too)}; "
                 "--set changes keys"
@@ -202,8 +202,13 @@ def replayed_config(preset: str | None, how: How) -> dict[str, Scalar]:
     """Return the config of a run to repeat with its arrivals. Raises UserError if it cannot be repeated here."""
     run = how.replay
     assert run is not None, "only called for a replay"
-    others = {str(preset): bool(preset), "--resume": how.resume, "--superlink": how.superlink is not None}
-    if beside := [name for name, is_given in others.items() if is_given]:
+    others = [
+        (preset or "", bool(preset)),
+        ("--resume", how.resume is not None),
+        ("--superlink", how.superlink is not None),
+        ("--scale", how.scale is Scale.small),
+    ]
+    if beside := [name for name, is_given in others if is_given]:
         raise UserError(
             f"--replay takes its configuration from {run}, and simulates it: leave out {' and '.join(beside)}"
         )

@@ -50,5 +50,7 @@ def test_runs_that_cannot_be_repeated(command: Command, tmp_path: Path) -> None:
     assert code == 2 and "replay: " in err and "is not a run folder" in err
     code, _, err = command("run", "fedavg.toml", "--replay", tmp_path, "--superlink", "x")
     assert code == 2 and "leave out fedavg.toml and --superlink" in err
+    code, _, err = command("run", "--replay", tmp_path, "--scale", "small")
+    assert code == 2 and "leave out --scale" in err
     code, _, err = command("run", "--set", f"replay={json.dumps(str(tmp_path))}")
     assert code == 2 and "replay: set by `corolla run --replay`" in err
