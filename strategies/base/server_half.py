@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -188,11 +188,7 @@ class ServerHalf(ABC, Generic[P]):
     @classmethod
     def is_optimized(cls) -> bool:
         """Return whether the class declares `averages`, and no later override may set another model."""
-
-        def owner(name: str) -> type:
-            return next(each for each in cls.__mro__ if name in vars(each))
-
-        return cls.averages and all(issubclass(owner("averages"), owner(hook)) for hook in ("personalize", "model_for"))
+        return cls.averages and declares(cls, "averages", ("personalize", "model_for"))
 
     def optimize(self, sent: Model) -> None:
         """Move the global model from the sent one towards the mean that `personalize` set (key `server-optimizer`).
@@ -414,6 +410,15 @@ class ServerHalf(ABC, Generic[P]):
             ", ".join(f"{key.name}={show(value)}" for key, value in c.own_keys() if "." in key.name)
             or "the method has no keys",
         )
+
+
+def declares(half: type[ServerHalf[Any]], name: str, hooks: Iterable[str]) -> bool:
+    """Return whether the class that sets the attribute `name` comes after every override of these hooks, or is one of them."""
+
+    def owner(attribute: str) -> type:
+        return next(each for each in half.__mro__ if attribute in vars(each))
+
+    return all(issubclass(owner(name), owner(hook)) for hook in hooks)
 
 
 def _sendable(model: Model, layout: Layout, method: str) -> Model:

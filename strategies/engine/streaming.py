@@ -23,7 +23,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.wire import Expected, Upload
 from strategies.aggregate import distances_of_pairs
-from strategies.base.server_half import ServerHalf
+from strategies.base.server_half import ServerHalf, declares
 from strategies.base.uploads import Intake, Uploads
 from strategies.blocks import COLUMNS, UNIT
 from strategies.folded import Folded, RowSum
@@ -41,13 +41,9 @@ def streams(half: type[ServerHalf[Any]]) -> bool:
 
     Raises UserError, naming the class, if the declaration is neither True nor False.
     """
-
-    def owner(name: str) -> type:
-        return next(each for each in half.__mro__ if name in vars(each))
-
     if not isinstance(half.streams, bool):
         raise UserError(f"method class {half.__name__}: streams must be True or False, got {half.streams!r:.80}")
-    return half.streams and all(issubclass(owner("streams"), owner(hook)) for hook in _HOOKS)
+    return half.streams and declares(half, "streams", _HOOKS)
 
 
 def why_kept(config: RunConfig, expected: Expected) -> str:
