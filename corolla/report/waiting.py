@@ -39,7 +39,7 @@ def of_waiting(run: ReportedRun) -> Iterator[Panel]:
     found, closes = spans(lines[:MOST_ROUNDS])
     if not found or not (every := sum(len(line["ends"]) for line in lines)):
         return
-    lost = sum(end["fate"] != "used" for line in lines for end in line["ends"])
+    lost = sum(end["fate"] != arrivals.USED for line in lines for end in line["ends"])
     yield Panel(
         f"waiting-{run.number.replace('.', '-')}",
         "Who worked when",
@@ -62,7 +62,7 @@ def spans(lines: Sequence[arrivals.Line]) -> tuple[list[Span], list[float]]:
             begins = working.pop((client, work), None)
             if begins is None:
                 continue
-            became = LOST if end["fate"] != "used" else LATE if end["age"] else IN_TIME
+            became = LOST if end["fate"] != arrivals.USED else LATE if end["age"] else IN_TIME
             found.append(Span(client, begins, began[int(line["round"])] + float(end["second"]), became))
     found += [Span(client, begins, closes[-1], WORKING) for (client, _), begins in working.items()]
     return sorted(found, key=lambda span: (span.client, span.begins)), closes

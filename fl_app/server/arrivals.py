@@ -20,8 +20,8 @@ from fl_app.files import opener, publish_text
 from fl_app.server.clock import Answer, Clock
 
 FILE = "arrivals.jsonl"
-# the ends that are no answers
-FAILED = "failed"
+# what became of an end; a failed one brought no upload
+USED, THROWN_AWAY, FAILED = "used", "thrown-away", "failed"
 Line = Mapping[str, Any]
 
 
@@ -107,12 +107,12 @@ class Replay:
 def _checked(replay: Replay, config: RunConfig) -> Replay:
     """Return a replay that has every round of the run, or as many as a run that may stop early needs."""
     missing = replay.lacking(config.num_server_rounds)
-    if missing is not None and (missing == 1 or not config.stop_when):
+    if missing == 1:
+        raise UserError(f"replay: {replay.run} has no arrivals of round 1")
+    if missing is not None and not config.stop_when:
         raise UserError(
             f"replay: {replay.run} has no arrivals of round {missing}; repeat fewer rounds with --set num-server-rounds="
             f"{missing - 1}, got {config.num_server_rounds}"
-            if missing > 1
-            else f"replay: {replay.run} has no arrivals of round 1"
         )
     return replay
 

@@ -24,7 +24,7 @@ from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, undefined_note
 from fl_app.server import checkpoint, client_arrays, disk, kept_uploads, progress_protocol
 from fl_app.server import record as records
-from fl_app.server.arrivals import FAILED, Replay, clock_of
+from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Replay, clock_of
 from fl_app.server.checkpoint import LATE
 from fl_app.server.clock import Answer, Clock, may_close
 from fl_app.server.exchange import Exchange, Reply
@@ -424,10 +424,10 @@ class Rounds:
         if work.cause:
             self._drop(work, WireError(work.cause))
         elif why := self._too_late(work, age):
-            fate = "thrown-away"
+            fate = THROWN_AWAY
             self._drop(work, WireError(why), "thrown away")
         else:
-            fate = "used"
+            fate = USED
             try:
                 self._take_in(work)
             except MethodFault:
