@@ -15,6 +15,8 @@ SIMULATED = ("speeds", "availability", "day-length", "drop-rate")
 
 # largest SIGMA of `lognormal:SIGMA`: speeds that differ by a factor of 10^4 for each standard deviation
 MOST_SIGMA = 10.0
+# seconds of a simulated day if `day-length` does not say
+_DAY = 86400.0
 SPEEDS_FILE, LOGNORMAL = "file:", "lognormal:"
 
 
@@ -65,7 +67,7 @@ class TimingKeys:
         POSITIVE_RATIO,
         compared=False,
     )
-    day_length: float = key(86400.0, "Seconds of a simulated day.", POSITIVE, compared=False)
+    day_length: float = key(_DAY, "Seconds of a simulated day. It needs `speeds`.", POSITIVE, compared=False)
     drop_rate: float = key(
         0.0,
         "Probability that a client fails while it works on a round of a simulation. It needs `speeds`.",
@@ -112,7 +114,8 @@ def check_timing(values: Mapping[str, Any], problems: list[str]) -> None:
         )
     if path and values["availability"] != 1:
         problems.append(
-            f"availability: the file of speeds has the clients' hours (from, until); leave it at 1, got {values['availability']:g}"
+            "availability: the file of speeds sets the clients' hours (from, until) or none; leave it at 1, got "
+            f"{values['availability']:g}"
         )
     early = values["quorum"] < 1 or values["round-deadline"] > 0
     if values["quorum"] < values["min-results"]:
@@ -123,11 +126,11 @@ def check_timing(values: Mapping[str, Any], problems: list[str]) -> None:
         )
     if values["private"] and early:
         problems += [
-            f"{name}: a private run's sums need every client that was asked, so no round can close before; leave it at "
+            f"{name}: a private run's sums need every client that was asked, so no round can close early; leave it at "
             f"its default, got {values[name]:g}"
             for name, none in (("quorum", 1), ("round-deadline", 0), ("staleness", 0))
             if values[name] != none
         ]
-    for name, none in (("availability", 1), ("drop-rate", 0)):
+    for name, none in (("availability", 1), ("day-length", _DAY), ("drop-rate", 0)):
         if values[name] != none and speeds == "none":
             problems.append(f"{name}: it is about simulated time, which needs speeds, got {values[name]:g}")

@@ -58,6 +58,7 @@ NEEDED: dict[str, dict[str, Scalar]] = {
     "initial-weights-partial": {"initial-weights": "/w.safetensors"},
     "staleness": {"quorum": 0.8},
     "availability": {"speeds": "lognormal:1"},
+    "day-length": {"speeds": "lognormal:1"},
     "drop-rate": {"speeds": "lognormal:1"},
 }
 
