@@ -187,7 +187,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     server_tau: float = key(
         1e-3,
-        "Adaptivity of `server-optimizer` (tau): the largest coordinates' steps differ less with a larger one.",
+        "Number added to the root of the second moment in `server-optimizer` (tau): the larger, the less the coordinates' steps "
+        "differ.",
         POSITIVE,
     )
     server_memory_limit: float = key(
