@@ -13,15 +13,12 @@ from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model
 from fl_app.server import kept_uploads
+from fl_app.server.disk import PARTS
 from fl_app.server.run_folder import RunFolder
 from fl_app.sources import named_data
 from fl_app.toml import to_toml
 
 Shape = Mapping[str, Any]  # arguments of a model's builder
-
-
-# clients whose messages are computed, if each holds a part of the model
-_CLIENTS = 100
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,8 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
         config.num_server_rounds,
     )  # finished rounds, current round
     upload = strategy.protocol.expected().blank()
-    # up to so many clients, of which each may hold another part of the model
-    clients = range(min(config.num_clients, _CLIENTS)) if strategy.held_by(0) is not None else range(1)
+    # each client may hold another part of the model
+    clients = range(min(config.num_clients, PARTS)) if strategy.held_by(0) is not None else range(1)
     uploads = [wire.upload_message(strategy.protocol.expected_from(i).blank()) for i in clients]
     downloads = [wire.encode_download(strategy.download_for(i, config.num_server_rounds, "train")) for i in clients]
     n = len(strategy.sample(list(range(config.num_clients)), 1))

@@ -22,6 +22,8 @@ log = logging.getLogger("corolla")
 
 DATABASE = "COROLLA_DATABASE"
 """Environment variable with the path of the SuperLink's database (deploy/superlink.py sets it for its ServerApps)."""
+PARTS = 100
+"""Clients whose parts of the model are counted for an estimate of bytes, at most."""
 # Less free space than this is a full disk: SQLite and file systems write in pages.
 _FULL = 1 << 20
 # A line warns below this many times the bytes that a round needs.

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fl_app.server.disk import Needed
+from fl_app.server.disk import PARTS, Needed
 from fl_app.wire import Expected
 from strategies.base.server_half import ServerHalf
-
-# clients whose parts are counted, at most
-_CLIENTS = 100
 
 
 def needed(server: ServerHalf[Any], expected: Expected) -> Needed:
@@ -38,6 +35,6 @@ def needed(server: ServerHalf[Any], expected: Expected) -> Needed:
 
 def part_bytes(server: ServerHalf[Any]) -> float:
     """Return the bytes of the tensors that a client holds, the mean over at most 100 clients."""
-    clients = range(min(server.config.num_clients, _CLIENTS))
+    clients = range(min(server.config.num_clients, PARTS))
     parts = [server.held_by(i) for i in clients]
     return fmean(4 * (part.d + part.b) if part else 4 * (server.layout.d + server.layout.b) for part in parts)
