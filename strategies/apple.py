@@ -81,7 +81,7 @@ class APPLEParams:
     )
     mu: float = key(0.1, "Pull of p to the clients' shares of samples (mu).", NOT_NEGATIVE)
     loosen_rounds: int = key(20, "Rounds after which this pull has faded out (L).", NOT_NEGATIVE, counts_rounds=True)
-    models: int = key(0, "Other clients' core models that a client is sent (M - 1); 0: all.", NOT_NEGATIVE)
+    models: int = key(0, "Other clients' core models that a client is sent (M); 0: all.", NOT_NEGATIVE)
 
 
 def mix(W: ArrayLike, p: ArrayLike) -> NDArray[np.floating[Any]]:
