@@ -291,9 +291,14 @@ class ServerHalf(ABC, Generic[P]):
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""
 
     def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Return a checked upload in the form that the round's stacks hold. Default: filled up with global values."""
+        """Return a checked upload in the form that the round's stacks hold.
+
+        Default: beyond the client's part it has the values of `sent_to`, so that it has not moved there.
+        """
         part = self.held_by(client_id)
-        return upload if part is None else dataclasses.replace(upload, model=part.put(self.global_model, upload.model))
+        if part is None:
+            return upload
+        return dataclasses.replace(upload, model=part.put(self.sent_to(client_id), upload.model))
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Return the stacks in which uploads must not lie far apart (key `max-update-norm`), [N, ...] by a plural name."""
@@ -375,9 +380,14 @@ class ServerHalf(ABC, Generic[P]):
         return self.global_model if mine is None else Model(mine["params"], mine["buffers"])
 
     def sent_to(self, client_id: int) -> Model:
-        """Return the model that a client's upload of this round counts from: `model_for` it, or what a late client was sent."""
+        """Return the model that a client's upload of this round counts from: `model_for` it, or what a late client was sent.
+
+        It is the global model for clients that are sent a part of it (`sends_parts`).
+        """
         late = self.attempt.started_from.get(client_id)
-        return self.model_for(client_id) if late is None else late.model
+        if late is not None:
+            return late.model
+        return self.global_model if self.sends_parts else self.model_for(client_id)
 
     def extras_sent_to(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the extra arrays that a client was sent with the model of `sent_to`."""

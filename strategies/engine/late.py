@@ -126,6 +126,7 @@ def aged(server: ServerHalf[Any], work: Work, upload: Upload, age: int) -> tuple
             _moved(now.buffers, upload.model.buffers, then.buffers, scale),
         )
         upload = dataclasses.replace(upload, model=moved)
+        server.attempt.started_from.pop(work.client_id, None)
     else:
         server.attempt.started_from[work.client_id] = work.sent
     return upload, 1.0 if buffered else config.staleness_decay**age

@@ -334,7 +334,9 @@ class Rounds:
         attempt = self.attempt
         work = Work(client_id, attempt.round, wire.state_version(attempt.round, attempt.generation))
         if self.config.staleness and download is not None:
-            work.sent, work.form = Sent(download.model, download.extras), self.protocol.expected_from(client_id)
+            # a part's download lacks the values that fill up its upload
+            model = self.server.sent_to(client_id) if self.server.sends_parts else download.model
+            work.sent, work.form = Sent(model, download.extras), self.protocol.expected_from(client_id)
         return work
 
     def receive(self, reply: Reply) -> None:
@@ -361,6 +363,8 @@ class Rounds:
                 self.validation,
             )
             spent = self._checked_budget(client_id, metrics)
+            if 0 < attempt.round - work.round <= self.config.staleness:
+                attempt.started_from[client_id] = work.sent
             work.upload, work.metrics = self.protocol.check(client_id, upload), metrics
             self.spent[client_id] = spent
             self._warn_of(client_id, metrics)
