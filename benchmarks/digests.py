@@ -16,6 +16,7 @@ from pathlib import Path
 
 from client_app.client_app import app
 from fl_app.config import parse
+from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.metrics import DIGEST_VERSION
 from fl_app.server import record as records
@@ -70,10 +71,11 @@ def main(arguments: list[str]) -> None:
         for method in asked.methods:
             for model in MODELS:
                 for fraction in FRACTIONS:
-                    print(
-                        f"{method:10} {model:8} {fraction:4}  {digest(Path(directory), method, model, fraction, version)}",
-                        flush=True,
-                    )
+                    try:
+                        found = digest(Path(directory), method, model, fraction, version)
+                    except UserError as error:
+                        found = f"refused: {error}"
+                    print(f"{method:10} {model:8} {fraction:4}  {found}", flush=True)
 
 
 if __name__ == "__main__":

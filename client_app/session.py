@@ -150,9 +150,9 @@ class Session:
     def leave(self, network: Network, flat: FlatModule) -> None:
         """Keep a message's network, as vectors, for the next message, if `FlatModule.reset` can restore all of it.
 
-        It cannot for networks that a method makes of the run's model. A model or a method that is not Corolla's may keep
-        anything anywhere: the network of such a model is kept if it has nothing that can keep something, and none with
-        such a method. Differential privacy leaves marks on a network, too.
+        It cannot for networks that a method makes of the run's model, nor with a method that is not Corolla's. The network
+        of a model that is not Corolla's is kept if its layers hold nothing that can change (`FlatModule.is_restorable`).
+        Differential privacy leaves marks on a network, too.
         """
         config, method = self.config, self.method
         made = plugins.is_reference(config.method) or method.wrap is not None or method.compose is not None

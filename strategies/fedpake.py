@@ -257,9 +257,10 @@ class _Block:
 
 
 class _Aggregation:
-    """Four passes over blocks of columns. After each pass the blocks' results are combined per layer, in order.
+    """Two passes over blocks of columns (`divide`), then two that work on layers with several classes (`vote`, `combine`).
 
-    A pass covers all layers at once, as most layers are too small to keep the threads busy.
+    Only `measure` and `combine` read W. After each pass the blocks' results are combined per layer, in order. A pass covers
+    all its layers at once, as most layers are too small to keep the threads busy.
     """
 
     def __init__(self, W: Stack, sizes: Sequence[int], params: FedPakeParams, draw: Draw) -> None:

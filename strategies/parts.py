@@ -6,6 +6,7 @@ fills them up with the values of the model that the client was sent (`ServerHalf
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +40,11 @@ class Part:
         for slot in layout.buffers:
             buffers[slot.start : slot.stop] = slot.name in names
         return cls(layout.indices(names), buffers)
+
+    def among(self, slices: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Return where slices [start, stop) of all buffers lie in the part's own, as `take` packs them."""
+        places = np.concatenate([[0], np.cumsum(self.buffers)]).tolist()
+        return tuple((places[start], places[stop]) for start, stop in slices)
 
     def take(self, model: Model) -> Model:
         """Return the part's elements of a model, packed in order."""

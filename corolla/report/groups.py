@@ -194,7 +194,10 @@ def exchanged(group: Group) -> tuple[Floats, Floats]:
 
 
 def over_time(group: Group) -> tuple[Floats, Floats]:
-    """Return (simulated seconds, headline metric), each the mean over runs for rounds that all runs have; both [rounds]."""
+    """Return (seconds until a round began, headline metric), each the mean over runs for rounds that all runs have; both [rounds].
+
+    `arrays.timed` describes the seconds.
+    """
     return _meaned([timed(run) for run in group.runs])
 
 

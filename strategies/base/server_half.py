@@ -285,7 +285,7 @@ class ServerHalf(ABC, Generic[P]):
         form, part = self.attempt.expected or self.expected(), self.held_by(client_id)
         if part is None:
             return form
-        return dataclasses.replace(form, d=part.d, b=part.b)
+        return dataclasses.replace(form, d=part.d, b=part.b, variances=part.among(form.variances))
 
     def check(self, upload: Upload) -> None:
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""

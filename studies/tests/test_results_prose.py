@@ -27,7 +27,7 @@ from studies.results_page import RESULTS
 COLUMN, DRAWN, CIFAR, CUT = "fedobp-fashion-mnist", "fedobp-fashion-mnist-drawn", "fedobp-cifar10", "fedcac-cifar10-cut"
 LOGS = tomllib.loads(results_page.LOGGED.read_text(encoding="utf-8"))
 SETTINGS = re.compile(
-    r"Dirichlet\(?,? ?0\.1|learning rate 0\.01|μ = 0\.01|[Mm]omentum is 0\.7|0\.4 is a quantile|"
+    r"Dirichlet\(?,? ?0\.[13]|learning rate 0\.01|μ = 0\.01|[Mm]omentum is 0\.7|0\.4 is a quantile|"
     r"Differences of less than 0\.2 points|0\.99998 here and 0\.99993"
 )
 FIGURE = re.compile(r"\d+\.\d+|\b\d+ points?\b")

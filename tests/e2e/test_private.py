@@ -31,6 +31,7 @@ def test_a_killed_client_costs_one_repeat_among_the_others(cluster: Cluster, tmp
     assert digest is not None and digest == replay(run, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_cluster")
 def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(2)

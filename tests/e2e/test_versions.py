@@ -62,7 +62,7 @@ def digest(python: str, folder: Path, *options: str, environment: dict[str, str]
     [
         pytest.param(OLD, OLD, False, marks=pytest.mark.nightly),
         pytest.param(NEW, NEW, False, marks=pytest.mark.nightly),
-        (NEW, OLD, True),
+        pytest.param(NEW, OLD, True, marks=pytest.mark.nightly),
     ],
     ids=["1.39-over-grpc", "newer-over-http", "newer-superlink-with-nodes-of-1.39"],
 )

@@ -19,6 +19,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.wire import WireError
 from strategies.heterofl import METHOD, HeteroFLParams, HeteroFLUpdate, aggregate, part_of, width_slices
+from strategies.parts import Part
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
@@ -236,3 +237,14 @@ def test_rates_that_are_none() -> None:
     for text in ("", "1, two", "0.5, 0", "1.5"):
         with pytest.raises(UserError, match="heterofl.rates: must be numbers in "):
             HeteroFLParams(rates=text).widths()
+
+
+def test_statistics_of_narrow_networks_are_checked_where_they_lie(run: Run) -> None:
+    """The variances of a part have other places in its upload than in the whole network's."""
+    records, _ = outcome(run, "heterofl", model="resnet8", num_clients=3, train_samples=16, num_server_rounds=1)
+    assert not records[0]["failures"] and len(records[0]["clients"]) == 3
+
+
+def test_where_slices_of_buffers_lie_in_a_part() -> None:
+    part = Part(np.ones(1, bool), np.array([1, 0, 1, 1, 0, 0, 1], bool))
+    assert part.among([(0, 3), (3, 6), (6, 7), (4, 6)]) == ((0, 2), (2, 3), (3, 4), (3, 3))

@@ -98,7 +98,7 @@ def test_statistics_that_differ_make_another_digest(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [name if name in COMPUTING else pytest.param(name, marks=pytest.mark.long) for name in METHODS],
+    [name if name in COMPUTING else pytest.param(name, marks=pytest.mark.nightly) for name in METHODS],
 )
 def test_every_method_hashes_all_that_it_evaluates(run: Run, method: str) -> None:
     """Collected models are those that were evaluated: parameters, statistics, and classifiers that the method computes."""

@@ -36,7 +36,7 @@ def test_who_is_unseen() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in METHODS]
+    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in METHODS]
 )
 def test_a_run_with_unseen_clients(run: Run, method: str) -> None:
     folder = run(method=method, num_clients=4, holdout_clients=0.25, finetune_epochs=1, **IN_TWO_ROUNDS.get(method, {}))
