@@ -433,6 +433,13 @@ BESIDE: tuple[Beside, ...] = (
         "used as they are: they are numbers",
         f"{_WIRE}test_variances_are_not_negative",
     ),
+    # time
+    Beside(
+        "lies that are always late, with `staleness`",
+        "upload of an earlier round",
+        "dropped by name when they arrive (`max-update-norm`); the model is that of a run in which the liar fails",
+        "tests/strategies/test_late.py::test_a_liar_that_is_always_late_gains_nothing",
+    ),
     # text
     Beside("HTML in the names of a client and its classes", "report, notebook", "shown as text", _WORDS),
     Beside("a formula (`=cmd`) in a client's name", "CSV files", "an apostrophe before it: a text", _WORDS),
