@@ -22,19 +22,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.kernels import PAKE, random_masks
 from benchmarks.measure import arguments, finish
 from fl_app.server import client_arrays
-from strategies import aggregate, fedamp, fedcac, feddac, feddwa, fedpake, masks
+from strategies import aggregate, fedamp, fedcac, feddac, feddwa, fedpake
 
 LAYERS = 4
-PAKE: dict[str, Any] = {
-    "threshold": 0.2,
-    "num_micro": 4,
-    "num_macro": 4,
-    "delta": 0.2,
-    "delta_meaning": "similarity",
-    "divisor": "found",
-}
 NEIGHBOURS = 5
 
 
@@ -47,9 +40,7 @@ class Uploads:
         draw = np.random.default_rng(0)
         self.common = draw.standard_normal(parameters, dtype=np.float32) * np.float32(0.05)
         self.W, self.other = (client_arrays.stack((clients, parameters), np.dtype("<f4"), directory) for _ in range(2))
-        self.bits = np.stack(
-            [masks.pack(masks.top_k(draw.random(parameters, dtype=np.float32), self.sizes, 0.5)) for _ in self.W]
-        )
+        self.bits = random_masks(clients, self.sizes, 0.5)
         self.fill()
 
     def fill(self) -> None:

@@ -276,7 +276,8 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
         """Return the mean of the permuted models."""
         W, B = np.stack([m.params for m in models]), np.stack([m.buffers for m in models])
         if not weighs_classes(self.config):
-            return Model(weighted_mean(W, self.weights(uploads)), weighted_mean(B, self.weights(uploads)))
+            weights = self.weights(uploads)
+            return Model(weighted_mean(W, weights), weighted_mean(B, weights))
         params, last = weighted_mean(W), self.chain[-1]
         for slot in (last.weight, *last.others):
             rows = W[:, slot.start : slot.stop].reshape(len(W), last.units, -1)

@@ -40,6 +40,7 @@ from fl_app.server import arrivals
 from fl_app.server.record import lacking
 from fl_app.server.run_folder import (
     PLUGINS,
+    changed_keys,
     check_free,
     check_unchanged,
     ended_by_full_disk,
@@ -123,12 +124,7 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
     base: dict[str, Scalar] = {}
     if how.resume:
         base = saved_config(how.resume)
-        others = [
-            (preset or "", bool(preset)),
-            ("--output-dir", how.output_dir is not None),
-            ("--scale", how.scale is Scale.small),
-        ]
-        if given_too := [name for name, is_given in others if is_given]:
+        if given_too := _beside(preset, how, ("--output-dir", how.output_dir is not None)):
             raise UserError(
                 f"--resume takes its configuration from the run folder {how.resume}: leave out {' and '.join(given_too)}; "
                 "--set changes keys"
@@ -198,17 +194,18 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
         return simulate(config, parsed, how.verbose, where)
 
 
+def _beside(preset: str | None, how: How, *others: tuple[str, bool]) -> list[str]:
+    """Return what was given in vain where a run folder has the configuration. others: options, and whether they were given."""
+    every = [(preset or "", bool(preset)), *others, ("--scale", how.scale is Scale.small)]
+    return [name for name, is_given in every if is_given]
+
+
 def replayed_config(preset: str | None, how: How) -> dict[str, Scalar]:
     """Return the config of a run to repeat with its arrivals. Raises UserError if it cannot be repeated here."""
     run = how.replay
     assert run is not None, "only called for a replay"
-    others = [
-        (preset or "", bool(preset)),
-        ("--resume", how.resume is not None),
-        ("--superlink", how.superlink is not None),
-        ("--scale", how.scale is Scale.small),
-    ]
-    if beside := [name for name, is_given in others if is_given]:
+    also = ("--resume", how.resume is not None), ("--superlink", how.superlink is not None)
+    if beside := _beside(preset, how, *also):
         raise UserError(
             f"--replay takes its configuration from {run}, and simulates it: leave out {' and '.join(beside)}"
         )
@@ -229,13 +226,7 @@ def refuse_other_settings(run: Path, settings: Mapping[str, Scalar], config: Run
 
     settings: of that run. It may have fewer rounds.
     """
-    saved = {**config.defaults, **settings}
-    changed = [
-        f"  {key.name}: {saved.get(key.name)!r} in the run, now {value!r}"
-        for key, value in config.own_keys()
-        if not key.may_change_on_resume and saved.get(key.name) != value
-    ]
-    if changed:
+    if changed := changed_keys(settings, config):
         raise UserError(
             f"replay: these keys must be as in {run}, because its arrivals follow from them:\n" + "\n".join(changed)
         )

@@ -1,4 +1,4 @@
-"""Arrivals of a run whose rounds may close early: `arrivals.jsonl` has a line per round, and a replay follows it.
+"""Arrivals of a run that may close rounds early or has simulated time: a line per round in `arrivals.jsonl`.
 
 A line has the clients that the round asked (`asked`), those that were away (`away`), its seconds, and the ends of
 clients' works (`ends`). An end has the client, the age of its work in rounds, the second since the round's beginning,

@@ -522,14 +522,9 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
     The number of rounds must not change if the meaning of a key depends on it: a cosine schedule, a privacy budget. The
     content of the files `initial-weights` and `speeds` must not change either.
     """
-    # a key that is newer than the run had its default value
-    saved = {**config.defaults, **read_config(run)}
-    changed = [
-        f"  {key.name}: {saved.get(key.name)!r} in the run, now {value!r}"
-        for key, value in config.own_keys()
-        if not key.may_change_on_resume and saved.get(key.name) != value
-    ]
-    before, now = saved.get(ROUNDS), config.num_server_rounds
+    saved = read_config(run)
+    changed = changed_keys(saved, config)
+    before, now = {**config.defaults, **saved}.get(ROUNDS), config.num_server_rounds
     if before != now and (spanning := [f"{key.name} = {show(value)}" for key, value in config.spanning_keys()]):
         changed.append(
             f"  {ROUNDS}: {before!r} in the run, now {now!r}; {listed(spanning)} was meant for {before} rounds"
@@ -537,6 +532,17 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
     if changed:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
     _check_files(run, config)
+
+
+def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return a line for each key that must not change on resume and has another value than in a run's saved config."""
+    # a key that is newer than the run had its default value
+    before = {**config.defaults, **saved}
+    return [
+        f"  {key.name}: {before.get(key.name)!r} in the run, now {value!r}"
+        for key, value in config.own_keys()
+        if not key.may_change_on_resume and before.get(key.name) != value
+    ]
 
 
 def check_state(run: Path) -> None:
