@@ -29,6 +29,7 @@ SOURCES: Mapping[str, str] = {
     "project/citation.md": "CITATION.cff",
     "guides/notebook-example.md": "examples/notebook.ipynb",
     "guides/cross-device-example.md": "examples/cross-device.toml",
+    "guides/slow-clients-example.md": "examples/slow-clients.toml",
     "gallery/label-skew.md": "examples/label_skew.py",
     "gallery/hospitals.md": "examples/hospitals.py",
     "gallery/masks.md": "examples/masks.py",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import posixpath
 import re
 import tarfile
 import urllib.request
 from base64 import b64encode
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +18,10 @@ from corolla.cli import whole
 from fl_app.errors import UserError
 from fl_app.known_names import PACKAGES
 from strategies import METHOD_PARAMS
-from website import assets, pages
+from website import assets, hooks, pages
 
 METHOD_PAGES = pages.ROOT / "docs" / "methods"
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SECTIONS = ["How it works", "Equations", "Parameters", "Deviations", "Limits", "Cost", "When to use it"]
 
 
@@ -83,6 +86,33 @@ def test_a_missing_section_for_keys_is_named() -> None:
 )
 def test_a_link_in_the_repository_is_a_link_in_the_site(target: str, page: str | None) -> None:
     assert pages.page_of(target) == page
+
+
+def test_every_link_leads_to_a_page_and_a_heading_of_the_site() -> None:
+    docs = pages.ROOT / "docs"
+    written = {path.relative_to(docs).as_posix(): path for path in docs.rglob("*") if path.is_file()}
+    sources = {page: path.read_text(encoding="utf-8") for page, path in written.items() if path.suffix == ".md"}
+    shown = {
+        page: hooks.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=page)), None, None)  # type: ignore[arg-type]
+        for page, text in (sources | pages.generated()).items()
+    }
+    prose = {page: FENCED.sub("", text) for page, text in shown.items()}
+    anchors = {
+        page: {pages.slug(heading) for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
+        for page, text in prose.items()
+    }
+    wrong = []
+    for page, text in prose.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            to = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+            if to not in shown and to not in written:
+                wrong.append(f"{page}: {target}: the site has no such page")
+            elif anchor and to in anchors and anchor not in anchors[to]:
+                wrong.append(f"{page}: {target}: no such heading")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_command_and_option_is_on_the_page_of_commands() -> None:
