@@ -2,8 +2,8 @@
 
 OPTIONS are flower-superexec's. For every message Flower starts a new Python, which imports PyTorch and Flower's own
 code. Here a warm process has imported them, and is forked (fl_app/forking.py). The child imports the application's
-code, Corolla's included, from the application that the SuperLink sent. Confined applications stay confined: the warm
-process starts under SuperExec's rules.
+code, Corolla's included, from the application that the SuperLink sent. That application is unpacked once, and not for
+every message. Confined applications stay confined: the warm process starts under SuperExec's rules.
 
 Written for Flower 1.39. If a version lacks the places that are replaced, Flower's own way is used, and the log reports
 it.
@@ -12,17 +12,21 @@ it.
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import json
 import logging
 import os
 import socket
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deploy.pace import Pace
 from fl_app import forking, log_format
+from fl_app.files import lock, make_directory
 from fl_app.forking import Warm
 from fl_app.known_names import PACKAGES
 
@@ -31,8 +35,20 @@ log = logging.getLogger("corolla")
 WARM = "--warm"
 # least seconds between two polls for a message of this node
 _SHORTEST = 0.05
-# modules that every application imports
-_IMPORTED = ("flwr.supernode.runtime.run_clientapp", "flwr.compat.client.numpy_client", "flwr.compat.common", "torch")
+# Modules that every application imports. Not numpy.random: forked processes would share the state of its generator.
+_IMPORTED = (
+    "flwr.supernode.runtime.run_clientapp",
+    "flwr.compat.client.numpy_client",
+    "flwr.compat.common",
+    "httpcore",
+    "sqlite3",
+    "statistics",
+    "threadpoolctl",
+    "tomllib",
+    "torch",
+)
+# digits of an archive's hash in the name of its directory
+_DIGITS = 8
 
 
 def main() -> None:
@@ -126,6 +142,8 @@ def run_application(asker: socket.socket) -> None:
     with asker.makefile("rb") as incoming:
         task = json.loads(incoming.read())
     run: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    if hasattr(run, "install_from_fab"):
+        run.install_from_fab = installing_once(run.install_from_fab)
     # an application brings its own copies
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[name]
@@ -138,6 +156,26 @@ def run_application(asker: socket.socket) -> None:
         parent_pid=task["parent_pid"],
         runtime_dependency_install=False,
     )
+
+
+def installing_once(install: Callable[..., Path]) -> Callable[..., Path]:
+    """Return Flower's `install_from_fab`, which unpacks an archive for every message, changed so that it does so once.
+
+    An archive's directory appears with all its files: another process of this machine never sees a part of them.
+    """
+    from flwr.supercore.utils import get_flwr_home
+
+    def install_once(archive: bytes, **_: object) -> Path:
+        apps, digits = get_flwr_home() / "apps", hashlib.sha256(archive).hexdigest()[:_DIGITS]
+        make_directory(apps)
+        with lock(apps / f".{digits}.lock", wait=True):
+            if there := next(apps.glob(f"*.{digits}"), None):
+                return there
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=apps) as fresh:
+                unpacked = install(archive, Path(fresh), skip_prompt=True)
+                return unpacked.rename(apps / unpacked.name)
+
+    return install_once
 
 
 if __name__ == "__main__":

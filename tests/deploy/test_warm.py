@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -108,3 +111,27 @@ def test_another_warm_process_takes_the_place_of_a_killed_one() -> None:
     forker._warm.close()
     _, alive = psutil.wait_procs(left, timeout=20)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_an_application_is_unpacked_once_and_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    apps, digits, seen = tmp_path / "apps", hashlib.sha256(b"archive").hexdigest()[:8], list[bool]()
+
+    def install(archive: bytes, place: Path, skip_prompt: bool) -> Path:
+        assert skip_prompt
+        directory = place / "apps" / f"a.b.1.0.{digits}"
+        directory.mkdir(parents=True)
+        seen.append((apps / directory.name).exists())
+        if archive != b"archive":
+            raise ValueError("damaged")
+        (directory / "pyproject.toml").touch()
+        return directory
+
+    once = superexec.installing_once(install)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: once(b"archive", skip_prompt=True), range(8)))
+    assert found == {apps / f"a.b.1.0.{digits}"} and seen == [False]
+    assert [path.name for path in found.pop().iterdir()] == ["pyproject.toml"]
+    with pytest.raises(ValueError, match="damaged"):
+        once(b"another", skip_prompt=True)
+    assert not list(apps.glob(".new-*")) and len([path for path in apps.iterdir() if path.is_dir()]) == 1
