@@ -74,6 +74,8 @@ def run(name: str, rules: str, options: list[str], warm: bool = False) -> None:
 
     warm: fork applications from a warm process. Raises UserError before it starts.
     """
+    # an application starts for every message: without compiled files it would be compiled each time
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # first the import, which gives Flower's logger its handler
     importlib.import_module(_COMMAND)
     log_format.configure("supernode", node=name)

@@ -34,8 +34,13 @@ _START_SECONDS = 60
 
 
 def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
-    """Return the environment for Flower's processes: no telemetry, no installation of dependencies at run time."""
+    """Return the environment for Flower's processes.
+
+    No telemetry, no installation of dependencies at run time, and Python keeps what it has compiled.
+    """
     env = dict(os.environ)
+    # a client's process starts for every message: without compiled files it would compile the application each time
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     env |= FLOWER
     if flwr_home is not None:

@@ -62,12 +62,17 @@ def test_simulation_equals_one_process(tmp_path: Path, methods: tuple[str, ...])
 
 def test_own_methods_are_sent_to_the_nodes(warm_cluster: Cluster, tmp_path: Path) -> None:
     cluster = warm_cluster
-    cluster.start(4)
+    # as in many containers
+    cluster.environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    cluster.start(2)
+    small = SMALL | {"num-clients": 2, "fraction-train": 1.0}
     for method in OWN_METHODS:
         digests = []
         for name, how in (("deployed", ["--superlink", "test"]), ("one-process", ["--in-process"])):
-            config = {**SMALL, "method": method, "output-dir": str(tmp_path), "run-name": f"{table_of(method)}-{name}"}
+            config = {**small, "method": method, "output-dir": str(tmp_path), "run-name": f"{table_of(method)}-{name}"}
             done = corolla("run", *how, *settings(config), environment=cluster.environment, directory=PLUGINS)
             assert done.returncode == 0, done.stdout + done.stderr
             digests.append(summary(tmp_path / config["run-name"])["digest"])
         assert digests[0] == digests[1] is not None, method
+    # what a process per message has compiled is kept for the next
+    assert list(cluster.home.glob("apps/**/*.pyc"))

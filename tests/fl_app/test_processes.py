@@ -8,7 +8,18 @@ import subprocess
 import sys
 import time
 
-from fl_app.processes import LAUNCHER, end_processes, free_ports, identity, is_alive, orphans, processes_with
+import pytest
+
+from fl_app.processes import (
+    LAUNCHER,
+    end_processes,
+    flower_environment,
+    free_ports,
+    identity,
+    is_alive,
+    orphans,
+    processes_with,
+)
 
 
 def sleeper(**environment: str) -> subprocess.Popen[bytes]:
@@ -52,3 +63,8 @@ def test_processes_are_found_by_their_environment() -> None:
 
 def test_free_ports_are_distinct() -> None:
     assert len(set(free_ports(20))) == 20
+
+
+def test_flowers_processes_keep_what_they_have_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in flower_environment()
