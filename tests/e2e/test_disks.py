@@ -119,6 +119,7 @@ def test_unwritable_state_directory_fails_that_client_by_name(cluster: Cluster, 
     assert_nothing_is_lost(run, tmp_path)
 
 
+@pytest.mark.nightly
 def test_full_disk_fails_that_client_by_name_and_leaves_its_last_state(cluster: Cluster, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -40,10 +40,8 @@ def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it
 
 
 @pytest.mark.usefixtures("warm_cluster")
-@pytest.mark.parametrize(
-    "repeated",
-    [pytest.param(False, id="round-goes-on"), pytest.param(True, id="round-is-repeated", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("repeated", [False, True], ids=["round-goes-on", "round-is-repeated"])
 def test_killed_client_process(cluster: Cluster, tmp_path: Path, repeated: bool) -> None:
     cluster.start(3)
     cluster.hold(1, training=2)

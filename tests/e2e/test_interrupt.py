@@ -86,6 +86,7 @@ def test_a_simulation_whose_launcher_and_supervisor_are_killed_leaves_nothing() 
 
 
 @pytest.mark.faults
+@pytest.mark.nightly
 def test_a_superlink_that_dies_is_one_sentence_and_the_way_on() -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
         with started(Path(short)) as process:
