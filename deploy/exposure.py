@@ -17,24 +17,29 @@ from deploy.connection import address_of
 from deploy.superlink import is_loopback, serves_grpc
 from fl_app.errors import UserError
 
-_CALL = "/v1/control/list-runs"
+_CONTROL, _FLEET = "/v1/control/list-runs", "/v1/fleet/get-run"
 # Answers of a guard, of a proxy that asks for a login, and of programs other than a SuperLink. Flower's own answer to an
 # empty call is 415.
 _CLOSED = frozenset((401, 403, 404, 405, 407, 501, 502, 503, 504))
+# answers of a port without such calls
+_MISSING = frozenset((404, 405, 501))
 
 
 def require_closed(name: str) -> None:
     """Raise UserError if control calls to a connection's SuperLink work from other machines.
 
     name: of a connection in Flower's config. A SuperLink on this machine is asked at this machine's other addresses.
-    With a version that serves SuperNodes on a port of their own, nothing is asked.
+    This Flower may be one that serves SuperNodes on a port of their own. Then a SuperLink that does so, too, is left alone:
+    who reaches its SuperNodes' port cannot send control calls.
     """
-    if serves_grpc(metadata.version("flwr")) or not (found := address_of(name)):
+    if not (found := address_of(name)):
         return
     host, port, secure = found
     local = is_loopback(host) or host == "localhost"
     for at in own_addresses() if local else [host]:
-        if takes_control_calls(at, port, secure):
+        if serves_grpc(metadata.version("flwr")) and answer(_FLEET, at, port, secure) in (None, *_MISSING):
+            continue
+        if answer(_CONTROL, at, port, secure) not in (None, *_CLOSED):
             raise UserError(
                 f"--superlink {name}: its SuperLink takes control calls at {at}, port {port}: any machine that reaches this port "
                 "can run code on every node; start it with `corolla cluster up`, or `python -P -m deploy.superlink`, and "
@@ -49,8 +54,8 @@ def own_addresses() -> list[str]:
     return [text for text in found if not is_loopback(text)]
 
 
-def takes_control_calls(host: str, port: int, secure: bool, seconds: float = 3) -> bool:
-    """Return whether a SuperLink's control API answers at an address, whatever its certificate."""
+def answer(call: str, host: str, port: int, secure: bool, seconds: float = 3) -> int | None:
+    """Return the status of a SuperLink's answer to an empty call, whatever its certificate. None: no answer."""
     try:
         if secure:
             # who answers is not the question
@@ -59,9 +64,9 @@ def takes_control_calls(host: str, port: int, secure: bool, seconds: float = 3) 
         else:
             link = http.client.HTTPConnection(host, port, timeout=seconds)
         try:
-            link.request("POST", _CALL, headers={"Content-Length": "0"})
-            return link.getresponse().status not in _CLOSED
+            link.request("POST", call, headers={"Content-Length": "0"})
+            return link.getresponse().status
         finally:
             link.close()
     except (OSError, http.client.HTTPException):
-        return False
+        return None

@@ -15,10 +15,12 @@ from fl_app.errors import UserError
 
 class Answers(http.server.BaseHTTPRequestHandler):
     status = 415
+    # of SuperNodes' calls: this port has none, or they need a key
+    fleet = 401
 
     def do_POST(self) -> None:
-        assert self.path == "/v1/control/list-runs"
-        self.send_response(self.status)
+        assert self.path in ("/v1/control/list-runs", "/v1/fleet/get-run")
+        self.send_response(self.fleet if "fleet" in self.path else self.status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -65,13 +67,17 @@ def test_a_guard_or_a_login_is_closed(port: int, monkeypatch: pytest.MonkeyPatch
     exposure.require_closed("lab")
 
 
-def test_nothing_is_asked_of_a_flower_with_two_ports(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_superlink_with_a_port_for_supernodes_is_left_alone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This Flower is one with two ports, and the SuperLink's may be newer."""
     monkeypatch.setattr(exposure, "own_addresses", lambda: ["127.0.0.2"])
     monkeypatch.setattr(exposure, "serves_grpc", lambda version: True)
+    with pytest.raises(UserError, match="at 127.0.0.2"):
+        exposure.require_closed("lab")
+    monkeypatch.setattr(Answers, "fleet", 404)
     exposure.require_closed("lab")
 
 
 def test_own_addresses_are_addresses_of_others_networks() -> None:
     for text in exposure.own_addresses():
         assert not text.startswith("127.") and text != "::1"
-    assert not exposure.takes_control_calls("127.0.0.1", 1, secure=True, seconds=1)
+    assert exposure.answer("/v1/control/list-runs", "127.0.0.1", 1, secure=True, seconds=1) is None
