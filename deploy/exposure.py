@@ -36,8 +36,9 @@ def require_closed(name: str) -> None:
         return
     host, port, secure = found
     local = is_loopback(host) or host == "localhost"
+    two_ports = serves_grpc(metadata.version("flwr"))
     for at in own_addresses() if local else [host]:
-        if serves_grpc(metadata.version("flwr")) and answer(_FLEET, at, port, secure) in (None, *_MISSING):
+        if two_ports and answer(_FLEET, at, port, secure) in (None, *_MISSING):
             continue
         if answer(_CONTROL, at, port, secure) not in (None, *_CLOSED):
             raise UserError(

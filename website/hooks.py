@@ -12,9 +12,9 @@ from mkdocs.structure.pages import Page
 
 from website import assets, pages
 
-_FENCED = re.compile(r"^(?:```.*?^```|~~~.*?^~~~)", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^(?:```.*?^```|~~~.*?^~~~)", re.DOTALL | re.MULTILINE)
 _HELPER = "https://unpkg.com/iframe-worker/shim"
-_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -57,10 +57,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{before}{posixpath.relpath(to, posixpath.dirname(here) or '.')}{hash_}{anchor}{after}"
 
     def outside_code(text: str) -> str:
-        return _LINK.sub(fit, text)
+        return LINK.sub(fit, text)
 
     parts, last = [], 0
-    for block in _FENCED.finditer(markdown):
+    for block in FENCED.finditer(markdown):
         parts += [outside_code(markdown[last : block.start()]), block[0]]
         last = block.end()
     return "".join([*parts, outside_code(markdown[last:])])

@@ -21,7 +21,6 @@ from strategies import METHOD_PARAMS
 from website import assets, hooks, pages
 
 METHOD_PAGES = pages.ROOT / "docs" / "methods"
-FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SECTIONS = ["How it works", "Equations", "Parameters", "Deviations", "Limits", "Cost", "When to use it"]
 
 
@@ -96,14 +95,14 @@ def test_every_link_leads_to_a_page_and_a_heading_of_the_site() -> None:
         page: hooks.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=page)), None, None)  # type: ignore[arg-type]
         for page, text in (sources | pages.generated()).items()
     }
-    prose = {page: FENCED.sub("", text) for page, text in shown.items()}
+    prose = {page: hooks.FENCED.sub("", text) for page, text in shown.items()}
     anchors = {
         page: {pages.slug(heading) for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
         for page, text in prose.items()
     }
     wrong = []
     for page, text in prose.items():
-        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        for _, target, _ in hooks.LINK.findall(text):
             path, _, anchor = target.partition("#")
             if re.match(r"[a-z]+:", target):
                 continue
