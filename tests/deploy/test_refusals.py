@@ -20,6 +20,13 @@ CUT = f"INFO : SuperNode ID: 17\n{FAILED}{FAILED}INFO : Connection successful af
         ("INFO : SuperNode terminated gracefully.", "its clock is more than 5 s ahead"),
         ("INFO : SuperNode ID: 17\nINFO : SuperNode terminated gracefully.", "its key was revoked"),
         (f"{FAILED}INFO : SuperNode terminated gracefully.", "no answer"),  # it was told to end
+        # a newer Flower's SuperExec goes on for a while
+        (f"INFO : SuperNode ID: 17\nINFO : SuperNode terminated gracefully.\n{FAILED}", "its key was revoked"),
+        # it was started again
+        (
+            f"INFO : SuperNode terminated gracefully.\nINFO : Starting Flower SuperNode\n{FAILED}",
+            "no answer at the fleet address",
+        ),
     ],
 )
 def test_a_supernodes_refusal(log: str, meaning: str) -> None:

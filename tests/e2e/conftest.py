@@ -130,6 +130,7 @@ class Cluster:
             name,
             "--site",
             str(path),
+            *["--warm"] * self.warm,
             "--",
             "--insecure",
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from client_app.client_app import app as client_app
 from corolla.experiments.launch import COMPLETED, simulation
 from fl_app import plugins, server_app
 from fl_app.config import parse
-from fl_app.keys import table_of
+from fl_app.keys import Scalar, table_of
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS, PLUGINS
@@ -53,26 +54,32 @@ def test_simulation_equals_one_process(tmp_path: Path, methods: tuple[str, ...])
             config["plugins"] = plugins.fingerprint(plugins.files(config))
             lines: list[str] = []
             assert submit(config, lines.append) == COMPLETED, "\n".join(lines)
-            one_process = {**config, "run-name": f"{name}-one-process"}
-            grid = InProcessGrid(client_app, one_process, 4)
-            server_app.run(grid, parse(one_process, METHOD_PARAMS), lambda *_: None)
-            digests = [summary(tmp_path / f"{name}-{mode}")["digest"] for mode in ("simulation", "one-process")]
-            assert digests[0] == digests[1] is not None, method
+            digest = summary(tmp_path / f"{name}-simulation")["digest"]
+            assert digest == in_one_process(config, tmp_path) is not None, method
 
 
+@pytest.mark.usefixtures("own_methods")
 def test_own_methods_are_sent_to_the_nodes(warm_cluster: Cluster, tmp_path: Path) -> None:
     cluster = warm_cluster
     # as in many containers
     cluster.environment["PYTHONDONTWRITEBYTECODE"] = "1"
     cluster.start(2)
-    small = SMALL | {"num-clients": 2, "fraction-train": 1.0}
+    small = SMALL | {"num-clients": 2, "fraction-train": 1.0, "output-dir": str(tmp_path)}
     for method in OWN_METHODS:
-        digests = []
-        for name, how in (("deployed", ["--superlink", "test"]), ("one-process", ["--in-process"])):
-            config = {**small, "method": method, "output-dir": str(tmp_path), "run-name": f"{table_of(method)}-{name}"}
-            done = corolla("run", *how, *settings(config), environment=cluster.environment, directory=PLUGINS)
-            assert done.returncode == 0, done.stdout + done.stderr
-            digests.append(summary(tmp_path / config["run-name"])["digest"])
-        assert digests[0] == digests[1] is not None, method
+        config = {**small, "method": method, "run-name": f"{table_of(method)}-deployed"}
+        done = corolla(
+            "run", "--superlink", "test", *settings(config), environment=cluster.environment, directory=PLUGINS
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert summary(tmp_path / config["run-name"])["digest"] == in_one_process(config, tmp_path) is not None, method
     # what a process per message has compiled is kept for the next
     assert list(cluster.home.glob("apps/**/*.pyc"))
+
+
+def in_one_process(config: Mapping[str, Scalar], directory: Path) -> str | None:
+    """The digest of the same run in this process."""
+    raw = {**config, "plugins": plugins.fingerprint(plugins.files(config)), "state-dir": str(directory / "one-process")}
+    raw["run-name"] = f"{table_of(str(raw['method']))}-one-process"
+    server_app.run(InProcessGrid(client_app, raw, int(raw["num-clients"])), parse(raw, METHOD_PARAMS), lambda *_: None)
+    digest: str | None = summary(directory / raw["run-name"])["digest"]
+    return digest

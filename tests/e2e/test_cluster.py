@@ -27,7 +27,7 @@ SSHD = "/usr/sbin/sshd"
 
 
 def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
-    lab.write(tls=True, hosts=[{"host": "local", "supernodes": 2, "gpus": []}])
+    lab.write(tls=True, hosts=[{"host": "local", "supernodes": 2, "gpus": [], "warm": True}])
     missing = lab.cluster("up")
     assert missing.returncode == 2 and "`corolla cluster keys CLUSTER.yaml` makes them" in missing.stderr.replace(
         "\n", " "
@@ -220,10 +220,9 @@ def test_a_second_host_behind_a_real_sshd(lab: Lab) -> None:
         node = psutil.Process(json.loads((there / "supernode-1.json").read_text())["pid"])
         said = {name: node.environ()[name] for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         assert said == {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-        assert (
-            "partition-id=1 num-partitions=2" in node.cmdline()
-            and f"{address_of_this_machine()}:{fleet}" in node.cmdline()
-        )
+        words = node.cmdline()
+        assert words[words.index("--node-config") + 1].startswith("partition-id=1 num-partitions=2 ")
+        assert f"{address_of_this_machine()}:{fleet}" in words
 
         status = lab.cluster("status")
         assert status.returncode == 0, status.stdout + status.stderr

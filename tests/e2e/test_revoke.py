@@ -36,6 +36,8 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
         "supernode-0.x25519",
     ]
 
+    told = lab.cluster("logs", "supernode-1").stdout
+    assert "its key was revoked" in " ".join(told.split()), told
     thief = Intruders(lab, fleet)
     thief.start("thief", "--root-certificates", str(keys / "ca.crt"), "--auth-supernode-private-key", str(stolen))
     again = lab.cluster("revoke", "1")

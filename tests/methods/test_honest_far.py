@@ -28,10 +28,10 @@ SETTINGS: dict[str, Any] = {
     "evaluate_every": 0,
     "max_update_norm": 3.0,
 }
-METHODS = ["fedavg", "fedcac", "feddac", "fedobp", "scaffold"]
+METHODS = ["fedavg", "fedcac"]
 OTHERS = [
     pytest.param(name, marks=pytest.mark.nightly)
-    for name in ("fedpake", "fedper", "fedamp", "fedfomo", "feddwa", "pfedfda")
+    for name in ("feddac", "fedobp", "scaffold", "fedpake", "fedper", "fedamp", "fedfomo", "feddwa", "pfedfda")
 ]
 
 
@@ -69,7 +69,9 @@ def test_most_have_the_same_one_class(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["fedavg", "fedcac", "feddac", "fedobp"])
+@pytest.mark.parametrize(
+    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.nightly) for name in ("feddac", "fedobp"))]
+)
 @pytest.mark.parametrize(
     "drawn",
     [

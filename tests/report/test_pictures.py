@@ -103,7 +103,8 @@ def test_long_names_are_whole_where_there_is_room_and_told_apart_where_not(tmp_p
         (2, 14, 1),
         (4, 20, 1),
         (1, 14, 2),
-        *(pytest.param(*numbers, marks=pytest.mark.long) for numbers in ((14, 40, 1), (2, 20, 3))),
+        pytest.param(2, 20, 3, marks=pytest.mark.long),
+        pytest.param(14, 40, 1, marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_overlaps_with_many_runs_clients_and_layers(

@@ -119,7 +119,7 @@ def test_a_run_of_an_earlier_version_resumes(
 
 
 # four processes that import PyTorch
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_edited_copy_of_the_code_resumes_to_another_digest_and_is_named(tmp_path: Path) -> None:
     copy = copy_of_the_code(tmp_path / "copy", (*software.COMPUTING, "corolla", "deploy"))
     shutil.copy(ROOT / "pyproject.toml", copy)
