@@ -163,6 +163,7 @@ def _node_id(directory: Path, name: str) -> str:
 
 ENDED = "ended: it is no longer running; the lines above are its last"
 
+_ENDED = "SuperNode terminated gracefully"
 # patterns in a process's log, and their meanings
 _MEANINGS = {
     "superlink": (
@@ -185,14 +186,14 @@ _MEANINGS = {
             "or a SuperLink with another Flower",
         ),
         (
-            "SuperNode terminated gracefully",
+            _ENDED,
             "ended: on request, or the SuperLink refused it: its clock is more than 5 s ahead of the SuperLink's or 305 s "
             "behind, or its key was revoked (`corolla cluster revoke`)",
         ),
     ),
 }
-# earlier lines of a SuperNode's log do not count: here it connected, or connected again after a cut
-_CONNECTED = re.compile(r"SuperNode ID: \d+|Connection successful after")
+# earlier lines of a SuperNode's log do not count: here it started, connected, or connected again after a cut
+_BEGUN = re.compile(r"Starting Flower SuperNode|SuperNode ID: \d+|Connection successful after")
 
 
 def explain_refusals(name: str, log: str) -> list[str]:
@@ -200,7 +201,10 @@ def explain_refusals(name: str, log: str) -> list[str]:
     kind = name.partition("-")[0]
     known = _MEANINGS.get(kind, ())
     if kind == "supernode":
-        log = log[max((sign.end() for sign in _CONNECTED.finditer(log)), default=0) :]
+        log = log[max((sign.end() for sign in _BEGUN.finditer(log)), default=0) :]
+        # later lines are those of its SuperExec, which cannot reach it any more
+        before, end, _ = log.partition(_ENDED)
+        log = before + end
     found = [meaning for pattern, meaning in known if re.search(pattern, log)]
     # gRPC retries after a failed handshake, so only the first meaning is the reason
     return found[:1] if name != "superlink" else found

@@ -18,6 +18,7 @@ Deviations:
 - The output layer's biases start at the run's initial model, so that no client starts from small random numbers.
 - Steps have momentum and weight decay, and slopes longer than 50 are cut to that length, as in the authors' code. A step
   moves the embedding of its client alone. In the authors' code all embeddings decay and go on with their momentum.
+  That code also cuts the gradients of local training to 50; the key `clip-norm` does it here.
 - BatchNorm's running statistics are no outputs: all clients receive their mean, weighted by samples.
 - A client that never trains has an embedding as drawn.
 """
