@@ -1,6 +1,6 @@
 """The cost of SuperNodes on one machine, by their number: memory while idle, seconds and CPU seconds of a round.
 
-python -m benchmarks.nodes [--short] [--nodes 2,10,20] [--ways warm cold]
+python -m benchmarks.nodes [--short] [--nodes 2,10,20] [--ways warm cold] [--rounds 5]
 
 All run on loopback with a model of 1 kB, as `corolla cluster` starts them. Applications are once forked from a warm
 process (`--warm`), and once started as a new Python for every message, which is Flower's way. Memory is the
@@ -73,8 +73,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--nodes", default="2,10,20")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how applications are started")
+    parser.add_argument("--rounds", type=int, default=5, help="at least 2: the first does not count")
     options = parser.parse_args()
-    sizes, rounds = ([2], 3) if options.short else ([int(n) for n in options.nodes.split(",")], 5)
+    sizes, rounds = ([2], 3) if options.short else ([int(n) for n in options.nodes.split(",")], options.rounds)
     found: dict[str, Any] = {}
     targets = {}
     for nodes in sizes:

@@ -22,7 +22,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import confine, objects, outage, site
+from deploy import confine, objects, outage, site, slow_start
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -129,6 +129,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
     pace = Pace(_SHORTEST)
     outage.keep_heartbeats()
     objects.register_in_one_step()
+    slow_start.allow_slow_starts()
 
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
