@@ -11,6 +11,7 @@ counted passes into time. Seconds are the processor's, on one thread, so that ot
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,6 +31,7 @@ from corolla.testing import local_round
 from fl_app import weights
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData
+from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
@@ -183,7 +185,7 @@ def solve(context: RoundContext[Any]) -> Callable[[], object]:
 
 
 def measure(model: str, side: int, channels: int, batch: int, steps: int, repeats: int) -> dict[str, float]:
-    """Return the median seconds of a round, by method."""
+    """Return the median seconds of a round, by method. A method that refuses the model is named and left out."""
     data = client_data(batch * steps, side, channels)
     cases: dict[str, Callable[[], object]] = {}
     for method in METHODS:
@@ -194,7 +196,11 @@ def measure(model: str, side: int, channels: int, batch: int, steps: int, repeat
             "local-epochs": EPOCHS,
             "batch-size": batch,
         }
-        client = Client(parse({**raw, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS), data)
+        try:
+            client = Client(parse({**raw, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS), data)
+        except UserError as error:
+            print(f"{method} is left out with {model}: {error}", file=sys.stderr)
+            continue
         if method == "fedavg":
             context, received = client.context(1)
             cases |= {FORWARD: partial(forward, context, received), SOLVE: solve(context)}
@@ -211,6 +217,9 @@ def seconds_table(seconds: dict[str, dict[str, float]]) -> tuple[str, dict[str, 
     for method in METHODS:
         cells = []
         for model, taken in seconds.items():
+            if method not in taken:
+                cells.append("– | –")
+                continue
             measured = taken[method] / taken["fedavg"]
             ratio = taken[method] / counted(method).seconds(taken)
             ratios[f"{model}: {method}, measured / counted"] = ratio

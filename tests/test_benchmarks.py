@@ -78,6 +78,13 @@ def test_every_method_has_a_row_in_the_table_of_methods() -> None:
     assert ratios["mlp: fedavg, measured / counted"] == 1 and all(ratio > 0 for ratio in ratios.values())
 
 
+def test_a_method_that_refuses_a_model_has_no_figure() -> None:
+    taken = dict.fromkeys((*(name for name in METHODS if name != "fedma"), methods.FORWARD, methods.SOLVE), 1.0)
+    text, ratios = methods.seconds_table({"resnet8": taken})
+    (row,) = (line for line in text.splitlines() if "`fedma`" in line)
+    assert row.endswith("| – | – |") and len(ratios) == len(METHODS) - 1
+
+
 def test_the_law_of_a_cost_by_hand() -> None:
     def costs(**values: tuple[float, ...]) -> dict[int, dict[str, float]]:
         return {n: {name: own[k] for name, own in values.items()} for k, n in enumerate((100, 1000, 10_000))}
