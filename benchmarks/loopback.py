@@ -126,7 +126,7 @@ def build(in_channels, num_classes, image_size):
 """  # 250 parameters, 1 kB, for scikit-learn's digits
 
 
-LARGE_MODEL = TINY_MODEL.replace("in_channels, num", "in_channels, 320_000), nn.Linear(320_000, num")
+LARGE_MODEL = TINY_MODEL.replace("* in_channels, num", "* in_channels, 320_000), nn.Linear(320_000, num")
 """A model of 11.2 million parameters, 45 MB, whose training takes little time too."""
 
 

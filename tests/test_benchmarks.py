@@ -7,6 +7,7 @@ import math
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,15 @@ def test_every_method_has_a_row_in_the_table_of_methods() -> None:
     assert [row.split("`")[1] for row in rows[2:]] == list(METHODS)
     assert len({row.count("|") for row in rows}) == 1 and set(methods.COUNTED) <= {*METHODS, "feddpa"}
     assert ratios["mlp: fedavg, measured / counted"] == 1 and all(ratio > 0 for ratio in ratios.values())
+
+
+@pytest.mark.parametrize(("text", "parameters"), [(loopback.TINY_MODEL, 250), (loopback.LARGE_MODEL, 11_200_010)])
+def test_the_models_of_deployments(text: str, parameters: int) -> None:
+    names: dict[str, Any] = {}
+    exec(text, names)
+    module = names["build"](1, 10, 8)
+    assert module(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert sum(parameter.numel() for parameter in module.parameters()) == parameters
 
 
 def test_a_method_that_refuses_a_model_has_no_figure() -> None:
