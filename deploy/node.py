@@ -163,7 +163,7 @@ def _node_id(directory: Path, name: str) -> str:
 
 ENDED = "ended: it is no longer running; the lines above are its last"
 
-_ENDED = "SuperNode terminated gracefully"
+_TERMINATED = "SuperNode terminated gracefully"
 # patterns in a process's log, and their meanings
 _MEANINGS = {
     "superlink": (
@@ -186,7 +186,7 @@ _MEANINGS = {
             "or a SuperLink with another Flower",
         ),
         (
-            _ENDED,
+            _TERMINATED,
             "ended: on request, or the SuperLink refused it: its clock is more than 5 s ahead of the SuperLink's or 305 s "
             "behind, or its key was revoked (`corolla cluster revoke`)",
         ),
@@ -203,7 +203,7 @@ def explain_refusals(name: str, log: str) -> list[str]:
     if kind == "supernode":
         log = log[max((sign.end() for sign in _BEGUN.finditer(log)), default=0) :]
         # later lines are those of its SuperExec, which cannot reach it any more
-        before, end, _ = log.partition(_ENDED)
+        before, end, _ = log.partition(_TERMINATED)
         log = before + end
     found = [meaning for pattern, meaning in known if re.search(pattern, log)]
     # gRPC retries after a failed handshake, so only the first meaning is the reason

@@ -93,6 +93,7 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
         assert f"client {client_id} cannot take part: refused by its site: {why}" in log, run.log
         directory = cluster.home.parent / "nodes" / "sites" / f"site-{client_id}"
         assert set(kinds(directory)) == {"start", "run", "refusal"}
+        assert not (cluster.home / "apps").exists() or "flwr-clientapp" not in cluster.log(f"site-{client_id}")
     first = cluster.home.parent / "nodes" / "sites" / "site-0"
     # properties, two rounds, evaluation
     assert kinds(first).count("upload") == kinds(first).count("download") == 4
