@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from fl_app.keys import Scalar
-from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, wait_for_http
+from fl_app.processes import LAUNCH, end_processes, flower_environment, free_ports, processes_with, wait_for_http
 
 # name of the SuperLink connection
 NAME = "loopback"
@@ -35,7 +35,7 @@ class Loopback:
         self.directory = Path(self._directory.name)
         self.environment = flower_environment(self.directory)
         self.environment["PATH"] = f"{self._commands}{os.pathsep}{self.environment['PATH']}"
-        self.environment["COROLLA_LAUNCH"] = str(self.directory)
+        self.environment[LAUNCH] = str(self.directory)
         self.environment["PYTHONPATH"] = str(self.directory)
         self.environment["COROLLA_STATE_HOME"] = str(self.directory / "nodes")
         self.environment["COROLLA_SITE_DIR"] = str(self.directory / "site")
@@ -68,12 +68,14 @@ class Loopback:
     ) -> None:
         """End the processes and their children, and delete the directory."""
         end_processes([*self._processes])
-        end_processes(processes_with(f"COROLLA_LAUNCH={self.directory}"))
+        end_processes(processes_with(f"{LAUNCH}={self.directory}"))
         self._directory.cleanup()
 
     def supernodes(self) -> list[psutil.Process]:
         """Return all processes of the SuperNodes."""
-        return [p for node in self._processes[1:] for p in (node, *node.children(recursive=True))]
+        # a shared warm process belongs to no launch
+        shared = set(processes_with(f"FLWR_HOME={self.directory}")) - set(processes_with(f"{LAUNCH}={self.directory}"))
+        return [p for node in self._processes[1:] for p in (node, *node.children(recursive=True))] + list(shared)
 
     def _start(self, name: str, *command: str) -> None:
         with (self.directory / f"{name}.log").open("wb") as log:

@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy import certificates, hosts
 from deploy.commands import METRICS, SUPERLINK, TUNNEL
-from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
+from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode, warm_process
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
@@ -106,8 +106,8 @@ def load(name: str) -> Cluster:
         raise UserError(f"cluster {name} is not up: there is no {record_path(name)}") from None
     inventory = raw["inventory"]
     superlink = SuperLink(**{**inventory["superlink"], "names": tuple(inventory["superlink"]["names"])})
-    nodes = tuple(SuperNode(**node) for node in inventory["supernodes"])
-    # older records have none
+    # older records have true or false for `warm`, and no `joined`
+    nodes = tuple(SuperNode(**{**node, "warm": warm_process(node.get("warm"))}) for node in inventory["supernodes"])
     joined = tuple(inventory.get("joined", ()))
     raw["inventory"] = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
     return Cluster(**raw)

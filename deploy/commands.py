@@ -97,7 +97,7 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
     private = f"{place.keys}/{node.name}{KEY_SUFFIX}" if inventory.secure else ""
     config = node_config(node.client_id, inventory.num_clients, node.data_path, private)
     command = [node.python, "-P", "-m", "deploy.supernode", "--name", f"{inventory.name}/{node.name}"]
-    command += [*(["--site", node.site] if node.site else []), *(["--warm"] if node.warm else []), "--"]
+    command += [*(["--site", node.site] if node.site else []), *(["--warm", node.warm] if node.warm else []), "--"]
     if inventory.secure:
         command += ["--root-certificates", f"{place.keys}/{CA}"]
         command += ["--auth-supernode-private-key", f"{place.keys}/{node.name}.key"]

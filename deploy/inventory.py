@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from deploy.shared_warm import OWN, SHARED
 from fl_app.errors import UserError
 from fl_app.keys import key, nearest, specs
 
@@ -92,6 +93,7 @@ _ADDRESS = Form(
     "an IP address or a DNS name without a port", lambda v: isinstance(v, str) and _is_address(v.strip("[]"))
 )
 _ADDRESSES = Form("a list of IP addresses or DNS names", lambda v: isinstance(v, list) and all(map(_is_address, v)))
+_WARM = Form("true, false or shared", lambda v: v is None or isinstance(v, bool) or v == SHARED)
 _FLAG = Form("true or false", lambda v: v is None or isinstance(v, bool))
 _VARIABLES = Form(
     "a mapping of names to strings, with letters, digits and _ in a name and no NUL anywhere", _are_variables
@@ -128,7 +130,11 @@ class _Host:
     data_path: str = key("", "this node's own data", _PATH)
     threads: int = key(1, "`OMP_NUM_THREADS`, `MKL_NUM_THREADS`", _integer(1, 4096))
     site: str = key("", "the node's `site.toml`, if it is not in its usual place", _PATH)
-    warm: bool | None = key(None, "`true`: applications are forked from a process that has imported PyTorch", _FLAG)
+    warm: bool | str | None = key(
+        None,
+        "`true`: applications are forked from a process that has imported PyTorch; `shared`: nodes of the machine share one",
+        _WARM,
+    )
     environment: Mapping[str, str] = key({}, "more environment variables, such as `COROLLA_DATA_DIR`", _VARIABLES)
 
 
@@ -148,7 +154,8 @@ class _File:
 class SuperNode:
     """One SuperNode; client_id is its partition-id.
 
-    gpu: None leaves CUDA_VISIBLE_DEVICES alone, "" hides all GPUs.
+    gpu: None leaves CUDA_VISIBLE_DEVICES alone, "" hides all GPUs. warm: whose warm process forks applications, OWN or
+    SHARED; "" means none.
     """
 
     client_id: int
@@ -159,7 +166,7 @@ class SuperNode:
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     site: str = ""
-    warm: bool = False
+    warm: str = ""
 
     @property
     def name(self) -> str:
@@ -191,6 +198,11 @@ class Inventory:
         """Every host that runs a process, with its Python, in order."""
         found = {self.superlink.host: self.superlink.python}
         return found | {node.host: node.python for node in self.supernodes if node.host not in found}
+
+
+def warm_process(warm: bool | str | None) -> str:
+    """Return OWN, SHARED or "" for a value of the key `warm`."""
+    return OWN if warm is True else warm or ""
 
 
 def is_loopback(address: str) -> bool:
@@ -326,7 +338,7 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
                     entry.threads,
                     entry.environment,
                     entry.site,
-                    bool(entry.warm),
+                    warm_process(entry.warm),
                 )
             )
     return tuple(nodes), tuple(joined)

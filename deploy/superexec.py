@@ -1,9 +1,13 @@
-"""Flower's SuperExec, which starts a node's applications, with a warm process: `python -m deploy.superexec OPTIONS`.
+"""Flower's SuperExec, which starts a node's applications, with a warm process.
+
+    python -m deploy.superexec [--shared] OPTIONS
 
 OPTIONS are flower-superexec's. For every message Flower starts a new Python, which imports PyTorch and Flower's own
 code. Here a warm process has imported them, and is forked (fl_app/forking.py). The child imports the application's
 code, Corolla's included, from the application that the SuperLink sent. That application is unpacked once, and not for
 every message. Confined applications stay confined: the warm process starts under SuperExec's rules.
+
+With --shared, nodes of this machine fork from one warm process (deploy/shared_warm.py).
 
 Written for Flower 1.39. If a version lacks the places that are replaced, Flower's own way is used, and the log reports
 it.
@@ -24,15 +28,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deploy import shared_warm
 from deploy.pace import Pace
 from fl_app import forking, log_format
 from fl_app.files import lock, make_directory
-from fl_app.forking import Warm
+from fl_app.forking import Link, Warm
 from fl_app.known_names import PACKAGES
 
 log = logging.getLogger("corolla")
 
-WARM = "--warm"
+WARM, WARM_FOR_ALL, FROM_SHARED = "--warm", "--warm-for-all", "--shared"
 # least seconds between two polls for a message of this node
 _SHORTEST = 0.05
 # Modules that every application imports. Not numpy.random: forked processes would share the state of its generator.
@@ -55,13 +60,22 @@ def main() -> None:
     """Run as SuperExec, or as its warm process."""
     if sys.argv[1:2] == [WARM]:
         warm()
+        forking.serve(int(sys.argv[2]), run_application)
         return
+    if sys.argv[1:2] == [WARM_FOR_ALL]:
+        with shared_warm.detached(int(sys.argv[2])) as (listener, secret):
+            warm()
+            forking.serve_all(listener, run_application, secret)
+        return
+    shared = sys.argv[1:2] == [FROM_SHARED]
+    if shared:
+        del sys.argv[1]
     launcher: Any = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
     loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
     command: Any = importlib.import_module("flwr.supercore.cli.flower_superexec")
     log_format.configure("superexec")
     try:
-        install(launcher, loop)
+        install(launcher, loop, shared)
     except (AttributeError, TypeError) as error:
         log.warning(
             "this Flower starts applications in another way: they are not forked from a warm process (%s)", error
@@ -70,16 +84,17 @@ def main() -> None:
     command.flower_superexec()
 
 
-def install(launcher: Any, loop: Any) -> None:
+def install(launcher: Any, loop: Any, shared: bool = False) -> None:
     """Make Flower fork applications from a warm process.
 
-    launcher, loop: Flower's modules. Raises AttributeError if they lack the replaced places.
+    launcher, loop: Flower's modules. shared: the warm process also serves other nodes. Raises AttributeError if the
+    modules lack the replaced places.
     """
     executor, client = launcher.SubprocessExecutor, launcher.TaskType.CLIENT_APP
     start, pace = executor.launch, Pace(_SHORTEST)
     accepted = importlib.import_module("flwr.supercore.superexec.executor.types").LaunchResult.accepted
     # it needs a second to be ready, while the SuperNode connects
-    forker = Forker()
+    forker = Forker(shared)
 
     def launch(self: Any, spec: Any) -> Any:
         pace.work()
@@ -101,24 +116,33 @@ def install(launcher: Any, loop: Any) -> None:
 
 
 class Forker:
-    """Starts ClientApps from a warm process. A warm process that has ended is replaced."""
+    """Starts ClientApps from a warm process. A warm process that has ended is replaced.
 
-    def __init__(self) -> None:
+    shared: the warm process also serves other nodes of this machine.
+    """
+
+    def __init__(self, shared: bool = False) -> None:
+        self._shared = shared
         self._warm = self._start()
 
     def start(self, spec: Any) -> None:
         """Start the ClientApp that Flower's ExecutionSpec describes. Raises OSError if no process can be forked."""
         names = ("runtime_api_address", "token", "insecure", "root_certificates_path", "parent_pid")
-        task = json.dumps({name: getattr(spec, name) for name in names}).encode()
+        task = {name: getattr(spec, name) for name in names}
+        # a shared warm process has those of another node
+        task |= {"environment": dict(os.environ), "directory": os.getcwd()}
         try:
-            self._fork(task, spec.suppress_output)
-        except OSError:
+            self._fork(json.dumps(task).encode(), spec.suppress_output)
+        except ConnectionError:
             self._warm.close()
             self._warm = self._start()
-            self._fork(task, spec.suppress_output)
+            self._fork(json.dumps(task).encode(), spec.suppress_output)
 
-    def _start(self) -> Warm:
-        return Warm([sys.executable, "-P", "-m", "deploy.superexec", WARM])
+    def _start(self) -> Link:
+        command = [sys.executable, "-P", "-m", "deploy.superexec"]
+        if self._shared and (link := shared_warm.connect([*command, WARM_FOR_ALL])):
+            return link
+        return Warm([*command, WARM])
 
     def _fork(self, task: bytes, silent: bool) -> None:
         with open(os.devnull, "wb") as nowhere:
@@ -128,19 +152,21 @@ class Forker:
 
 
 def warm() -> None:
-    """Import the modules that applications need, and fork processes for them."""
+    """Import the modules that applications need."""
     # the collector's passes free nothing here, and take a fifth of the time
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
     gc.enable()
-    forking.serve(int(sys.argv[2]), run_application)
 
 
 def run_application(asker: socket.socket) -> None:
     """Run a ClientApp for one message, as `flwr-clientapp` does."""
     with asker.makefile("rb") as incoming:
         task = json.loads(incoming.read())
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    os.chdir(task["directory"])
     run: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     if hasattr(run, "install_from_fab"):
         run.install_from_fab = installing_once(run.install_from_fab)

@@ -22,13 +22,15 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import confine, objects, outage, site, slow_start
+from deploy import confine, objects, outage, shared_warm, site, slow_start
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
 from deploy.pace import Pace
 from deploy.processes import state_home
+from deploy.shared_warm import OWN, SHARED
 from deploy.site import Site
+from deploy.superexec import FROM_SHARED
 from fl_app import log_format
 from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
@@ -59,7 +61,12 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--site", default="")
     parser.add_argument(
-        "--warm", action="store_true", help="fork applications from a process that has imported PyTorch"
+        "--warm",
+        nargs="?",
+        choices=(OWN, SHARED),
+        const=OWN,
+        default="",
+        help="fork applications from a process that has imported PyTorch: the node's own, or a shared one",
     )
     parser.add_argument("--log-format", default="", help="text or json; otherwise as $COROLLA_LOG_FORMAT says")
     parser.add_argument("flower", nargs="*")
@@ -69,10 +76,10 @@ def main() -> None:
         run(given.name, given.site, given.flower, given.warm)
 
 
-def run(name: str, rules: str, options: list[str], warm: bool = False) -> None:
+def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     """Become a SuperNode with these options of flower-supernode.
 
-    warm: fork applications from a warm process. Raises UserError before it starts.
+    warm: fork applications from a warm process, OWN or SHARED; or empty. Raises UserError before it starts.
     """
     # an application starts for every message: without compiled files it would be compiled each time
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -112,7 +119,7 @@ def check_places(directory: Path) -> None:
             )
 
 
-def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> Any:
+def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
     """Put the gate at the place where Flower's SuperNode opens its connection. Return the function that starts it.
 
     warm: as for `run`. Raises UserError.
@@ -126,6 +133,10 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
     if rules.confine and not confine.landlock_version():
         raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
     writable = writable_directories(directory, rules.source) if rules.confine else {}
+    if warm == SHARED and rules.confine:
+        log.warning(
+            "warm: this node is confined, and has a warm process of its own, because its rules hold for all of it"
+        )
     pace = Pace(_SHORTEST)
     outage.keep_heartbeats()
     objects.register_in_one_step()
@@ -135,6 +146,10 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
         config = given["node_config"]
         client_id, num_clients = (config.get(name, -1) for name in ("partition-id", "num-partitions"))
         node = Node(int(client_id), int(num_clients), str(config.get("data-path", "")))
+        if rules.confine:
+            refuse_secrets(
+                [*(rules.readable_paths or ()), *writable.values(), *([node.data_path] if node.data_path else [])]
+            )
         gate = Gate(rules, audit, directory, node, given["state_factory"].objectstore_factory.store())
 
         @contextlib.contextmanager
@@ -147,7 +162,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
 
         def start_superexec(words: Sequence[str]) -> subprocess.Popen[bytes]:
             if warm:
-                words = warm_command(words)
+                words = warm_command(words, warm == SHARED and not rules.confine)
             if not rules.confine:
                 return subprocess.Popen(words)
             confinement = confinement_of(
@@ -169,13 +184,16 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> A
     return command.flower_supernode
 
 
-def warm_command(words: Sequence[str]) -> list[str]:
-    """Return the command of Flower's SuperExec, changed so that it forks applications."""
+def warm_command(words: Sequence[str], shared: bool = False) -> list[str]:
+    """Return the command of Flower's SuperExec, changed so that it forks applications.
+
+    shared: from a warm process that also serves other nodes.
+    """
     command, *options = words
     if Path(command).name != "flower-superexec":
         log.warning("this Flower starts applications with %s: they are not forked from a warm process", command)
         return list(words)
-    return [sys.executable, "-P", "-m", "deploy.superexec", *options]
+    return [sys.executable, "-P", "-m", "deploy.superexec", *([FROM_SHARED] if shared else []), *options]
 
 
 def noticing(receive: Receive, pace: Pace) -> Receive:
@@ -211,6 +229,16 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
                     f"confine: {name}: applications would write {place}, which contains {kept}; choose another"
                 )
     return places
+
+
+def refuse_secrets(places: Iterable[str | Path]) -> None:
+    """Raise UserError if one of the places that confined applications read contains the secrets of shared warm processes."""
+    secrets = shared_warm.directory().resolve()
+    for place in places:
+        if secrets.is_relative_to(Path(place).resolve()):
+            raise UserError(
+                f"confine: applications would read {secrets}, which lies in {place}; choose another directory"
+            )
 
 
 def confinement_of(

@@ -13,6 +13,7 @@ import pytest
 
 from deploy import pace, superexec, supernode
 from deploy.pace import Pace
+from fl_app.forking import Warm
 
 
 class Asked:
@@ -53,7 +54,7 @@ def test_clients_alone_are_forked_and_flowers_way_is_left(
     kind: str, installs: bool, gone: int, cold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, (launcher, loop) = Asked(gone), flower()
-    monkeypatch.setattr(superexec, "Forker", lambda: asked)
+    monkeypatch.setattr(superexec, "Forker", lambda shared: asked)
     superexec.install(launcher, loop)
     spec = types.SimpleNamespace(task_type=kind, runtime_dependency_install=installs)
     answer = launcher.SubprocessExecutor().launch(spec)
@@ -62,7 +63,7 @@ def test_clients_alone_are_forked_and_flowers_way_is_left(
 
 
 def test_another_flower_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(superexec, "Forker", Asked)
+    monkeypatch.setattr(superexec, "Forker", lambda shared: Asked())
     launcher, loop = flower()
     before = launcher.SubprocessExecutor.launch
     for missing in (types.SimpleNamespace(TaskType=launcher.TaskType), types.SimpleNamespace()):
@@ -76,6 +77,8 @@ def test_another_flower_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flowers_own_command_alone_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     found = supernode.warm_command(["flower-superexec", "--insecure", "--parent-pid", "1"])
     assert found[1:] == ["-P", "-m", "deploy.superexec", "--insecure", "--parent-pid", "1"]
+    shared = supernode.warm_command(["flower-superexec", "--insecure"], shared=True)
+    assert shared[1:] == ["-P", "-m", "deploy.superexec", "--shared", "--insecure"]
     assert supernode.warm_command(["flower-other", "--x"]) == ["flower-other", "--x"]
     assert "flower-other" in caplog.text
 
@@ -100,12 +103,17 @@ def test_another_warm_process_takes_the_place_of_a_killed_one() -> None:
         runtime_api_address="127.0.0.1:9", token="t", insecure=True, root_certificates_path=None, parent_pid=None
     )
     spec.suppress_output = True
-    first = psutil.Process(forker._warm.pid)
+
+    def warm_process() -> psutil.Process:
+        assert isinstance(forker._warm, Warm)
+        return psutil.Process(forker._warm.pid)
+
+    first = warm_process()
     forker.start(spec)
     (application,) = first.children()
     first.kill()
     forker.start(spec)
-    second = psutil.Process(forker._warm.pid)
+    second = warm_process()
     assert second.pid != first.pid and len(second.children()) == 1
     left = [application, second, *second.children()]
     forker._warm.close()
