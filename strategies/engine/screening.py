@@ -29,8 +29,10 @@ sent.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -139,7 +141,9 @@ class Screening:
         self._now = {}
         for what, apart in away.items():
             usual = self.usual.setdefault(what, {})
-            least = max([_OF_MOST * m for r, m in usual.items() if r < round], default=0.0)
+            # of an attempt that did not count
+            usual.pop(round, None)
+            least = _OF_MOST * max(usual.values(), default=0.0)
             medians = (
                 float(np.median(of))
                 for of in (apart, moved.get(what, 0.0), _OF_LENGTH * lengths.get(what, np.zeros(1)))
@@ -147,9 +151,12 @@ class Screening:
             usual[round] = max(least, *medians)
             far = np.minimum(apart, moved.get(what, np.inf)) / allowed
             self._now[what] = dict(zip(ids, far.tolist(), strict=True))
+            rounds, last = sorted(usual), self.last.get(what, {})
+            # the largest usual distance from each of these rounds on
+            maxima = list(accumulate((usual[r] for r in reversed(rounds)), max))[::-1]
             for client_id, distance in self._now[what].items():
-                since = max(m for r, m in usual.items() if self.seen.get(client_id, 0) < r <= round)
-                scale = max(since, min(self.last.get(what, {}).get(client_id, 0.0), max(usual.values())))
+                since = maxima[bisect_right(rounds, self.seen.get(client_id, 0))]
+                scale = max(since, min(last.get(client_id, 0.0), maxima[0]))
                 if (
                     scale > 0
                     and distance > limit * scale
