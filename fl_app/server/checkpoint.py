@@ -8,11 +8,10 @@ used.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,9 @@ LATE = "late"
 SOFTWARE = "software"
 _KEEP = 2
 
+# by client id, generations of its state
+Versions = dict[int, tuple[str, ...]]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -53,11 +55,11 @@ def save(
     meta: Mapping[str, Any],
     personal: Personal | None = None,
     files: ClientFiles | None = None,
-) -> None:
+) -> Versions:
     """Write the checkpoint of a round. It is durable when this returns. Older checkpoints are deleted only after that.
 
-    personal: arrays per client. files: knows which of them are on disk already. Raises UserError if the disk is full;
-    the earlier checkpoints then remain.
+    personal: arrays per client. files: knows which of them are on disk already. Returns `versions_kept`. Raises
+    UserError if the disk is full; the earlier checkpoints then remain.
     """
     directory = run / DIRECTORY
     files = files or client_files_of(run)
@@ -80,27 +82,13 @@ def save(
     for old in rounds(run)[:-_KEEP]:
         for suffix in (".json", ".safetensors"):
             (directory / f"round-{old:06d}{suffix}").unlink(missing_ok=True)
-    try:
-        named = _named(run)
-    except OSError as error:
-        log.warning("files of clients' arrays that are no longer needed are kept for now: %s", error)
-        return
-    files.collect(named)
-
-
-def _named(run: Path) -> list[str]:
-    """Return the files with clients' arrays that a run's checkpoints name.
-
-    Damaged checkpoints are skipped: they are never used.
-
-    Raises OSError if a checkpoint cannot be read now, because its files are then unknown.
-    """
-    found: list[str] = []
-    for round in rounds(run):
-        with contextlib.suppress(ValueError):
-            meta = _meta(run / DIRECTORY / f"round-{round:06d}.json")
-            found += [of["file"] for of in meta.get(CLIENTS, [])]
-    return found
+    metas, unread = _metas(run)
+    if unread is None:
+        # a checkpoint that cannot be read names files, too
+        files.collect(of["file"] for meta in metas for of in meta.get(CLIENTS, []))
+    else:
+        log.warning("files of clients' arrays that are no longer needed are kept for now: %s", unread)
+    return _versions(metas)
 
 
 def client_files_of(run: Path) -> ClientFiles:
@@ -129,21 +117,36 @@ def load_latest(run: Path) -> Checkpoint:
     raise UserError(f"resume: {run} has no sound checkpoint")
 
 
-def versions_kept(run: Path) -> dict[int, tuple[str, ...]]:
+def versions_kept(run: Path) -> Versions:
     """Return, by client id, the generations of client state that the checkpoints on disk name, those of late uploads too."""
+    return _versions(_metas(run)[0])
+
+
+def _versions(metas: Iterable[Mapping[str, Any]]) -> Versions:
+    """Return the generations of client state that checkpoints name. metas: their JSON content."""
     found: dict[int, set[str]] = {}
-    for meta in _metas(run):
+    for meta in metas:
         late = {work["client_id"]: work["version"] for work in meta.get(LATE, [])}
-        for client_id, version in [*meta["versions"].items(), *late.items()]:
+        for client_id, version in [*meta.get("versions", {}).items(), *late.items()]:
             found.setdefault(int(client_id), set()).add(version)
     return {client_id: tuple(sorted(filter(None, versions))) for client_id, versions in found.items()}
 
 
-def _metas(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON content of a run's sound checkpoints, oldest first."""
+def _metas(run: Path) -> tuple[list[dict[str, Any]], OSError | None]:
+    """Return the JSON content of a run's sound checkpoints, oldest first, and why one cannot be read now.
+
+    Damaged checkpoints are left out: they are never used.
+    """
+    found: list[dict[str, Any]] = []
+    unread = None
     for round in rounds(run):
-        with contextlib.suppress(OSError, ValueError):
-            yield _meta(run / DIRECTORY / f"round-{round:06d}.json")
+        try:
+            found.append(_meta(run / DIRECTORY / f"round-{round:06d}.json"))
+        except ValueError:
+            continue
+        except OSError as error:
+            unread = error
+    return found, unread
 
 
 def _meta(path: Path) -> dict[str, Any]:

@@ -613,7 +613,7 @@ class Rounds:
                 raise UserError(f"method {self.config.method}: memory[{name!r}] must be a NumPy array, got {got}")
             arrays[f"memory.{name}"] = array
         meta = {
-            "versions": {str(i): v for i, v in self.versions.items()},
+            "versions": {str(i): v for i, v in self.versions.items() if v},
             "spent": {str(i): spent for i, spent in self.spent.items() if spent},
             "screening": self.protocol.saved(),
             "record": record,
@@ -624,10 +624,11 @@ class Rounds:
             works = {client_id: work.saved() for client_id, work in self.working.items()}
             arrays |= {f"{LATE}.{i}.{name}": array for i, (own, _) in works.items() for name, array in own.items()}
             meta[LATE] = [facts for _, facts in works.values()]
-        checkpoint.save(self.folder.path, server.round, arrays, meta, server.personal, self.client_files)
+        self.kept_versions = checkpoint.save(
+            self.folder.path, server.round, arrays, meta, server.personal, self.client_files
+        )
         for own in server.personal.values():
             client_arrays.release(own)
-        self.kept_versions = checkpoint.versions_kept(self.folder.path)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint. Its arrays are taken out of it, so that none stays in memory after it is put on the disk."""
