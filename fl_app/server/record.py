@@ -34,6 +34,7 @@ from fl_app.wire import Upload, WireError
 VIRTUAL = "virtual-seconds"
 """Entry of a round's record: its seconds of simulated time."""
 
+_OF_ACCURACY = of_training((ACCURACY,))
 # Entries of an upload's metrics that belong to the protocol.
 _OF_THE_PROTOCOL = (
     wire.STATE_VERSION,
@@ -50,14 +51,13 @@ def check_upload(
     own: Reports | None = None,
     declared: Mapping[str, Scalar] | None = None,
     version: str = "",
-    measured: Sequence[Metric] = (ACCURACY,),
-    validation: bool = False,
+    table: Iterable[Metric] = _OF_ACCURACY,
 ) -> dict[str, Scalar]:
     """Return the known metrics of an upload. Raises WireError for impossible numbers.
 
     own: metrics of the method's client half. declared: the client's properties; the upload must have the same numbers
     of samples. version: the generation of client state that the message makes; the client must name this one or none.
-    measured, validation: as in `of_training`.
+    table: the metrics of the run (`of_training`).
     """
     metrics = upload.metrics
     if type(metrics.get("test-samples")) is not int or not 0 <= int(metrics["test-samples"]) < 2**53:
@@ -68,7 +68,7 @@ def check_upload(
     named = metrics.get(wire.STATE_VERSION, "")
     if version and named not in ("", version):
         raise WireError(f"{wire.STATE_VERSION} must be {version} or empty, got {reprlib.repr(named)}")
-    return known(metrics, of_training(measured, validation), own)
+    return known(metrics, table, own)
 
 
 def check_evaluation(
@@ -145,17 +145,16 @@ def round_record(
     received_bytes: int,
     notes: Mapping[str, object],
     failures: list[Record],
-    measured: Sequence[Metric] = (ACCURACY,),
+    table: Iterable[Metric] = _OF_ACCURACY,
     own: Reports | None = None,
-    validation: bool = False,
 ) -> Record:
     """Return a round's record.
 
     clients: entries of clients with a used upload. sent_bytes, received_bytes: of all downloads and uploads that
-    travelled, also of dropped clients and earlier attempts.
+    travelled, also of dropped clients and earlier attempts. table: the metrics of the run (`of_training`).
     """
     rows = list(clients.values())
-    record: Record = {"round": round, **reduced(rows, of_training(measured, validation))}
+    record: Record = {"round": round, **reduced(rows, table)}
     record |= reduced(rows, COUNTED) | {"download-bytes": sent_bytes, "upload-bytes": received_bytes}
     record |= reduced(rows, own.metrics if own else ())
     record |= {name: clean(value) for name, value in notes.items()}

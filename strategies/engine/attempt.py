@@ -82,13 +82,11 @@ class Attempt(RoundState):
         name = name_of(self.declared.get(client_id, {}))
         return f"{client_id} ({name})" if name else str(client_id)
 
-    def record(
-        self, measured: Sequence[Metric], own: Reports, validation: bool = False, figures: Sequence[Figure] = ()
-    ) -> Record:
+    def record(self, table: Sequence[Metric], own: Reports, figures: Sequence[Figure] = ()) -> Record:
         """Return the round's record. It includes the failures and the bytes of earlier attempts.
 
-        own: the method's metrics. measured, validation: as in fl_app.metrics.of_training. figures: those that the
-        method declares. Its notes between clients are in `between` afterwards, and not in the record.
+        table: the metrics of the run (fl_app.metrics.of_training). own: the method's. figures: those that the method
+        declares. Its notes between clients are in `between` afterwards, and not in the record.
         """
         intake = self.intake
         used = [i for i in intake.ids if i in intake.metrics]
@@ -106,9 +104,7 @@ class Attempt(RoundState):
         sent_bytes = sum(sum(attempt.sent.values()) for attempt in attempts)
         received_bytes = sum(sum(attempt.received.values()) for attempt in attempts)
         failures += self.failures
-        record = records.round_record(
-            self.round, rows, sent_bytes, received_bytes, notes.round, failures, measured, own, validation
-        )
+        record = records.round_record(self.round, rows, sent_bytes, received_bytes, notes.round, failures, table, own)
         return record | {"far": self.far} if self.far else record
 
 

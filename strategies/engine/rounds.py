@@ -21,7 +21,7 @@ from fl_app import stopping, tasks, wire
 from fl_app.errors import MethodFault, RoundFailed, UserError, counted, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
-from fl_app.metrics import EPSILON, Metric, moments, undefined_note
+from fl_app.metrics import EPSILON, Metric, moments, of_training, undefined_note
 from fl_app.server import checkpoint, client_arrays, disk, kept_uploads, progress_protocol
 from fl_app.server import record as records
 from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Replay, clock_of
@@ -123,6 +123,8 @@ class Rounds:
         self.working: dict[int, Work] = {}
         self.measured = tasks.measured(server.config)
         self.validation = server.config.validation_ratio > 0
+        # the metrics that clients report after a round
+        self.table = of_training(self.measured, self.validation)
         self.versions: dict[int, str] = {}
         self.kept_versions: dict[int, tuple[str, ...]] = {}
         self.spent: dict[int, float] = {}
@@ -359,8 +361,7 @@ class Rounds:
                 self.server.reports,
                 attempt.declared.get(client_id),
                 work.version,
-                self.measured,
-                self.validation,
+                self.table,
             )
             spent = self._checked_budget(client_id, metrics)
             if 0 < attempt.round - work.round <= self.config.staleness:
@@ -508,7 +509,7 @@ class Rounds:
 
     def record(self) -> Record:
         """Return the round's record."""
-        record = self.attempt.record(self.measured, self.server.reports, self.validation, self.folder.figures)
+        record = self.attempt.record(self.table, self.server.reports, self.folder.figures)
         if left_out := self.exchange.roster.left_out:
             record["left-out"] = left_out
         if self.config.is_timed and self.clock:
