@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from threadpoolctl import ThreadpoolController
@@ -42,7 +42,10 @@ def one_thread(library: str = "numpy") -> AbstractContextManager[Any]:
 
     library: "numpy", or "scipy.linalg", which brings its own BLAS.
     """
-    limit: AbstractContextManager[Any] = _blas(library).limit(limits=1)
+    blas = _blas(library)
+    if all(one.num_threads == 1 for one in blas.lib_controllers):
+        return nullcontext()
+    limit: AbstractContextManager[Any] = blas.limit(limits=1)
     return limit
 
 

@@ -76,6 +76,8 @@ class FoldedIntake(Intake):
     _next: int = 0
     _held: float = 0.0
     _file: IO[bytes] | None = None
+    # by compared name, the vector that was sent last, and its squared length: all clients may be sent the same one
+    _sent: dict[str, tuple[Any, float]] = field(default_factory=dict)
 
     @classmethod
     def into_sums(cls, ids: list[int], expected: Expected, server: ServerHalf[Any]) -> FoldedIntake:
@@ -92,9 +94,11 @@ class FoldedIntake(Intake):
             start = sent.get(what)
             if start is None or start.size != vector.size or not vector.size:
                 continue
-            nothing = np.broadcast_to(np.float32(0), start.shape)
-            distance, length = distances_of_pairs([(vector, start), (start, nothing)])
-            self.moved.setdefault(what, {})[client_id] = distance
+            sent_last, length = self._sent.get(what, (None, 0.0))
+            if sent_last is not start:
+                (length,) = distances_of_pairs([(start, np.broadcast_to(np.float32(0), start.shape))])
+                self._sent[what] = start, length
+            (self.moved.setdefault(what, {})[client_id],) = distances_of_pairs([(vector, start)])
             self.lengths.setdefault(what, {})[client_id] = length
 
     def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
@@ -125,7 +129,7 @@ class FoldedIntake(Intake):
         """Drop the sums."""
         super().forget_stacks()
         self._W, self._B = Folded(0, UNIT), Folded(0, UNIT)
-        self._summed, self._waiting = {}, {}
+        self._summed, self._waiting, self._sent = {}, {}, {}
         if self._file is not None:
             self._file.close()
 
