@@ -8,7 +8,6 @@ people, followed by the same as data. Both sides import this module, so it impor
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import re
@@ -277,7 +276,7 @@ def _short(value: float | None) -> float | None:
 def _write(r: Round) -> str:
     # what a run does not have is left out
     unset = {"simulated": None, "working": 0, "quantiles": (), "histogram": ()}
-    data = {name: value for name, value in dataclasses.asdict(r).items() if name not in unset or value != unset[name]}
+    data = {name: value for name, value in vars(r).items() if name not in unset or value != unset[name]}
     return f"{sentence(r)}{_DATA}{json.dumps(data, separators=(',', ':'))}"
 
 
