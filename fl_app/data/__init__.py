@@ -248,6 +248,8 @@ def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]
     in_train = indices < n
     if in_train.all():
         return data.x_train[indices], data.y_train[indices]
+    if not in_train.any():
+        return data.x_test[indices - n], data.y_test[indices - n]
     x = np.empty((len(indices), *data.x_train.shape[1:]), data.x_train.dtype)
     y = np.empty((len(indices), *data.y_train.shape[1:]), data.y_train.dtype)
     x[in_train], y[in_train] = data.x_train[indices[in_train]], data.y_train[indices[in_train]]
