@@ -414,7 +414,7 @@ def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Config) -> Re
     return _content(
         {
             "fitres.metrics": _config(metrics),
-            "fitres.num_examples": MetricRecord({"num_examples": num_examples}),
+            "fitres.num_examples": fill(MetricRecord(), {"num_examples": num_examples}),
             "fitres.parameters": _record([_sent(_dump(array)) for array in arrays]),
             "fitres.status": _config({"code": Code.OK.value, "message": "Success"}),
         }
