@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.files import make_directory, publish
+from fl_app.files import expanded, make_directory, publish
 from fl_app.site import user_state
 from fl_app.wire import state_version
 
@@ -55,14 +55,8 @@ class State:
 def state_root(state_dir: str) -> Path:
     """Return the configured directory, $COROLLA_STATE_DIR, or the user's state directory."""
     if given := state_dir or os.environ.get("COROLLA_STATE_DIR"):
-        return _expanded(given, os.environ.get("HOME"))
+        return expanded(given)
     return user_state()
-
-
-@functools.lru_cache(maxsize=8)
-def _expanded(path: str, home: str | None) -> Path:
-    """Return a path with the home directory for ~: clients ask with every message. home: the value of HOME."""
-    return Path(path).expanduser()
 
 
 class StateStore:

@@ -36,7 +36,7 @@ from fl_app.config.rules import split_names
 from fl_app.data.encoding import Encoding
 from fl_app.data.moments import Moments, Sums
 from fl_app.errors import UserError, describe
-from fl_app.files import build_once, cache_key, lock, make_directory, publish_text
+from fl_app.files import build_once, cache_key, expanded, lock, make_directory, publish_text
 from fl_app.known_names import SCALING
 from fl_app.site import site_directory
 from fl_app.sources import NODE, path_in
@@ -329,7 +329,7 @@ def cache_directory() -> Path:
 def data_root(config: RunConfig) -> Path:
     """Return `data-dir`, else $COROLLA_DATA_DIR, else corolla under $XDG_CACHE_HOME or ~/.cache."""
     if chosen := config.data_dir or os.environ.get("COROLLA_DATA_DIR"):
-        return Path(chosen).expanduser()
+        return expanded(chosen)
     return cache_directory()
 
 
