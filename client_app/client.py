@@ -511,7 +511,7 @@ class CorollaClient(NumPyClient):
         One beyond its range becomes NaN, and the trainer's `metric_errors` gets the reason.
         """
         own = dict(reported)
-        for metric in self.method.reports:
+        for metric in self.session.reports:
             if not isinstance(value := own.get(metric.name), float):
                 continue
             own[metric.name] = value = metric.clipped(value)

@@ -22,6 +22,7 @@ from fl_app.data import ClientData, DatasetInfo, OpenedData, check_client_id, op
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
+from fl_app.metrics import Metric
 from fl_app.site import refuse_within_site
 from fl_app.sources import NODE
 from strategies import METHOD_PARAMS, METHODS
@@ -165,6 +166,11 @@ class Session:
     def measured(self) -> tuple[str, ...]:
         """Names of the metrics that clients measure, the headline's first."""
         return tuple(metric.name for metric in tasks.measured(self.config))
+
+    @functools.cached_property
+    def reports(self) -> tuple[Metric, ...]:
+        """The method's own metrics."""
+        return self.method.reports
 
     def _built(self, info: DatasetInfo, weights_file: str) -> nn.Module:
         return self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
