@@ -25,10 +25,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from deploy.processes import state_home
+from fl_app import machine
 from fl_app.files import lock, make_directory, opener, publish_text
 from fl_app.forking import Link
 from fl_app.processes import LAUNCH
@@ -40,22 +40,29 @@ OWN, SHARED = "own", "shared"
 # Environment variables that Python, the libraries and Flower read at the start, by their beginnings. INVOCATION_ID is
 # systemd's: it ends a unit with all its processes.
 _AT_START = (
+    "ATEN_",
     "CUDA",
     "FLWR_",
     "GLIBC_",
+    "GOMP_",
+    "GOTO_",
     "INVOCATION_ID",
     "KMP_",
+    "LANG",
+    "LC_",
     "LD_",
     "MALLOC_",
     "MKL_",
+    "NPY_",
+    "NUMPY_",
     "NVIDIA_",
     "OMP_",
     "OPENBLAS_",
     "PYTHON",
     "PYTORCH_",
     "TORCH",
+    "TZ",
 )
-_PACKAGES = ("corolla", "flwr", "torch")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 # askers that may wait while the process imports its modules
 _BACKLOG = 4096
@@ -91,8 +98,7 @@ def name_of(environment: Mapping[str, str]) -> str:
     os.umask(mask)
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES] if sys.platform == "linux" else []
-    software = [sys.executable, *map(version, _PACKAGES)]
-    alike = [software, sorted(at_start.items()), mask, cores, namespaces]
+    alike = [sys.executable, machine.versions(), sorted(at_start.items()), mask, cores, namespaces]
     return hashlib.sha256(json.dumps(alike).encode()).hexdigest()[:16]
 
 

@@ -147,9 +147,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         client_id, num_clients = (config.get(name, -1) for name in ("partition-id", "num-partitions"))
         node = Node(int(client_id), int(num_clients), str(config.get("data-path", "")))
         if rules.confine:
-            refuse_secrets(
-                [*(rules.readable_paths or ()), *writable.values(), *([node.data_path] if node.data_path else [])]
-            )
+            data = [node.data_path] if node.data_path else []
+            refuse_secrets([*confine.installation(), "/dev", *(rules.readable_paths or ()), *data, *writable.values()])
         gate = Gate(rules, audit, directory, node, given["state_factory"].objectstore_factory.store())
 
         @contextlib.contextmanager

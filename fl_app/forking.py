@@ -36,6 +36,8 @@ _PARENT_DEATH_SIGNAL = 1
 _END_SECONDS = 5.0
 # seconds that a warm process waits for its first asker
 _FIRST_SECONDS = 60.0
+# connections that have not sent the secret; of more, the oldest is closed
+_MOST_SILENT = 64
 
 
 class Link:
@@ -49,6 +51,8 @@ class Link:
 
         followed: whether `status` will be called for the child. Raises OSError if the warm process has ended or cannot fork.
         """
+        if self._control.fileno() < 0:
+            raise ConnectionError("the link is closed")
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -155,27 +159,38 @@ def serve_all(listener: socket.socket, work: Callable[[socket.socket], None], se
     ended: list[_Asker] = []
     seconds = _FIRST_SECONDS
     with selectors.DefaultSelector() as ready:
+
+        def drop(control: socket.socket) -> None:
+            ready.unregister(control)
+            control.close()
+            if asker := askers.pop(control):
+                # not waited for: a child that cannot be killed must not stop the others
+                asker.kill_children()
+                ended.append(asker)
+
         ready.register(listener, selectors.EVENT_READ)
         # one that has connected meanwhile is still served
         while found := ready.select(None if any(askers.values()) else seconds):
             for key, _ in found:
-                if key.fileobj is listener:
-                    control, _ = listener.accept()
-                    askers[control] = None
-                    ready.register(control, selectors.EVENT_READ, control)
-                    continue
                 control = key.data
-                asker = askers[control]
-                if asker is None and _knows(control, secret):
+                if control is None:
+                    silent = [other for other, asker in askers.items() if asker is None]
+                    if len(silent) >= _MOST_SILENT:
+                        drop(silent[0])
+                    with contextlib.suppress(OSError):
+                        control, _ = listener.accept()
+                        askers[control] = None
+                        ready.register(control, selectors.EVENT_READ, control)
+                elif control not in askers:
+                    # dropped a moment ago
+                    continue
+                elif asker := askers[control]:
+                    if not asker.answer((listener, *askers)):
+                        drop(control)
+                elif _knows(control, secret):
                     askers[control], seconds = _Asker(control, work), 0.0
-                elif asker is None or not asker.answer((listener, *askers)):
-                    ready.unregister(control)
-                    del askers[control]
-                    control.close()
-                    if asker is not None:
-                        # not waited for: a child that cannot be killed must not stop the others
-                        asker.kill_children()
-                        ended.append(asker)
+                else:
+                    drop(control)
             ended = [asker for asker in ended if asker.reap()]
 
 
@@ -260,8 +275,11 @@ class _Asker:
 
 
 def _is_left(pid: int) -> bool:
-    """Return whether a child has not ended."""
-    return os.waitpid(pid, os.WNOHANG)[0] == 0
+    """Return whether a child has not ended. Kill the processes that an ended one has started and left."""
+    if os.waitpid(pid, os.WNOHANG)[0] == 0:
+        return True
+    _kill(pid)
+    return False
 
 
 def _lead_group(pid: int) -> None:

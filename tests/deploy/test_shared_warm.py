@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from deploy import cluster, commands, confine, inventory, processes, shared_warm
 from deploy.confine import Confinement
 from deploy.inventory import read_inventory
 from deploy.shared_warm import OWN, SHARED
-from fl_app import forking
+from fl_app import forking, machine
 from fl_app.errors import UserError
 from fl_app.forking import Link
 from fl_app.processes import LAUNCH
@@ -94,7 +95,10 @@ def test_another_takes_the_place_of_a_killed_one() -> None:
     child, warm, _ = forked(link)
     warm.kill()
     assert ended(child, warm)
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionError):
+        link.fork(2)
+    link.close()
+    with pytest.raises(ConnectionError):
         link.fork(2)
     later = connected()
     assert forked(later)[1].pid != warm.pid
@@ -108,6 +112,7 @@ def test_another_takes_the_place_of_a_killed_one() -> None:
         ("OMP_NUM_THREADS", False),
         ("FLWR_HOME", False),
         ("INVOCATION_ID", False),
+        ("NPY_DISABLE_CPU_FEATURES", False),
         ("SSH_CONNECTION", True),
         ("COROLLA_SITE_DIR", True),
     ],
@@ -127,7 +132,7 @@ def test_other_cores_and_other_software_have_another_process(monkeypatch: pytest
         patched.setattr(os, "sched_getaffinity", lambda pid: {977}, raising=False)
         names.append(shared_warm.name_of({}))
     with monkeypatch.context() as patched:
-        patched.setattr(shared_warm, "version", lambda name: "9.9")
+        patched.setattr(machine, "versions", lambda: {"torch": "9.9"})
         names.append(shared_warm.name_of({}))
     mask = os.umask(0o027)
     names.append(shared_warm.name_of({}))
@@ -222,7 +227,7 @@ def test_a_confined_application_cannot_fork_an_unconfined_one() -> None:
     free = [sys.executable, "-c", TRIES, str(where), found.name]
     # with no more rights than a node's applications have; the last one may go to the directory, and knows the name
     rules = Confinement((*confine.installation(), str(Path.cwd())), (), ())
-    supernode.refuse_secrets([*rules.read, where / "elsewhere"])
+    supernode.refuse_secrets([*confine.installation(), "/dev", where / "elsewhere"])
     for place in (where, where.parent):
         with pytest.raises(UserError, match=rf"^confine: applications would read {where}, which lies in {place}; "):
             supernode.refuse_secrets(["/data", place])
@@ -245,6 +250,11 @@ def test_who_sends_no_secret_is_refused() -> None:
                 control.sendall(sent)
                 with pytest.raises(OSError):
                     Link(control).fork(2)
+    # with many that send nothing, the oldest is closed
+    with contextlib.ExitStack() as stack, shared_warm._short(where) as short:
+        for _ in range(forking._MOST_SILENT + 1):
+            control = stack.enter_context(socket.socket(socket.AF_UNIX))
+            control.connect(f"{short}/{found.name}")
     # others are still served
     assert forked(link)[1].pid == warm.pid
     assert [oct(path.stat().st_mode)[-2:] for path in (where, *where.glob("*.secret"))] == ["00", "00"]
