@@ -107,10 +107,11 @@ $(NEWER)/.installed: constraints/flwr-$(lastword $(FLOWERS)).txt | install
 	$(NEWER)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# deployments with both versions, and from one to the other; then who must not get in, with the newer one alone
+# deployments with both versions, and from one to the other; then with the newer one alone: clusters, equal bits, who must not get in
+ALONE := test_cluster test_revoke test_same_bits test_security
 test-newer: $(NEWER)/.installed ## deployments with 1.39 and the newest Flower of constraints/
 	$(WITH_NEWER) $(BIN)/python -m pytest -m "long and not nightly" -rs tests/e2e/test_versions.py
-	$(NEWER)/bin/python -m pytest -n 2 --dist loadfile -rs -m "long and not nightly" tests/e2e/test_revoke.py tests/e2e/test_security.py
+	$(NEWER)/bin/python -m pytest -n 2 --dist loadfile -rs -m "long and not nightly" $(ALONE:%=tests/e2e/%.py)
 
 # every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
 # table of them
