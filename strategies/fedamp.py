@@ -193,7 +193,7 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
         for i, client_id in enumerate(uploads.ids):
             cloud = {"cloud-params": params[i], "cloud-buffers": buffers[i]}
             self.keep_for(client_id, params=uploads.W[i], buffers=uploads.B[i], **cloud)
-            self.note(client_id, "attention", np.round(weights[i], 6).tolist())
+            self.note(client_id, "attention", np.round(weights[i], 6))
         for client_id in set(self._with_cloud()) - set(uploads.ids):
             own = self.last_personal(client_id)
             self.keep_for(client_id, params=own.params, buffers=own.buffers)

@@ -333,7 +333,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
             )
             self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
-        self.note_round("overlap", np.round(overlap, 6).tolist())
+        self.note_round("overlap", np.round(overlap, 6))
 
     # Private runs have a partition of the clients, not neighbourhoods (strategies/linkage.py)
 
@@ -372,7 +372,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         for row, client_id in zip(chosen, sums.ids, strict=True):
             self.note(client_id, "collaborators", ids[row].tolist())
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
-        self.note_round("overlap", np.round(found, 6).tolist())
+        self.note_round("overlap", np.round(found, 6))
 
     def _apart(self, round: int) -> bool:
         """Return whether no clients share critical parameters in a round."""

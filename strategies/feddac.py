@@ -295,7 +295,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
                 row = weights.outside[i]
                 near = {str(uploads.ids[j]): float(np.round(row[j], 6)) for j in np.flatnonzero(row)}
                 self.note(client_id, "neighbours", near)
-        self.note_round("overlap", np.round(overlap, 6).tolist())
+        self.note_round("overlap", np.round(overlap, 6))
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
         """Return the collaborators by the configured rule, bool [N, N]."""

@@ -77,7 +77,8 @@ def divided(
                     own.pop(name, None)
         elif isinstance(figure, Links):
             lists = {i: own[name] for i, own in notes.clients.items() if isinstance(own.get(name), list)}
-            if lists and (found := linked(lists)) is not None:
+            found = _too_large([*lists]) if len(lists) ** 2 > LARGEST else linked(lists)
+            if lists and found is not None:
                 notes.between[name] = found
                 for i, others in lists.items():
                     notes.clients[i][name] = len(others)
@@ -92,6 +93,8 @@ def between(whole: Any, own: Mapping[int, Any]) -> Between | None:
     """
     ids = np.array(list(own), np.int64)
     if isinstance(whole, list | np.ndarray) and len(whole) == len(ids):
+        if len(ids) ** 2 > LARGEST and isinstance(whole[0], list | np.ndarray):
+            return _too_large([*own])
         values = _floats(whole)
         if values is not None and values.shape == (len(ids), len(ids)):
             return Between(ids, ids, values)
@@ -99,9 +102,18 @@ def between(whole: Any, own: Mapping[int, Any]) -> Between | None:
     if not rows:
         return None
     if all(isinstance(row, list | np.ndarray) and len(row) == len(ids) for row in rows.values()):
+        if len(rows) * len(ids) > LARGEST:
+            return _too_large([*rows], [*own])
         values = _floats(list(rows.values()))
         return Between(np.array(list(rows), np.int64), ids, values) if values is not None else None
     return _of_tables(rows, ids)
+
+
+def _too_large(rows: list[int], columns: list[int] | None = None) -> Between:
+    """Return a matrix without values, which takes no memory. `save` leaves it out and names it."""
+    columns = columns or rows
+    nothing = np.broadcast_to(np.float64(np.nan), (len(rows), len(columns)))
+    return Between(np.array(rows, np.int64), np.array(columns, np.int64), nothing)
 
 
 def _of_tables(rows: Mapping[int, Any], ids: NDArray[np.int64]) -> Between | None:

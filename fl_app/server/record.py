@@ -219,9 +219,11 @@ def undefined(rows: Mapping[str, Record], table: Iterable[Metric]) -> dict[str, 
 
 
 def clean(value: object) -> object:
-    """Return None for NaN and infinities, which JSON does not have, also inside lists and tables."""
+    """Return None for NaN and infinities, which JSON does not have, also inside lists and tables. Arrays become lists."""
     if isinstance(value, Mapping):
         return {name: clean(inner) for name, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return clean(value.tolist())
     if isinstance(value, list | tuple):
         return [clean(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -118,7 +118,7 @@ def test_the_golden_round_in_the_strategy() -> None:
     np.testing.assert_allclose(strategy.model_for(5).params, [1 - A - E, 2 * E], rtol=1e-6)
     np.testing.assert_allclose(strategy.model_for(7).params, [E, 2 * (1 - C - E)], rtol=1e-6)
     np.testing.assert_allclose([strategy.model_for(i).buffers[0] for i in (4, 5, 7)], XI @ B[:, 0], rtol=1e-6)
-    assert strategy.attempt.client_notes[4]["attention"] == np.round(XI[0], 6).tolist()
+    assert strategy.attempt.client_notes[4]["attention"].tolist() == np.round(XI[0], 6).tolist()
 
 
 def test_partial_participation() -> None:

@@ -73,7 +73,7 @@ def test_the_golden_round_in_the_strategy() -> None:
     assert strategy.global_model.params.tolist() == [g] * 8
     assert strategy.global_model.buffers.tolist() == [5, 37.5]
     assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
-    assert strategy.attempt.round_notes["overlap"] == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
+    assert strategy.attempt.round_notes["overlap"].tolist() == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
 
 
 def test_every_mask_must_have_k_ones() -> None:

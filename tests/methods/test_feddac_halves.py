@@ -74,7 +74,7 @@ def test_the_golden_round_in_the_strategy() -> None:
     assert [strategy.model_for(i).buffers.tolist() for i in range(3)] == [[2, 15], [2, 15], [8, 60]]
     assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
     assert strategy.attempt.client_notes[0]["neighbours"] == {"0": 0.444444, "1": 0.444444, "2": 0.111111}
-    assert strategy.attempt.round_notes["overlap"] == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
+    assert strategy.attempt.round_notes["overlap"].tolist() == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
 
 
 def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> None:

@@ -87,6 +87,28 @@ def test_none_above_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert matrices.save(tmp_path, 2, IDS, found) == ["m", "l"] and matrices.rounds(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_matrices_above_the_limit_are_not_even_made(
+    rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrices, "LARGEST", 8)
+    monkeypatch.setattr(matrices, "_floats", None)
+    monkeypatch.setattr(matrices, "linked", None)
+    whole = {} if rows else {"m": np.eye(3)}
+    own = {i: {"l": IDS, "n": [1, 2], **({"m": np.eye(3)[0]} if rows else {})} for i in IDS}
+    notes = matrices.divided(whole, own, IDS, FIGURES)
+    assert matrices.save(tmp_path, 2, IDS, notes.between) == ["m", "l"]
+    assert [found.values.shape for found in notes.between.values()] == [(3, 3), (3, 3)]
+    # the other notes, and the number of links, stay
+    assert notes.round == {} and notes.clients == {i: {"l": 3, "n": [1, 2]} for i in IDS}
+
+
+def test_a_list_of_one_number_per_client_is_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrices, "LARGEST", 8)
+    notes = matrices.divided({"m": [1.0, 2.0, 3.0]}, {}, IDS, FIGURES)
+    assert notes.round == {"m": [1.0, 2.0, 3.0]} and not notes.between
+
+
 def test_a_damaged_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     matrices.save(tmp_path, 1, IDS, matrices.divided({"m": np.eye(3)}, {}, IDS, FIGURES).between)
     path = tmp_path / "matrices" / "round-1.npz"
