@@ -92,6 +92,8 @@ class Attempt(RoundState):
         used = [i for i in intake.ids if i in intake.metrics]
         notes = matrices.divided(self.round_notes, self.client_notes, used, figures)
         self.between = notes.between
+        # with many clients their lists of others take long to walk through, at each collection of garbage
+        self.round_notes, self.client_notes = {}, {}
         samples = dict(zip(intake.ids, map(int, intake.sizes), strict=True))
         rows = {
             i: records.client_row(
