@@ -126,6 +126,8 @@ def _of_tables(rows: Mapping[int, Any], ids: NDArray[np.int64]) -> Between | Non
         return None
     named = [{int(j): value for j, value in row.items() if str(j).isdecimal()} for row in tables.values()]
     columns = np.array([*ids, *sorted({j for row in named for j in row} - set(ids.tolist()))], np.int64)
+    if len(rows) * len(columns) > LARGEST:
+        return _too_large([*rows], columns.tolist())
     place = {int(j): k for k, j in enumerate(columns)}
     values = np.full((len(rows), len(columns)), np.nan)
     values[:, : len(ids)] = 0

@@ -87,15 +87,14 @@ def test_none_above_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert matrices.save(tmp_path, 2, IDS, found) == ["m", "l"] and matrices.rounds(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("rows", [False, True])
-def test_matrices_above_the_limit_are_not_even_made(
-    rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("form", ["whole", "rows", "tables"])
+def test_matrices_above_the_limit_are_not_even_made(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "LARGEST", 8)
     monkeypatch.setattr(matrices, "_floats", None)
     monkeypatch.setattr(matrices, "linked", None)
-    whole = {} if rows else {"m": np.eye(3)}
-    own = {i: {"l": IDS, "n": [1, 2], **({"m": np.eye(3)[0]} if rows else {})} for i in IDS}
+    whole = {"m": np.eye(3)} if form == "whole" else {}
+    noted: dict[str, Any] = {"whole": {}, "rows": {"m": np.eye(3)[0]}, "tables": {"m": {"7": 1.0}}}
+    own = {i: {"l": IDS, "n": [1, 2], **noted[form]} for i in IDS}
     notes = matrices.divided(whole, own, IDS, FIGURES)
     assert matrices.save(tmp_path, 2, IDS, notes.between) == ["m", "l"]
     assert [found.values.shape for found in notes.between.values()] == [(3, 3), (3, 3)]
