@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -36,6 +35,7 @@ from fl_app.metrics import EPSILON, FINETUNED, GLOBAL, LOSS, MAX_NUMBER, ONE_CLA
 from fl_app.server.properties import INPUT, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
+from fl_app.stopwatch import Stopwatch
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext
 from strategies.parts import Part
@@ -71,8 +71,6 @@ class CorollaClient(NumPyClient):
         self.session, self.config, self.method = session, session.config, session.method
         self.place = place
         self.client_id, self.data_path, self.keys, self.run = client_id, data_path, keys, run
-        self._seconds: dict[str, float] = {}
-        self._last_lap = 0.0
         # metrics that name the state used instead, if the one that the server named is damaged
         self._fallback: dict[str, Scalar] = {}
         # the network that a task trains or evaluates with
@@ -120,32 +118,32 @@ class CorollaClient(NumPyClient):
 
     def _train(self, download: Download) -> Upload:
         update = self.method.local_update()
-        self._last_lap = time.perf_counter()
+        watch = Stopwatch()
         ctx, state, trainer = self._prepare(download)
         masker = self._claim_attempt(download)
-        self._lap("prepare")
+        watch.lap("prepare")
         start = update.merge(download.model, state, ctx)
-        self._lap("merge")
+        watch.lap("merge")
         before = self._measured(update.personal(start, state, ctx), trainer, "before")
-        self._lap("evaluate")
+        watch.lap("evaluate")
         try:
             trained = update.train(start, state, ctx)
         except UserError as error:
             raise self._training_error(error, before["loss-before"]) from None
         train_loss = trainer.last_loss
         update.keep_local(trained, state, ctx)
-        self._lap("train")
+        watch.lap("train")
         after = self._measured(update.personal(trained, state, ctx), trainer, "after")
-        self._lap("evaluate")
+        watch.lap("evaluate")
         # the first figure that shows a divergence is named: metrics, then the training loss, then other losses
         figures = sorted({**before, LOSS.name: train_loss, **after}.items(), key=lambda item: _order(item[0]))
         reported = self._reported(dict(figures), trainer)
         upload = update.upload(start, trained, state, ctx)
         if masker:
             upload = masker.mask(upload)
-        self._lap("score")
+        watch.lap("score")
         version = self._save(state, download)
-        self._lap("state")
+        watch.lap("state")
         metrics: dict[str, Scalar] = {
             **reported,
             "test-samples": self._reported_count(len(self.data.y_test)),
@@ -154,7 +152,7 @@ class CorollaClient(NumPyClient):
         if self.config.dp_epsilon:
             metrics |= {EPSILON: trainer.epsilon, "dp-noise": trainer.plan.noise}
         metrics |= self._fallback
-        metrics |= {f"seconds-{phase}": seconds for phase, seconds in self._seconds.items()}
+        metrics |= {f"seconds-{phase}": seconds for phase, seconds in watch.laps.items()}
         metrics |= self._own(upload.metrics, trainer)
         metrics |= self._failed_metrics(trainer)
         return Upload(upload.model, upload.mask, upload.extras, metrics, self._reported_count(ctx.num_samples))
@@ -549,12 +547,6 @@ class CorollaClient(NumPyClient):
         if self.config.private or self.config.dp_epsilon:
             return ""
         return "".join(f"; {line}" for line in far_values(self.data, self.config))
-
-    def _lap(self, phase: str) -> None:
-        """Add the time since the last lap to a phase."""
-        now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last_lap
-        self._last_lap = now
 
 
 def _is_loss(name: str) -> bool:

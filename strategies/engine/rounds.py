@@ -31,6 +31,7 @@ from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.record import Record
 from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
 from fl_app.stopping import StopRule
+from fl_app.stopwatch import Stopwatch
 from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.base.server_half import Sent, ServerHalf
 from strategies.base.uploads import Intake
@@ -162,7 +163,8 @@ class Rounds:
             if self.ended_early:
                 break
             # The time since the last lap went into the previous round's checkpoint and metrics.
-            watch.start_round("record")
+            watch.laps = {}
+            watch.lap("record")
             record = self.train(round, watch)
             between = self.attempt.between
             watched.append(_watched(record, rule))
@@ -170,7 +172,7 @@ class Rounds:
             if self.ended_early or self.config.evaluates_after(round):
                 record["evaluation"] = self.evaluate(round)
                 watch.lap("evaluate")
-            record["seconds"] = dict(watch.laps)
+            record["seconds"] = {"round": sum(watch.laps.values()), **watch.laps}
             is_last = bool(self.ended_early) or round == total
             asked = not is_last and self.folder.asked_to_stop()
             if is_last or round % self.config.record_matrices == 0:
@@ -696,23 +698,3 @@ def partial(record: Record, headline: Metric, called: Callable[[str], str] = lam
     called: returns a client's name by its id.
     """
     return undefined_note(record["clients"], headline, moments(headline.name)[0], called)
-
-
-class Stopwatch:
-    """Seconds by phase, without gaps between rounds; `round` is their sum."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.laps: dict[str, float] = {"round": 0.0}
-
-    def start_round(self, phase: str) -> None:
-        """Begin a round with the time since the last lap, spent in `phase`."""
-        self.laps = {"round": 0.0}
-        self.lap(phase)
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap to a phase."""
-        now = time.perf_counter()
-        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
-        self.laps["round"] += now - self._last
-        self._last = now
