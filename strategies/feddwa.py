@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +81,11 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
     not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
-    # the guidance models, unless clients send them
-    made_stacks = 1
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # the guidance models, unless clients send them
+        self.made_stacks = int(self.params.guidance != "trained")
 
     def expected(self) -> Expected:
         """Return the form of an upload: the model and, if it is trained, the guidance."""

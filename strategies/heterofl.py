@@ -334,19 +334,22 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         return Model(np.where(lacks, np.float32(0), model.params), model.buffers)
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[HeteroFLParams], epochs: int) -> Model:
-        """Return the model after more local epochs, with the logits of training."""
-        objective = known_classes(ctx) if ctx.params.mask_classes else None
-        return ctx.trainer.train(start, epochs=epochs, purpose="finetune", objective=objective)
+        """Return the model after more local epochs, trained as in a round."""
+        return self._trained(start, ctx, epochs=epochs, purpose="finetune")
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Model:
         """Train the part; all other elements stay 0."""
+        return self._trained(start, ctx)
+
+    def _trained(self, start: Model, ctx: RoundContext[HeteroFLParams], **options: Any) -> Model:
+        """Return the model after training of the client's part. options: those of `trainer.train`."""
         rate = float(ctx.extras[RATE][0])
         objective = known_classes(ctx) if ctx.params.mask_classes else None
         if rate == 1:
-            return ctx.trainer.train(start, objective=objective)
+            return ctx.trainer.train(start, objective=objective, **options)
         part = self.held(ctx.layout, ctx.extras)
         with scaled(ctx, rate if ctx.params.scale else 1.0):
-            after = ctx.trainer.train(start, objective=objective, frozen=~part.params)
+            after = ctx.trainer.train(start, objective=objective, frozen=~part.params, **options)
         return within(after, part)
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Upload:

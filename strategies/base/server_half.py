@@ -123,8 +123,8 @@ class ServerHalf(ABC, Generic[P]):
     spread: ClassVar[float] = 1.0
     # For the estimate of a run's memory: stacks [N, d] that `personalize` makes beside the uploads, and those of them that are kept
     # until the next round.
-    made_stacks: ClassVar[int] = 0
-    kept_stacks: ClassVar[int] = 0
+    made_stacks: int = 0
+    kept_stacks: int = 0
 
     def __init__(
         self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder

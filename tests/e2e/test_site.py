@@ -157,7 +157,7 @@ def test_a_site_joins_without_a_login(lab: Lab) -> None:
     invitation = str(lab.directory / "lab-keys" / "supernode-1.toml")
     with log.open("wb") as file:
         supernode = subprocess.Popen(
-            [script("corolla"), "node", "start", "clinic-a", "--invitation", invitation],
+            [script("corolla"), "node", "start", "clinic-a", "--invitation", invitation, "--warm"],
             env=site,
             stdin=subprocess.DEVNULL,
             stdout=file,

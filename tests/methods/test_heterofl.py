@@ -179,6 +179,18 @@ def test_rounds_by_hand(tmp_path: Path) -> None:
         assert used.params.tobytes() == server.model_for(i).params.tobytes()
 
 
+@pytest.mark.parametrize("scale", [True, False])
+def test_fine_tuning_trains_as_a_round_does(tmp_path: Path, scale: bool) -> None:
+    # with all samples in one batch, the order of the batches makes no difference
+    fed: Any = Federation(tmp_path, "heterofl", batch_size=100, heterofl={"rates": "0.8", "scale": scale})
+    update, (ctx, _) = fed.method.local_update(), fed.context(0)
+    start = fed.evaluated(0)
+    tuned = update.finetune(start, fed.states[0], ctx, ctx.config.local_epochs)
+    trained = update.train(start, fed.states[0], ctx)
+    close(tuned.params, trained.params)
+    assert not (tuned.params[~part_of(fed.layout, 0.8).params]).any() and (tuned.params != start.params).any()
+
+
 def test_masked_classes_by_hand(tmp_path: Path) -> None:
     """Client 0 lacks class 2 and client 1 class 0: two clients of three, or all of them, count in a class's row."""
     fed: Any = Federation(tmp_path, "heterofl", heterofl={"rates": "1", "mask_classes": True})

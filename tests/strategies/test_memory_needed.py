@@ -119,6 +119,10 @@ def test_the_estimate_by_its_formula() -> None:
     mixing = half(config(**settings | {"method": "fedamp"}), layout)
     # cloud models of the round's clients and of the last round's
     assert needed(mixing, mixing.protocol.expected(), 1).limited == 2 * 5 * v + 10 * v + 5 * v
+    # FedDWA's guidance comes with each upload, or the server makes it
+    for guidance, each in (("trained", v + 4000), ("extrapolated", 2 * v)):
+        guided = half(config(**settings | {"method": "feddwa", "feddwa": {"guidance": guidance}}), layout)
+        assert needed(guided, guided.protocol.expected(), 1).limited == 5 * each + 10 * v
     adamw = half(config(method="fedavg", optimizer="adamw"), layout)
     assert needed(adamw, adamw.protocol.expected(), 1).client == 6 * v
 
