@@ -1,8 +1,8 @@
-"""A client's process may take minutes to start where processors are busy.
+"""An application's process may take minutes to start where processors are busy.
 
-Flower gives a process 30 s until its first call. Then it starts another one for the same message, and the first one
-fails. On a busy machine no process is ready in time, and more and more of them run, until the memory is full. Here a
-process has five minutes.
+Flower gives a process 30 s until its first call. Then it starts another one for the same task, and the first one fails.
+On a busy machine no process is ready in time, and more and more of them run, until the memory is full. Here a process
+has five minutes.
 """
 
 from __future__ import annotations
@@ -11,30 +11,64 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 log = logging.getLogger("corolla")
 
 SECONDS = 300
 
+# where Flower keeps its tasks: a SuperNode in memory, a SuperLink there or in a database
+IN_MEMORY, SQL = "InMemoryCoreState", "SqlCoreState"
+# sets how long Flower's state waits for the process with a token
+WaitUntil = Callable[[Any, str, datetime], None]
 
-def allow_slow_starts() -> None:
-    """Let Flower's SuperNode wait longer for a process that it started. Warn if Flower has no place for it."""
-    try:
-        module: Any = importlib.import_module("flwr.supercore.corestate.in_memory_corestate")
-        state, now = module.InMemoryCoreState, module.now
-        claim: Callable[..., str | None] = state.claim_task
-    except (ImportError, AttributeError) as error:
-        log.warning("this Flower starts tasks in another way (%s): a busy machine may start clients twice", error)
-        return
+_MODULES = {IN_MEMORY: "in_memory_corestate", SQL: "sql_corestate"}
+
+
+def allow_slow_starts(*kinds: str) -> None:
+    """Let Flower wait longer for a process that it started. Warn if Flower has no place for it.
+
+    kinds: IN_MEMORY, SQL or both. SQL imports a library for databases.
+    """
+    for kind in kinds:
+        try:
+            module = importlib.import_module(f"flwr.supercore.corestate.{_MODULES[kind]}")
+            _wait_longer(module, kind)
+        except (ImportError, AttributeError) as error:
+            log.warning("this Flower starts tasks in another way (%s): a busy machine may start a task twice", error)
+
+
+def _wait_longer(module: Any, kind: str) -> None:
+    state, now, wait_until = getattr(module, kind), module.now, _WAIT_UNTIL[kind](module)
+    claim: Callable[..., str | None] = state.claim_task
 
     @functools.wraps(claim)
     def claim_for_longer(self: Any, task_id: int) -> str | None:
         token = claim(self, task_id)
         if token is not None:
-            with self.lock_task_store:
-                self.task_token_store[task_id].active_until = now() + timedelta(seconds=SECONDS)
+            wait_until(self, token, now() + timedelta(seconds=SECONDS))
         return token
 
     state.claim_task = claim_for_longer
+
+
+def _in_memory(module: Any) -> WaitUntil:
+    def wait_until(state: Any, token: str, time: datetime) -> None:
+        with state.lock_task_store:
+            state.task_token_store[state.task_token_to_task_id[token]].active_until = time
+
+    return wait_until
+
+
+def _in_database(module: Any) -> WaitUntil:
+    update, task = module.update, module.TaskModel
+
+    def wait_until(state: Any, token: str, time: datetime) -> None:
+        with state.session() as session:
+            session.execute(update(task).where(task.token == token).values(active_until=time))
+
+    return wait_until
+
+
+_WAIT_UNTIL = {IN_MEMORY: _in_memory, SQL: _in_database}

@@ -140,7 +140,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
     pace = Pace(_SHORTEST)
     outage.keep_heartbeats()
     objects.register_in_one_step()
-    slow_start.allow_slow_starts()
+    slow_start.allow_slow_starts(slow_start.IN_MEMORY)
 
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
