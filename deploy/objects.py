@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger("corolla")
+from deploy.patches import changing
 
 _MODULE = "flwr.supercore.object_store.in_memory_object_store"
 
 
 def register_in_one_step() -> None:
     """Let Flower's store hold its lock while it registers a message's objects. Warn if Flower has no place for it."""
-    try:
+    with changing("stores objects", "messages may be lost on a busy machine"):
         store: Any = importlib.import_module(_MODULE).InMemoryObjectStore
         register: Callable[..., list[str]] = store.preregister
         with store().lock_store:
             pass
-    except (ImportError, AttributeError, TypeError) as error:
-        log.warning("this Flower stores objects in another way (%s): messages may be lost on a busy machine", error)
-        return
 
-    @functools.wraps(register)
-    def register_at_once(self: Any, *given: Any, **named: Any) -> list[str]:
-        with self.lock_store:
-            return register(self, *given, **named)
+        @functools.wraps(register)
+        def register_at_once(self: Any, *given: Any, **named: Any) -> list[str]:
+            with self.lock_store:
+                return register(self, *given, **named)
 
-    store.preregister = register_at_once
+        store.preregister = register_at_once

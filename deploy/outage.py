@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from deploy.patches import changing
+
 log = logging.getLogger("corolla")
 
 T = TypeVar("T")
@@ -53,15 +55,12 @@ def patient(call: Callable[..., T], instead: T) -> Callable[..., T]:
 
 def keep_heartbeats() -> None:
     """Let Flower's heartbeats continue after an internal error of the SuperLink. Warn if Flower has no place for it."""
-    try:
+    with changing("sends heartbeats", "a failing SuperLink may lose this node"):
         sender: Any = importlib.import_module("flwr.supercore.heartbeat").HeartbeatSender
         begin = sender.__init__
-    except (ImportError, AttributeError) as error:
-        log.warning("this Flower sends heartbeats in another way (%s): a failing SuperLink may lose this node", error)
-        return
 
-    def begin_patiently(self: Any, heartbeat_fn: Callable[[], bool]) -> None:
-        # after False, Flower tries again
-        begin(self, patient(heartbeat_fn, False))
+        def begin_patiently(self: Any, heartbeat_fn: Callable[[], bool]) -> None:
+            # after False, Flower tries again
+            begin(self, patient(heartbeat_fn, False))
 
-    sender.__init__ = begin_patiently
+        sender.__init__ = begin_patiently
