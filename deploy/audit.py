@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.errors import UserError
+from fl_app.errors import MALFORMED, UserError
 from fl_app.files import lock, make_directory, publish_text
 
 FILE, HEAD, LOCK = "audit.jsonl", "audit.head", ".audit.lock"
@@ -74,7 +74,7 @@ def _verify_line(line: bytes, previous: str, where: str) -> str:
         raise UserError(f"{where} was changed: its hash does not match")
     try:
         found = json.loads(body)["previous"]
-    except (ValueError, KeyError, TypeError):
+    except MALFORMED:
         raise UserError(f"{where} is not a line of an audit") from None
     if found != previous:
         raise UserError(f"{where} does not follow the line before it: lines were removed, inserted or changed")

@@ -10,6 +10,10 @@ _CONTROL = dict.fromkeys(
 )
 
 
+# what Python raises where a text of unknown origin, such as another party's JSON, has not the form that its reader expects
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
 class UserError(ValueError):
     """Bad input. The message names the key or thing, the rule and the value, and fits on one screen."""
 

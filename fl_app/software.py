@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fl_app
 from fl_app import machine
-from fl_app.errors import listed, plain
+from fl_app.errors import MALFORMED, listed, plain
 
 COMPUTING = ("fl_app", "strategies", "client_app")
 """Packages of the app that server and clients compute with. The others start runs and show results."""
@@ -66,7 +66,7 @@ def told(text: object) -> dict[str, str]:
     """Return the facts of a client's answer; those that are missing or malformed are left out."""
     try:
         given = json.loads(str(text))
-    except (ValueError, RecursionError):
+    except MALFORMED:
         return {}
     if not isinstance(given, dict):
         return {}

@@ -23,7 +23,7 @@ from types import TracebackType
 from corolla.experiments import namespace, ray_cluster, scratch, superlink_supervisor
 from fl_app import plugins
 from fl_app.app_bundle import APP_DIRECTORY, bundle
-from fl_app.errors import UserError, counted
+from fl_app.errors import MALFORMED, UserError, counted
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
 from fl_app.processes import (
@@ -221,7 +221,7 @@ def status(run_id: str, superlink: str, environment: Mapping[str, str], inside: 
         )
         try:
             found = str(json.loads(output)["runs"][0]["status"])
-        except (ValueError, KeyError, IndexError, TypeError):
+        except MALFORMED:
             return LOST
         if found.startswith("finished") or time.monotonic() > deadline:
             return found

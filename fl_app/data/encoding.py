@@ -6,11 +6,12 @@ It is stored as JSON, so that new rows are encoded as the training rows were.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-NUMBER, BOOLEAN, DATE, WORDS = "number", "boolean", "date", "words"
+KINDS = NUMBER, BOOLEAN, DATE, WORDS = "number", "boolean", "date", "words"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,16 @@ class Encoding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Return the encoding from the dict of `dataclasses.asdict`, after JSON turned its tuples into lists."""
+        """Return the encoding from the dict of `dataclasses.asdict`, after JSON turned its tuples into lists.
+
+        Raises TypeError, ValueError or AttributeError for anything else.
+        """
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
-        return cls(**plain)
+        found = cls(**plain)
+        texts = isinstance(found.words, tuple) and all(isinstance(text, str) for text in (found.column, *found.words))
+        fills = found.fill is None or (type(found.fill) in (int, float) and math.isfinite(found.fill))
+        if not texts or not fills or found.kind not in KINDS or type(found.own_fill) is not bool:
+            raise ValueError(f"no column has the encoding {fields!r:.200}")
+        return found

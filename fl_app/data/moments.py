@@ -33,6 +33,9 @@ _LOWEST = 150
 _MOST_DIGITS = 400
 """No sum of float32 numbers, or of their squares, has more decimal digits, for any number of summands."""
 
+_LARGEST_SQUARE = 2**512
+"""Samples are float32 or smaller, so the mean of their squares is smaller, also after a shift. It has room in a float64."""
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -151,6 +154,8 @@ class Sums:
         found = cls(count, tuple(totals), tuple(squares), unit)
         if min(found.variances) < 0:
             raise ValueError("the squares are smaller than the totals allow")
+        if max(found.squares) > _LARGEST_SQUARE * count:
+            raise ValueError("the squares are larger than those of numbers can be")
         return found
 
 

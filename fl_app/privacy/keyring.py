@@ -80,14 +80,17 @@ class Keyring:
             cipher = ChaCha20Poly1305(derived(self._shared(sender), "seal"))
             return cipher.decrypt(raw[:_NONCE], raw[_NONCE:], f"{sender}-{self.client_id}".encode())
         except (InvalidTag, ValueError):
-            raise UserError(
-                f"private: the sketches' key was not sealed by client {sender} for client {self.client_id}"
-            ) from None
+            raise UserError(not_sealed(sender, self.client_id)) from None
 
     def _shared(self, other: int) -> bytes:
         if not 0 <= other < self.num_clients:
             raise UserError(f"private: there is no client {other} among {self.num_clients}")
         return self.private.exchange(X25519PublicKey.from_public_bytes(self.public_of(other)))
+
+
+def not_sealed(sender: int, receiver: int) -> str:
+    """Return the complaint of a client that cannot open the sketches' key, which `sender` should have sealed for it."""
+    return f"private: the sketches' key was not sealed by client {sender} for client {receiver}"
 
 
 def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:

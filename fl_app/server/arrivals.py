@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MALFORMED, UserError
 from fl_app.files import opener, publish_text
 from fl_app.server.clock import Answer, Clock
 
@@ -72,7 +72,7 @@ class Replay:
                 for number, line in self._lines.items()
                 for end in line["ends"]
             }
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise UserError(f"replay: {run / FILE} is damaged: {error!r}") from None
 
     def lacking(self, rounds: int) -> int | None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import UserError, describe
+from fl_app.errors import MALFORMED, UserError, describe
 from fl_app.files import opener, publish, publish_text, sync
 from fl_app.metrics import Record
 
@@ -215,7 +215,7 @@ def _line(text: bytes) -> Line | None:
         told = json.loads(text)
         rows = {part: told.get(part, {}) for part in (TRAINING, EVALUATION)}
         return Line(int(told["round"]), {part: each for part, each in rows.items() if each})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except MALFORMED:
         return None
 
 

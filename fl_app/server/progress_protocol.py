@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.debugging import is_aside
-from fl_app.errors import plain, plain_lines
+from fl_app.errors import MALFORMED, plain, plain_lines
 from fl_app.log_format import JsonFormatter
 from fl_app.metrics import moments
 
@@ -386,5 +386,5 @@ def read_round(text: str) -> Round | None:
             fields[name] = tuple(value) if isinstance(value, list) else value
         found = Round(**fields)
         return found if _write(found) == text else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except MALFORMED:
         return None

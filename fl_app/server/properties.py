@@ -15,7 +15,7 @@ from fl_app import software
 from fl_app.checksums import HASHES, DataHashes, told_hashes
 from fl_app.data.encoding import Encoding
 from fl_app.data.moments import PIXEL, Sums
-from fl_app.errors import counted, plain
+from fl_app.errors import MALFORMED, counted, plain
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME, SCALING
 from fl_app.wire import ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WIRE_VERSION, WireError
@@ -233,7 +233,7 @@ class Tags(NamedTuple):
 def _names(text: object) -> tuple[str, ...] | None:
     try:
         found = json.loads(str(text))
-    except (ValueError, RecursionError):
+    except MALFORMED:
         return None
     told = isinstance(found, list) and all(isinstance(name, str) for name in found)
     return tuple(found) if told else None
@@ -260,7 +260,7 @@ def normalization(text: Scalar | None) -> dict[str, list[float]] | None:
     try:
         told = json.loads(str(text))
         found = {name: [float(value) for value in told[name]] for name in SCALING}
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except MALFORMED:
         return None
     fits = found["mean"] and len(found["mean"]) == len(found["std"]) and len(found["shift"]) == len(found["scale"])
     return found if fits and all(map(math.isfinite, chain(*found.values()))) else None
@@ -272,7 +272,7 @@ def input_facts(text: Scalar | None) -> dict[str, Any] | None:
         told = json.loads(str(text))
         encodings = [dataclasses.asdict(Encoding.from_json(fields)) for fields in told["encodings"]]
         return {"dtype": str(told["dtype"]), "encodings": encodings, "others": [str(name) for name in told["others"]]}
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except MALFORMED:
         return None
 
 

@@ -24,7 +24,7 @@ from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, counted, listed, plain
+from fl_app.errors import MALFORMED, UserError, counted, listed, plain
 from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar, own, show, table_of
@@ -715,7 +715,7 @@ def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
     """Return the names of the classes from a client's properties, [] unless there is one for each class."""
     try:
         names = json.loads(str(properties.get("class-names", "[]")))
-    except (ValueError, RecursionError):
+    except MALFORMED:
         names = None
     fits = (
         isinstance(names, list)

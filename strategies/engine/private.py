@@ -192,7 +192,7 @@ class PrivateRounds:
             f"{PRIVATE}-clients": len(intake.ids),
         }
         if intake.expected.sends_mask:
-            sealer = min(attempt.declared)
+            sealer = self._sealer(attempt)
             sealed = str(attempt.declared[sealer][f"{PRIVATE}-sealed"]).split(",")[client_id]
             scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealed": sealed}
         return scalars
@@ -215,6 +215,7 @@ class PrivateRounds:
         """Unmask the sums and return them. Raises TooFewResults if a client dropped out, and has changed nothing then."""
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
+        self._refuse_sealer(attempt, intake)
         require_results(attempt, self.config.min_results, GROUP_MIN)
         if absent := [i for i in intake.ids if i not in intake.metrics]:
             raise TooFewResults(
@@ -224,6 +225,24 @@ class PrivateRounds:
         sums = intake.sums(self.server.layout)
         intake.forget_stacks()
         return sums
+
+    def _sealer(self, attempt: Attempt) -> int:
+        """Return the client whose key hides the masks: the first one that did not fail in the round."""
+        return min(attempt.declared.keys() - attempt.without or attempt.declared)
+
+    def _refuse_sealer(self, attempt: Attempt, intake: MaskedIntake) -> None:
+        """Raise TooFewResults without the sealer if most clients cannot open what it sealed. They are not to blame."""
+        from fl_app.privacy.keyring import not_sealed
+
+        if not intake.expected.sends_mask:
+            return
+        sealer = self._sealer(attempt)
+        complain = [i for i, cause in attempt.causes.items() if not_sealed(sealer, i) in cause]
+        if 2 * len(complain) > len(intake.ids):
+            raise TooFewResults(
+                f"client {sealer} sealed no key of the sketches that clients {complain} can open: they are asked again without it",
+                [sealer],
+            )
 
     def personalize(self, round: int, accepted: Any) -> None:
         """Let the method make the next models from sums."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
+from client_app.client import CorollaClient
 from fl_app import weights, wire
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -262,6 +263,22 @@ def test_a_client_sends_nothing_that_would_not_be_hidden(
     monkeypatch.setattr(PrivateRounds, "scalars", lambda *given: {**scalars(*given), **said} if said else {})
     with pytest.raises(UserError, match=expected):
         run(method="fedcac", **PRIVATE)
+
+
+@pytest.mark.parametrize("sealed", ["AAAA", "A" * 80])
+def test_a_client_that_seals_no_key_is_left_out_and_nobody_else(
+    run: Run, monkeypatch: pytest.MonkeyPatch, sealed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = CorollaClient._properties
+
+    def lie(self: CorollaClient) -> dict[str, Any]:
+        return honest(self) | ({"private-sealed": ",".join([sealed] * 5)} if self.client_id == 0 else {})
+
+    monkeypatch.setattr(CorollaClient, "_properties", lie)
+    for record in rounds(run(method="fedcac", **PRIVATE)):
+        assert set(record["clients"]) == {"1", "2", "3", "4"}
+        assert {failure["attempt"] for failure in record["failures"]} == {1}
+    assert "client 0 sealed no key of the sketches that clients [0, 1, 2, 3, 4] can open" in caplog.text
 
 
 # what cannot be private

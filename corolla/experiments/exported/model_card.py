@@ -14,7 +14,7 @@ from typing import Any
 from corolla.experiments.exported.run_models import Trained
 from fl_app import tasks
 from fl_app.checksums import sha256_of
-from fl_app.errors import UserError
+from fl_app.errors import MALFORMED, UserError
 from fl_app.files import no_such, publish_text
 from fl_app.server.properties import SAMPLES
 from fl_app.server.run_folder import NAME
@@ -131,7 +131,7 @@ def read(file: Path) -> Card:
         text = path.read_text(encoding="utf-8")
         card = json.loads(text)
         intact = isinstance(card, dict) and text == _text(card) and card[_OWN] == _own_hash(card)
-    except (OSError, ValueError, KeyError, RecursionError):
+    except (OSError, *MALFORMED):
         intact = False
     if not intact:
         raise UserError(f"{path} is not a card, or has changed since it was written")
