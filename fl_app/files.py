@@ -169,8 +169,13 @@ def lock(path: Path, *, wait: bool, shared: bool = False) -> IO[bytes]:
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether an error means a full disk. numpy's error has no number, only a text with the size written."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and "requested and" in str(error))
+    """Return whether an error means a full disk, or a file larger than this process may write.
+
+    numpy's error has no number, only a text with the size written.
+    """
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or (
+        error.errno is None and "requested and" in str(error)
+    )
 
 
 @contextmanager
@@ -244,3 +249,9 @@ def build_once(
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.rmtree(f"{fresh}.old", ignore_errors=True)
+
+
+def numbered(directory: Path, suffix: str) -> list[int]:
+    """Return the numbers t of a directory's files `round-<t><suffix>`, ascending. Other files are left out."""
+    stems = (path.name.removeprefix("round-").removesuffix(suffix) for path in directory.glob(f"round-*{suffix}"))
+    return sorted(int(stem) for stem in stems if stem.isascii() and stem.isdecimal())

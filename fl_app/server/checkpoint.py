@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fl_app import software
 from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
-from fl_app.files import explain_full_disk, make_directory, publish, publish_text
+from fl_app.files import explain_full_disk, make_directory, numbered, publish, publish_text
 from fl_app.server.client_files import ClientFiles, Personal, read_index
 from fl_app.server.tensor_files import write_tensors
 
@@ -98,7 +98,7 @@ def client_files_of(run: Path) -> ClientFiles:
 
 def rounds(run: Path) -> list[int]:
     """Return the rounds that have a checkpoint, oldest first, verified or not."""
-    return sorted(int(p.stem.removeprefix("round-")) for p in (run / DIRECTORY).glob("round-*.json"))
+    return numbered(run / DIRECTORY, ".json")
 
 
 def load_latest(run: Path) -> Checkpoint:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.files import make_directory, publish
+from fl_app.files import make_directory, numbered, publish
 from fl_app.layout import Layout, Model, Slot, packed
 
 log = logging.getLogger("corolla")
@@ -181,8 +181,7 @@ def _mapped(path: Path, info: zipfile.ZipInfo) -> NDArray[Any]:
 
 def rounds(run: Path) -> list[int]:
     """Return the rounds that have a file, ascending."""
-    stems = (path.stem.removeprefix("round-") for path in (run / DIRECTORY).glob("round-*.npz"))
-    return sorted(int(stem) for stem in stems if stem.isdecimal())
+    return numbered(run / DIRECTORY, ".npz")
 
 
 def remove(run: Path, round: int) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.figures import Figure, Links, Matrix
-from fl_app.files import make_directory, publish
+from fl_app.files import make_directory, numbered, publish
 from fl_app.metrics import Record
 from fl_app.server.client_rows import ClientRows
 
@@ -265,8 +265,7 @@ def _noted(record: Record, name: str) -> dict[int, Any]:
 
 def rounds(run: Path) -> list[int]:
     """Return the rounds that have a file, ascending."""
-    stems = (path.stem.removeprefix("round-") for path in (run / DIRECTORY).glob("round-*.npz"))
-    return sorted(int(stem) for stem in stems if stem.isdecimal())
+    return numbered(run / DIRECTORY, ".npz")
 
 
 def cut(run: Path, round: int) -> None:

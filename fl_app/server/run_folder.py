@@ -395,6 +395,10 @@ def _replaced(config: RunConfig) -> Iterator[None]:
         path.rename(aside)
         try:
             yield
+        except _Taken:
+            raise UserError(
+                f"run-name: another process has made {path} meanwhile; the run that it should replace is in {aside}"
+            ) from None
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             aside.rename(path)
@@ -403,8 +407,12 @@ def _replaced(config: RunConfig) -> Iterator[None]:
     log.info("%s was overwritten: the earlier run is removed", path)
 
 
-def _taken(path: Path) -> UserError:
-    return UserError(f"run-name: {path} exists already; choose another name or remove it; --overwrite replaces it")
+class _Taken(UserError):
+    """A run of this name exists."""
+
+
+def _taken(path: Path) -> _Taken:
+    return _Taken(f"run-name: {path} exists already; choose another name or remove it; --overwrite replaces it")
 
 
 def folder_names(config: RunConfig) -> Iterator[str]:

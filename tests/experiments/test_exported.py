@@ -26,6 +26,7 @@ from fl_app.tasks.task import Inputs
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
+from tests.disks import full_disk
 from tests.fl_app.test_tasks import OWN
 
 TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12}
@@ -371,3 +372,11 @@ def test_what_is_needed_and_not_there(
     code, _, err = corolla("export", nodes)
     assert code == 2 and "normalize-over: mean and standard deviation are of each node's own data" in err
     assert [p.name for p in tmp_path.glob("*.pt*")] == []
+
+
+def test_an_export_on_a_full_disk_ends_in_one_line(run: Run, tmp_path: Path) -> None:
+    folder = run(**TINY)
+    with full_disk(tmp_path, free=4096) as there:
+        with pytest.raises(UserError, match="No space left on device") as error:
+            export(folder.path, METHODS, None, there / "a.pt")
+        assert "\n" not in str(error.value) and not [*there.iterdir()]

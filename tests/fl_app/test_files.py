@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -167,3 +168,24 @@ def test_data_state_and_run_folders_are_closed_to_others(tmp_path: Path) -> None
     assert any(name.endswith(".state") for name in names) and folder.path in made
     wrong = {str(p): oct(mode(p)) for p in made if mode(p) != (0o700 if p.is_dir() else 0o600)}
     assert not wrong
+
+
+def test_files_of_rounds_are_told_from_others(tmp_path: Path) -> None:
+    for name in (
+        "round-000012.json",
+        "round-3.json",
+        "round-3-copy.json",
+        "round-.json",
+        "round-\u0664.json",
+        "round-4.npz",
+        "x.json",
+    ):
+        (tmp_path / name).touch()
+    assert files.numbered(tmp_path, ".json") == [3, 12] and files.numbered(tmp_path, ".npz") == [4]
+    assert files.numbered(tmp_path / "none", ".json") == []
+
+
+def test_a_file_larger_than_the_process_may_write_is_explained_as_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^output-dir: cannot write under {tmp_path}: File too large$"):
+        with files.explain_full_disk("output-dir", tmp_path):
+            raise OSError(errno.EFBIG, "File too large")

@@ -479,3 +479,10 @@ def test_replies_are_flowers_own() -> None:
 def test_only_scalars_travel_as_metrics() -> None:
     with pytest.raises(TypeError):
         wire.fit_reply([], 1, {"accuracy": np.float32(1)})  # type: ignore[dict-item]
+
+
+def test_headers_of_any_declared_length_make_no_negative_bytes() -> None:
+    lying = ArrayRecord(
+        {f"x{k}": FlowerArray("uint8", (0,), "numpy.ndarray", b"\x93NUMPY\x01\x00\xff\xff") for k in range(3)}
+    )
+    assert wire.payload_bytes(RecordDict({"fitres.parameters": lying})) == 0

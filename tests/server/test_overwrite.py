@@ -124,3 +124,25 @@ def test_the_option(command: Command, tmp_path: Path, monkeypatch: pytest.Monkey
     assert code == 2 and "overwrite: needs the run-name of the run to remove" in err
     code, _, err = command("run", "--in-process", "--resume", "runs/a", "--overwrite")
     assert code == 2 and "--resume and --overwrite exclude each other" in err
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_removed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(num_server_rounds=1)
+    make, others = vars(run_folder)["make_directory"], list[RunFolder]()
+
+    def later(path: Path, **options: bool) -> None:
+        if path.name == "run" and not others:
+            monkeypatch.undo()
+            others.append(run(num_server_rounds=1, overwrite=True))
+        make(path, **options)
+
+    monkeypatch.setattr(run_folder, "make_directory", later)
+    with pytest.raises(
+        UserError, match="another process has made .*run meanwhile; the run that it should replace is in"
+    ):
+        run(num_server_rounds=1, overwrite=True)
+    (other,) = others
+    assert RecordedRun(other.path).summary["experiment"] == other.experiment
+    assert len([*other.path.parent.glob(".run.overwritten-*/summary.json")]) == 1

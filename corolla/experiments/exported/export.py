@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,4 +72,7 @@ def _write_state_dict(model: run_models.Trained, output: Path) -> None:
         del state[name]
         if name.endswith("running_mean"):
             state.pop(name.replace("running_mean", "num_batches_tracked"), None)
-    publish(output, lambda file: torch.save(dict(state), file))
+    # torch hides the error of a full disk
+    content = io.BytesIO()
+    torch.save(dict(state), content)
+    publish(output, lambda file: file.write_bytes(content.getbuffer()))
