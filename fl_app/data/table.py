@@ -22,7 +22,7 @@ from fl_app.data.parsing import Places, missing
 from fl_app.data.prepared import DataRequest, Facts, Groups, Prepared, Targets, note, open_or_convert, save
 from fl_app.errors import UserError
 
-VERSION = 6
+VERSION = 7
 """Version of the rules that read columns. Conversions of other versions are not used."""
 
 # more numbers than this are hardly meant as classes
@@ -266,11 +266,13 @@ def _side_by_side(
 def _divide(
     whose: NDArray[Any], rows: int, test_ratio: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw the test rows of each group and return (training, test) rows, sorted. Each group keeps a training row."""
+    """Draw the test rows of each group and return (training, test) rows, sorted. Each group keeps a training row.
+
+    A group's rows have the same draw alone, in the file of a site, and in a table with other groups.
+    """
     test: list[NDArray[np.int64]] = []
-    stream = rng.generator(seed, "table-test-rows")
     for value in np.unique(whose):
-        mine = stream.permutation(np.flatnonzero(whose == value))
+        mine = rng.generator(seed, "table-test-rows").permutation(np.flatnonzero(whose == value))
         test.append(mine[: min(round(len(mine) * test_ratio), len(mine) - 1)])
     chosen = np.sort(np.concatenate(test)).astype(np.int64)
     return np.setdiff1d(np.arange(rows), chosen), chosen

@@ -103,6 +103,34 @@ def test_a_deployment_has_the_bits_of_its_simulation(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize("over", ["sites", "site"])
+def test_a_table_is_divided_as_its_sites_divide_theirs(tmp_path: Path, over: str) -> None:
+    _, arrays = hospitals(tmp_path)
+    tables, sites = [], []
+    for k, file in enumerate(arrays):
+        part = np.load(file)
+        rows = np.concatenate([part["x_train"], part["x_test"]]).tolist()
+        outcomes = np.concatenate([part["y_train"], part["y_test"]]).tolist()
+        lines = [",".join(map(str, [*row, y])) for row, y in zip(rows, outcomes, strict=True)]
+        sites.append(file.with_suffix(".csv"))
+        sites[k].write_text("\n".join(["a,b,c,outcome", *lines]) + "\n")
+        tables += [f"{line},{k}" for line in lines]
+    whole = tmp_path / "whole.csv"
+    # a site's rows keep their order, between those of others
+    whole.write_text("\n".join(["a,b,c,outcome,site", *tables[::2], *tables[1::2]]) + "\n")
+    for k, site in enumerate(sites):
+        own = [line.removesuffix(f",{k}") for line in whole.read_text().splitlines()[1:] if line.endswith(f",{k}")]
+        site.write_text("\n".join(["a,b,c,outcome", *own]) + "\n")
+    more: dict[str, Scalar] = {"target": "outcome", "normalize_over": over}
+    table = {"dataset": f"table:{whole}", "client": "site", "partition": "by-column"}
+    one = start(settings(tmp_path, run_name="simulated", **table, **more))
+    other = deployed(tmp_path, sites, run_name="deployed", **more)
+    assert read_summary(one.path)["digest"] == read_summary(other.path)["digest"]
+    assert [line["accuracy-after"] for line in read_metrics(one.path)] == [
+        line["accuracy-after"] for line in read_metrics(other.path)
+    ]
+
+
+@pytest.mark.parametrize("over", ["sites", "site"])
 def test_validation_data_count_in_every_mode(tmp_path: Path, over: str) -> None:
     file, sites = hospitals(tmp_path)
     more: dict[str, Scalar] = {"validation_ratio": 0.25, "normalize_over": over}
