@@ -38,8 +38,8 @@ from fl_app.sources import path_in
 from fl_app.toml import read_toml
 
 ASK = "ask"
-# the keys of a run's config that name a path on the node
-PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")
+# The keys of a run's config that name a path on the node. The other keys with a path are read by the server alone.
+PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir", "initial-weights")
 
 
 def _texts(words: str, pattern: str) -> Form:
@@ -82,7 +82,7 @@ class Site:
     max_upload: int | None = key(None, "Largest size of a reply in bytes; a larger one is not sent", _COUNT)
     readable_paths: tuple[str, ...] | None = key(
         None,
-        "Directories and files that a run's `dataset`, `partition`, `data-dir` and `state-dir` may name; `[]`: none",
+        "Directories and files that a run's `dataset`, `partition`, `data-dir`, `state-dir` and `initial-weights` may name; `[]`: none",
         _texts("a list of absolute paths", "/.*"),
     )
     confine: bool | None = key(
