@@ -82,7 +82,8 @@ class Site:
     max_upload: int | None = key(None, "Largest size of a reply in bytes; a larger one is not sent", _COUNT)
     readable_paths: tuple[str, ...] | None = key(
         None,
-        "Directories and files that a run's `dataset`, `partition`, `data-dir`, `state-dir` and `initial-weights` may name; `[]`: none",
+        "Directories and files that a run's `dataset`, `partition`, `data-dir`, `state-dir` and `initial-weights` may name; "
+        "`[]`: none",
         _texts("a list of absolute paths", "/.*"),
     )
     confine: bool | None = key(
