@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from deploy import certificates, commands, connection, host_checks, hosts, peers, superlink_nodes
-from deploy.cluster import Cluster, is_ready, record_path, save_new
+from deploy.cluster import Cluster, find, is_ready, record_path, save_new
 from deploy.commands import METRICS, SUPERLINK, TUNNEL, Place, Process
 from deploy.inventory import LOCAL, Inventory
 from deploy.node import Json
@@ -50,7 +50,7 @@ def up(
         str(Path(runs).absolute()),
         log_format.chosen(),
     )
-    if not record_path(inventory.name).exists():
+    if find(inventory.name) is None:
         connection.require_free(Path(cluster.config), inventory.name, cluster.connection)
     save_new(cluster)
     places: dict[str, Place] = {}
