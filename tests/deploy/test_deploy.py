@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import commands, inventory, node
+from deploy import commands, connection, inventory, lifecycle, node
 from deploy.cluster import Cluster, load, record_path, save_new
 from deploy.commands import Place
 from deploy.inventory import Inventory
@@ -425,6 +425,28 @@ def test_a_full_disk_leaves_no_record(tmp_path: Path, monkeypatch: pytest.Monkey
             node.handle(prepare | {"cluster": "lab", "token": "t0ken"})
     save_new(cluster)
     assert load("lab") == cluster
+
+
+def test_a_late_down_leaves_the_next_cluster_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
+    config = tmp_path / "config.toml"
+    lab = parsed("hosts: [{host: local, supernodes: 2}]")
+    first, second = (Cluster(lab, token, str(config), "now") for token in ("one", "two"))
+    keys = record_path("lab").parent / "keys"
+
+    def start(cluster: Cluster) -> None:
+        save_new(cluster)
+        connection.add(config, "lab", cluster.connection)
+        keys.mkdir()
+
+    start(first)
+    assert lifecycle.down(first) == []
+    assert not record_path("lab").exists() and not keys.exists() and "[superlink.lab]" not in config.read_text()
+    start(second)
+    # began before the first one had ended
+    assert lifecycle.down(first) == []
+    assert load("lab") == second and keys.exists() and "[superlink.lab]" in config.read_text()
+    assert lifecycle.down(second) == [] and not keys.exists()
 
 
 def no_space(path: Path) -> None:
