@@ -52,7 +52,7 @@ class Invitation:
 
 
 def make_key(directory: Path) -> Path:
-    """Make a site's key pair in its directory, unless it exists. Return the public half's path."""
+    """Make the missing halves of a site's key pair in its directory. Return the public half's path."""
     private, public = directory / KEY, directory / PUBLIC
     if not private.exists():
         make_directory(directory)
@@ -61,8 +61,6 @@ def make_key(directory: Path) -> Path:
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
         publish(private, lambda path: path.write_bytes(text))
-        encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        publish(public, lambda path: path.write_bytes(encoded + b"\n"), 0o644)
     peers.make_key(private, public)
     return public
 
