@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import logging
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,7 @@ from deploy.approval import Request
 from deploy.audit import Audit
 from deploy.site import Site
 from fl_app import refusal
+from fl_app.app_bundle import PROJECT
 from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.errors import UserError, describe
@@ -53,6 +56,8 @@ log = logging.getLogger("corolla")
 _CONTENT_SECONDS = 600
 # most messages that are held for runs that wait for approval
 _MAX_HELD = 1000
+# most bytes of an application's pyproject.toml
+_MAX_PROJECT = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -275,6 +280,9 @@ class Gate:
             return f"applications: the code's sha256 is {judged.application}, but {run.fab_hash} was announced"
         if run.primary_task_type == TaskType.AGENT_APP:
             return "applications: agents do not run here"
+        if why := site.unknown(self.rules, judged.application):
+            return why
+        _refuse_large_project(fab.content)
         judged.config = get_fused_config_from_fab(fab.content, run)
         if why := site.refusal(self.rules, judged.application, judged.config):
             return why
@@ -320,6 +328,21 @@ class Gate:
                 self._held.remove(held)
                 return held
         return None
+
+
+def _refuse_large_project(content: bytes) -> None:
+    """Raise UserError unless an application's pyproject.toml is small. It is read here, before anything is allowed.
+
+    The file's real size is unknown before it is unpacked. At most it is a thousand times the packed size, by deflate.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        info = archive.getinfo(PROJECT)
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise UserError(
+            f"application: {PROJECT} must be stored or deflated, it is packed by method {info.compress_type}"
+        )
+    if (size := max(info.file_size, info.compress_size)) > _MAX_PROJECT:
+        raise UserError(f"application: {PROJECT} may have {_MAX_PROJECT} bytes, it has {size}")
 
 
 @without_near_names()

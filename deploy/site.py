@@ -159,8 +159,8 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
 
     application: sha256 of its code. config: the run's flat config, as the application will read it.
     """
-    if site.applications is not None and application not in site.applications:
-        return f"applications: {application} is not among those allowed here"
+    if why := unknown(site, application):
+        return why
     declared = {spec.name: spec for spec in specs(RunConfig)}
     method = str(config.get("method", declared["method"].default))
     if site.methods is not None and method not in site.methods:
@@ -171,6 +171,13 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
     if site.confine and config.get("state-dir"):
         return f"confine: state-dir is this site's to choose, got {config['state-dir']}"
     return _unreadable(site, config) if site.readable_paths is not None else ""
+
+
+def unknown(site: Site, application: str) -> str:
+    """Return the rule that excludes an application by its sha256, before anything in it is read, or ""."""
+    if site.applications is not None and application not in site.applications:
+        return f"applications: {application} is not among those allowed here"
+    return ""
 
 
 def _beyond(name: str, bound: Mapping[str, Any], config: Mapping[str, Scalar], declared: Mapping[str, KeySpec]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import struct
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,6 +209,40 @@ def test_code_that_is_not_what_was_announced(tmp_path: Path, link: SuperLink) ->
     _, opened = gate(tmp_path, link, applications=(HASH,))
     link.ask("get_properties")
     assert opened.receive() is None and "applications: the code's sha256 is" in link.errors[0]
+
+
+def packed(project: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """An application with this pyproject.toml."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", method) as archive:
+        archive.writestr("pyproject.toml", project)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "fab, rules, expected",
+    [
+        # no archive: it was not opened
+        (b"no archive", {"applications": (HASH,)}, "is not among those allowed here"),
+        (packed(b"#" * 65_537), {}, "application: pyproject.toml may have 65536 bytes, it has 65537"),
+        (
+            packed(bytes(np.random.default_rng(0).bytes(70_000))).replace(struct.pack("<I", 70_000), b"\1\0\0\0"),
+            {},
+            "may have",
+        ),
+        (packed(PROJECT.encode(), zipfile.ZIP_LZMA), {}, "must be stored or deflated, it is packed by method 14"),
+    ],
+    ids=["not allowed", "large", "packed large", "another packing"],
+)
+def test_little_is_unpacked_before_an_application_is_allowed(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch, fab: bytes, rules: dict[str, Any], expected: str
+) -> None:
+    name = hashlib.sha256(fab).hexdigest()
+    link.fab = Fab(name, fab, {})
+    monkeypatch.setattr(f"{__name__}.HASH", name)
+    _, opened = gate(tmp_path, link, **rules)
+    link.ask("get_properties")
+    assert opened.receive() is None and expected in link.errors[0], link.errors
 
 
 def test_what_was_judged_is_what_is_started(tmp_path: Path, link: SuperLink) -> None:
