@@ -4,6 +4,10 @@ A server keeps the inventory, the keys, the SuperLink's database, and run folder
 its keys, its audit and approvals, client state, and its notes of spent privacy budgets and answered private rounds. The
 archive is an uncompressed tar file that only its owner can read: it holds private keys. Its first member,
 `manifest.json`, has the parts and their paths. A restore puts every part back at its path, or changes nothing.
+
+Symbolic links are followed: the archive has the files that they lead to, so that no part depends on a path outside the
+archive. Links in client state are left out. Corolla makes none there, and an application that leads one to another file
+must not find that file's content in its state after a restore.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from fl_app.machine import versions
 from fl_app.site import VARIABLE, site_directory, user_state
 
 MANIFEST, FORMAT = "manifest.json", 1
-_DATABASE = "database"
+_DATABASE, _CLIENT_STATE = "database", "client state"
 # the name of an experiment's directory of client state
 _EXPERIMENT = re.compile("[0-9a-f]{12}")
 # copied first: what is written later refers to them
@@ -84,12 +88,15 @@ def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Part
     usual = Path(os.environ.get("COROLLA_STATE_DIR") or user_state())
     for root in dict.fromkeys(path.expanduser().absolute() for path in (usual, *states)):
         experiments = sorted(root.iterdir()) if root.is_dir() else []
-        found += [Part("client state", path) for path in experiments if _EXPERIMENT.fullmatch(path.name)]
+        found += [Part(_CLIENT_STATE, path) for path in experiments if _EXPERIMENT.fullmatch(path.name)]
     return _existing(found)
 
 
 def _existing(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts that exist, without those that lie in others."""
+    """Return the parts that exist, without those that lie in others. Raises UserError for a link that leads nowhere."""
+    parts = list(parts)
+    for part in parts:
+        _refuse_dangling(part.path)
     there = list(dict.fromkeys(part for part in parts if part.path.exists()))
     paths = {part.path for part in there}
     return [part for part in there if not paths & set(part.path.parents)]
@@ -109,8 +116,7 @@ def write(archive: Path, parts: list[Part]) -> None:
     if archive.exists():
         raise UserError(f"{archive} exists already; choose another name")
     for part in parts:
-        if archive.absolute().is_relative_to(part.path):
-            raise UserError(f"{archive}: lies in {part.path}, which is kept; choose another directory")
+        _refuse_inside(archive, part.path)
     about = {
         "format": FORMAT,
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -119,13 +125,14 @@ def write(archive: Path, parts: list[Part]) -> None:
     }
 
     def pack(path: Path) -> None:
-        with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        # dereference: a link, and the second name of a file, become files
+        with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, dereference=True) as tar:
             content = json.dumps(about, indent=2).encode()
             head = tarfile.TarInfo(MANIFEST)
             head.size, head.mode = len(content), 0o600
             tar.addfile(head, io.BytesIO(content))
             for number, part in enumerate(parts):
-                _pack(tar, str(number), part, archive.absolute().parent)
+                _pack(tar, str(number), part, archive.absolute())
 
     try:
         with explain_full_disk("backup", archive.absolute().parent):
@@ -134,38 +141,82 @@ def write(archive: Path, parts: list[Part]) -> None:
         raise UserError(f"backup: {error.filename or archive}: {error.strerror}") from None
 
 
-def _pack(tar: tarfile.TarFile, name: str, part: Part, beside: Path) -> None:
-    """Add a part. beside: a directory for a copy of the database."""
+def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
+    """Add a part. A copy of the database is made beside the archive.
+
+    Raises UserError if a part is neither a file nor a directory, if a link leads nowhere, or if one leads to the archive.
+    """
+    if not part.path.is_file() and not part.path.is_dir():
+        raise UserError(f"backup: {part.what}: {part.path} is neither a file nor a directory")
     if part.what == _DATABASE:
-        with tempfile.TemporaryDirectory(prefix=".corolla-", dir=beside) as directory:
+        with tempfile.TemporaryDirectory(prefix=".corolla-", dir=archive.parent) as directory:
             copy = Path(directory, "copy")
             _copy_database(part.path, copy)
             tar.add(copy, name, filter=_plain)
-    elif part.path.is_file():
-        tar.add(part.path, name, filter=_plain)
-    else:
-        tar.add(part.path, name, recursive=False, filter=_plain)
-        for path in _ordered(part.path):
+        return
+    tar.add(part.path, name, recursive=False, filter=_plain)
+    if part.path.is_dir():
+        for path in _ordered(part.path, follow=part.what != _CLIENT_STATE):
+            if path.is_symlink() and path.is_dir():
+                _refuse_inside(archive, path)
             # a run that goes on deletes files
             with contextlib.suppress(FileNotFoundError):
                 tar.add(path, f"{name}/{path.relative_to(part.path).as_posix()}", recursive=False, filter=_plain)
 
 
-def _ordered(directory: Path) -> Iterator[Path]:
-    """Yield everything in a directory: files of checkpoints first, also those that appear meanwhile."""
+def _ordered(directory: Path, follow: bool = True) -> Iterator[Path]:
+    """Yield everything in a directory: files of checkpoints first, also those that appear meanwhile. follow: see _all."""
     seen: set[Path] = set()
-    while new := [path for path in sorted(directory.rglob(f"{_FIRST}/*")) if path not in seen]:
+    while new := [p for p in _all(directory, follow) if p.parent.name == _FIRST and p not in seen]:
         for folder in (above for path in new for above in reversed(path.relative_to(directory).parents[:-1])):
             if (folder := directory / folder) not in seen:
                 seen.add(folder)
                 yield folder
         seen.update(new)
         yield from new
-    yield from (path for path in sorted(directory.rglob("*")) if path not in seen)
+    yield from (path for path in list(_all(directory, follow)) if path not in seen)
+
+
+def _all(directory: Path, follow: bool, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield everything in a directory, by name, each directory before its content.
+
+    follow: also links, except those that lead back to a directory above. Otherwise no links. Raises UserError for a link
+    that leads nowhere.
+    """
+    above = (*above, directory.resolve())
+    try:
+        found = sorted(directory.iterdir())
+    # a run that goes on deletes directories
+    except FileNotFoundError:
+        return
+    for path in found:
+        if path.is_symlink():
+            if not follow:
+                continue
+            _refuse_dangling(path)
+            if path.resolve() in above:
+                continue
+        yield path
+        if path.is_dir():
+            yield from _all(path, follow, above)
+
+
+def _refuse_dangling(path: Path) -> None:
+    """Raise UserError for a link that leads nowhere: what it led to is not kept, for example on a disk that is away."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(
+            f"backup: {path} is a link to {os.readlink(path)}, which is not there; put it back, or remove the link"
+        )
+
+
+def _refuse_inside(archive: Path, kept: Path) -> None:
+    """Raise UserError if the archive would lie in a directory that is kept."""
+    if archive.resolve().is_relative_to(kept.resolve()):
+        raise UserError(f"{archive}: lies in {kept}, which is kept; choose another directory")
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Return a member if it is a file or directory; links and sockets are left out."""
+    """Return a member if it is a file or directory; sockets and devices are left out."""
     return member if member.isfile() or member.isdir() else None
 
 
@@ -193,7 +244,7 @@ def read(archive: Path) -> list[Part]:
     try:
         with tarfile.open(archive, "r:") as tar:
             parts = _parts(tar, archive)
-            if there := [str(part.path) for part in parts if part.path.exists()]:
+            if there := [str(part.path) for part in parts if os.path.lexists(part.path)]:
                 raise UserError(
                     "restore: these exist and are not overwritten; move them away:\n  " + "\n  ".join(there)
                 )

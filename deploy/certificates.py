@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from deploy import peers
@@ -30,6 +32,7 @@ IGNORE = ".gitignore"
 _CA_DAYS, _SERVER_DAYS = 3650, 825
 # days before a certificate's end at which warnings begin
 WARNING_DAYS = 30
+_MISMADE = "put the right one back, or make all anew with `corolla cluster keys --force CLUSTER.yaml`"
 # names of the control API, which listens on loopback only
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
 
@@ -58,16 +61,16 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
         ca_key, ca = _authority(inventory.name)
         _write(directory / CA_KEY, _pem(ca_key), 0o600, written)
         _write(directory / CA, ca.public_bytes(serialization.Encoding.PEM), 0o644, written)
-    if new_ca or not (directory / SERVER).exists():
+    if new_ca or not all((directory / name).exists() for name in (SERVER, SERVER_KEY)):
         _write_server(inventory, *_load_authority(directory), written)
     for node in inventory.supernodes:
         private, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
         if force or not private.exists():
-            key = ec.generate_private_key(ec.SECP384R1())
-            _write(private, _openssh(key), 0o600, written)
-            _write(public, _openssh_public(key), 0o644, written)
-            private.with_suffix(peers.KEY_SUFFIX).unlink(missing_ok=True)
-        written += [path for path in peers.make_key(private, public) if path not in written]
+            # before the new key: after a crash no old file stays beside it
+            for old in (private.with_suffix(peers.KEY_SUFFIX), public):
+                old.unlink(missing_ok=True)
+            _write(private, _openssh(ec.generate_private_key(ec.SECP384R1())), 0o600, written)
+        written += peers.make_key(private, public)
     require_usable(inventory)
     peers.write_list(inventory)
     return written
@@ -101,7 +104,7 @@ def _write_server(
 
 
 def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> None:
-    """Raise UserError for a file that is missing, open to others, expired or does not fit.
+    """Raise UserError for a file that is missing, open to others, expired or does not fit, as a key of another certificate.
 
     The error names the file, and the command that repairs it. nodes: the SuperNodes that need keys; None means all.
     """
@@ -131,6 +134,15 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
     # InvalidSignature, ValueError, TypeError: the same for a user
     except Exception:
         raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
+    _require_key_of(certificate, directory / SERVER, directory / SERVER_KEY, again)
+    if (directory / CA_KEY).exists():
+        _require_key_of(ca, directory / CA, directory / CA_KEY, _MISMADE)
+    for node in inventory.supernodes if nodes is None else nodes:
+        key, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
+        if public.read_text().split()[:2] != peers.public_words(peers.read_node_key(key)):
+            raise UserError(
+                f"keys: {key} does not belong to {public.name}; `corolla cluster keys CLUSTER.yaml` makes that one anew"
+            )
 
 
 def expiry_warnings(inventory: Inventory) -> list[str]:
@@ -266,14 +278,31 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Return the CA's key and certificate. Raises UserError if the key is missing, or another certificate's."""
+    ca = read_certificate(directory / CA)
     try:
-        key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), password=None)
+        key = _require_key_of(ca, directory / CA, directory / CA_KEY, _MISMADE)
     except OSError as error:
         raise UserError(
             f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate"
         ) from None
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return key, read_certificate(directory / CA)
+    return key, ca
+
+
+def _require_key_of(certificate: x509.Certificate, at: Path, path: Path, remedy: str) -> PrivateKeyTypes:
+    """Return a certificate's private key. Raises UserError if the file holds none or another's, and OSError.
+
+    at: the certificate's file. path: the key's.
+    """
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    # UnsupportedAlgorithm: the same for a user
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if key is None or key.public_key() != certificate.public_key():
+        raise UserError(f"keys: {path} does not belong to {at.name}; {remedy}")
+    return key
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -287,8 +316,3 @@ def _openssh(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
-
-
-def _openssh_public(key: ec.EllipticCurvePrivateKey) -> bytes:
-    encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    return encoded + b"\n"

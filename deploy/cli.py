@@ -250,8 +250,8 @@ def admit(
 
     found = inventories.read_inventory(inventory)
     invitation = joining.admit(found, client, public)
-    if cluster.record_path(found.name).exists():
-        superlink_nodes.register_key(cluster.load(found.name), f"supernode-{client}")
+    if running := cluster.find(found.name):
+        superlink_nodes.register_key(running, f"supernode-{client}")
         _say(f"client {client} is registered with the running cluster {found.name}")
     _say(f"send {invitation} to the site: corolla node start NAME --invitation {invitation.name}")
     if (listed := Path(found.keys) / PEERS).is_file():

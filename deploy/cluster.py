@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode, warm_proces
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
+from fl_app.files import explain_full_disk, lock, publish_text
 from fl_app.log_format import TEXT
 
 
@@ -98,12 +100,33 @@ def record_path(name: str) -> Path:
     return cluster_directory(name) / "cluster.json"
 
 
+@contextlib.contextmanager
+def held(name: str) -> Iterator[None]:
+    """Let no other command on this machine record or forget a cluster of this name. Raises UserError on a full disk."""
+    directory = cluster_directory(name)
+    with explain_full_disk(f"cluster {name}", directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with lock(directory / ".lock", wait=True):
+            yield
+
+
+def find(name: str) -> Cluster | None:
+    """Return a cluster's record, or None if the cluster is not up."""
+    try:
+        return load(name)
+    except UserError:
+        return None
+
+
 def load(name: str) -> Cluster:
     """Read a cluster's record. Raises UserError if the cluster is not up."""
     try:
         raw = json.loads(record_path(name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"cluster {name} is not up: there is no {record_path(name)}") from None
+    # an earlier Corolla left half a record on a full disk, before it started anything
+    except ValueError:
+        raise UserError(f"cluster {name} is not up: {record_path(name)} is not a record") from None
     inventory = raw["inventory"]
     superlink = SuperLink(**{**inventory["superlink"], "names": tuple(inventory["superlink"]["names"])})
     # older records have true or false for `warm`, and no `joined`
@@ -115,23 +138,18 @@ def load(name: str) -> Cluster:
 
 def database_here(name: str) -> Path | None:
     """Return the path of a running cluster's database, None if it is in memory, on another host, or not known here."""
-    try:
-        link = load(name).inventory.superlink
-    except UserError:
+    if (running := find(name)) is None:
         return None
+    link = running.inventory.superlink
     return Path(link.database) if link.database and link.host == LOCAL else None
 
 
 def save_new(cluster: Cluster) -> None:
-    """Record a cluster that is about to start. Raises UserError if a cluster of this name is up."""
-    path = record_path(cluster.inventory.name)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(dataclasses.asdict(cluster), file)
-    except FileExistsError:
-        old = load(cluster.inventory.name)
-        raise UserError(
-            f"cluster {old.inventory.name} is already up (since {old.started}); "
-            f"`corolla cluster down {old.inventory.name}` ends it"
-        ) from None
+    """Record a cluster that is about to start. Raises UserError if a cluster of this name is up, or on a full disk."""
+    name = cluster.inventory.name
+    with held(name):
+        if old := find(name):
+            raise UserError(
+                f"cluster {name} is already up (since {old.started}); `corolla cluster down {name}` ends it"
+            )
+        publish_text(record_path(name), json.dumps(dataclasses.asdict(cluster)))

@@ -1,22 +1,24 @@
 """The cluster's SuperLink connection in the user's Flower config: one table, `[superlink.NAME]`, edited as text.
 
 The rest of the file stays byte for byte the same. The result is parsed before it is written. If the edit would change
-anything else, the file is left alone.
+anything else, the file is left alone. Edits wait for each other: clusters may start and end at the same time.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 import socket
 import ssl
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
-from fl_app.files import publish_text
+from fl_app.files import lock, publish_text
 from fl_app.keys import nearest
+from fl_app.toml import value_to_toml
 
 
 def config_path() -> Path:
@@ -34,13 +36,18 @@ def require_free(path: Path, name: str, table: dict[str, Any]) -> None:
 
 def add(path: Path, name: str, table: dict[str, Any]) -> None:
     """Add the table `[superlink.NAME]`. Raises UserError if another one of that name exists."""
-    _write(path, _with_table(path, _text(path), name, table))
+    with _locked(path):
+        _write(path, _with_table(path, _text(path), name, table))
 
 
 def remove(path: Path, name: str, table: dict[str, Any]) -> None:
     """Remove our table if it still exists unchanged. Raises UserError if it cannot be cut out."""
-    if not path.exists():
-        return
+    if path.exists():
+        with _locked(path):
+            _remove(path, name, table)
+
+
+def _remove(path: Path, name: str, table: dict[str, Any]) -> None:
     text = path.read_text(encoding="utf-8")
     before = _parse(path, text)
     found = before.get("superlink", {}).get(name)
@@ -124,7 +131,7 @@ def _with_table(path: Path, text: str, name: str, table: dict[str, Any]) -> str:
             f"{path} has a connection named {name!r} already; rename or remove its [superlink.{name}], "
             "or give the cluster another `name`"
         )
-    lines = [f"[superlink.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    lines = [f"[superlink.{name}]", *(f"{key} = {value_to_toml(value)}" for key, value in table.items())]
     gap = "" if not text else "\n" if text.endswith("\n") else "\n\n"
     after = text + gap + "\n".join(lines) + "\n"
     expected = {**before, "superlink": {**links, name: table}} if isinstance(links, dict) else None
@@ -149,9 +156,23 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         raise UserError(f"{path}: not valid TOML ({error}); mend it first") from None
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let no other `add` or `remove` change the file meanwhile. Raises UserError if it cannot be read or written."""
+    target = path.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with lock(target.with_name(f".{target.name}.lock"), wait=True):
+            yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be changed: {error.strerror}") from None
+    # the file, or a path to be written to it, is not UTF-8
+    except UnicodeError as error:
+        raise UserError(f"{path}: cannot be changed: {error}") from None
+
+
 def _write(path: Path, text: str) -> None:
     """Replace the file in one step, through a symbolic link, and keep its mode."""
     target = path.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
     publish_text(target, text, mode)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import logging
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Error, Message
 from flwr.common.config import get_fused_config_from_fab
@@ -39,6 +41,7 @@ from deploy.approval import Request
 from deploy.audit import Audit
 from deploy.site import Site
 from fl_app import refusal
+from fl_app.app_bundle import PROJECT
 from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.errors import UserError, describe
@@ -53,6 +56,13 @@ log = logging.getLogger("corolla")
 _CONTENT_SECONDS = 600
 # most messages that are held for runs that wait for approval
 _MAX_HELD = 1000
+# most bytes of an application's pyproject.toml
+_MAX_PROJECT = 64 * 1024
+# Most runs whose judgement is kept, more than can be held, and most applications, of a few MB each, whose code is kept.
+_MAX_JUDGED, _MAX_FABS = 2 * _MAX_HELD, 4
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -80,13 +90,12 @@ class Node:
 
 @dataclass
 class Judged:
-    """A run and its code, fetched once, so that the code that is checked is the code that starts.
+    """A run, fetched once, and the sha256 of its code, so that the code that is checked is the code that starts.
 
     refusal: the broken rule, or "". waits: the run waits for a person's approval.
     """
 
     run: Run
-    fab: Fab
     application: str
     config: Mapping[str, Scalar]
     refusal: str = ""
@@ -111,7 +120,10 @@ class Gate:
     node: Node
     store: ObjectStore
     _inner: Connection = field(init=False)
+    # those that were used last, by run
     _judged: dict[int, Judged] = field(default_factory=dict)
+    # the code of runs that may start, by its sha256
+    _fabs: dict[str, Fab] = field(default_factory=dict)
     _held: list[tuple[Message, ObjectTree]] = field(default_factory=list)
     # messages not yet answered, by id
     _open: dict[str, Message] = field(default_factory=dict)
@@ -126,7 +138,7 @@ class Gate:
             self.receive,
             self.send,
             lambda run: self._judge(run).run,
-            lambda _, run: self._judge(run).fab,
+            lambda _, run: self._code(self._judge(run)),
             self.pull_object,
             inner.push_object,
             self.confirm_message_received,
@@ -247,15 +259,19 @@ class Gate:
     # Judging
 
     def _judge(self, run_id: int) -> Judged:
-        """Fetch a run and its code, once, and check them against the rules."""
+        """Fetch a run and its code, once, and check them against the rules.
+
+        A run of which nothing was heard during _MAX_JUDGED others is fetched and checked again. A person's answer to it
+        still holds.
+        """
         if (known := self._judged.get(run_id)) is not None:
+            _keep_last(self._judged, run_id, known, _MAX_JUDGED)
             return known
         run = self._inner.get_run(run_id)
         fab = self._inner.get_fab(run.fab_hash, run_id)
-        application = hashlib.sha256(fab.content).hexdigest()
-        judged = Judged(run, fab, application, {})
+        judged = Judged(run, hashlib.sha256(fab.content).hexdigest(), {})
         try:
-            judged.refusal = self._refusal(judged)
+            judged.refusal = self._refusal(judged, fab)
         # a server may have sent anything
         except Exception as error:
             log.warning("run %d", run_id, exc_info=True, extra=about(run=str(run_id), client=self.node.client_id))
@@ -265,16 +281,32 @@ class Gate:
                 judged.refusal = f"application: cannot be read ({describe(error)})"
         config = dict(judged.config)
         outcome = judged.refusal or ("waits for approval" if judged.waits else "")
-        self.audit.append("run", run=str(run_id), application=application, config=config, refusal=outcome)
-        self._judged[run_id] = judged
+        self.audit.append("run", run=str(run_id), application=judged.application, config=config, refusal=outcome)
+        _keep_last(self._judged, run_id, judged, _MAX_JUDGED)
+        if judged.refusal:
+            judged.config = {}
+        else:
+            _keep_last(self._fabs, judged.application, fab, _MAX_FABS)
         return judged
 
-    def _refusal(self, judged: Judged) -> str:
-        run, fab = judged.run, judged.fab
+    def _code(self, judged: Judged) -> Fab:
+        """Return a run's code, as it was judged. Raises ValueError if other code came when it was fetched again."""
+        if (fab := self._fabs.get(judged.application)) is None:
+            fab = self._inner.get_fab(judged.run.fab_hash, judged.run.run_id)
+            if (found := hashlib.sha256(fab.content).hexdigest()) != judged.application:
+                raise ValueError(f"run {judged.run.run_id}: its code was {judged.application}, and is {found} now")
+        _keep_last(self._fabs, judged.application, fab, _MAX_FABS)
+        return fab
+
+    def _refusal(self, judged: Judged, fab: Fab) -> str:
+        run = judged.run
         if not judged.application == fab.hash_str == run.fab_hash:
             return f"applications: the code's sha256 is {judged.application}, but {run.fab_hash} was announced"
         if run.primary_task_type == TaskType.AGENT_APP:
             return "applications: agents do not run here"
+        if why := site.unknown(self.rules, judged.application):
+            return why
+        _refuse_large_project(fab.content)
         judged.config = get_fused_config_from_fab(fab.content, run)
         if why := site.refusal(self.rules, judged.application, judged.config):
             return why
@@ -320,6 +352,29 @@ class Gate:
                 self._held.remove(held)
                 return held
         return None
+
+
+def _keep_last(kept: dict[K, V], key: K, value: V, most: int) -> None:
+    """Put a value last, and take out the first ones above `most`."""
+    kept.pop(key, None)
+    kept[key] = value
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+
+
+def _refuse_large_project(content: bytes) -> None:
+    """Raise UserError unless an application's pyproject.toml is small. It is read here, before anything is allowed.
+
+    The file's real size is unknown before it is unpacked. At most it is a thousand times the packed size, by deflate.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        info = archive.getinfo(PROJECT)
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise UserError(
+            f"application: {PROJECT} must be stored or deflated, it is packed by method {info.compress_type}"
+        )
+    if (size := max(info.file_size, info.compress_size)) > _MAX_PROJECT:
+        raise UserError(f"application: {PROJECT} may have {_MAX_PROJECT} bytes, it has {size}")
 
 
 @without_near_names()

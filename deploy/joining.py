@@ -13,7 +13,6 @@ should compare their copies.
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import free_ports
-from fl_app.toml import read_toml
+from fl_app.toml import read_toml, value_to_toml
 
 KEY, PUBLIC, INVITATION, CA = "node.key", "node.pub", "invitation.toml", "ca.crt"
 
@@ -53,7 +52,7 @@ class Invitation:
 
 
 def make_key(directory: Path) -> Path:
-    """Make a site's key pair in its directory, unless it exists. Return the public half's path."""
+    """Make the missing halves of a site's key pair in its directory. Return the public half's path."""
     private, public = directory / KEY, directory / PUBLIC
     if not private.exists():
         make_directory(directory)
@@ -62,8 +61,6 @@ def make_key(directory: Path) -> Path:
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
         publish(private, lambda path: path.write_bytes(text))
-        encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        publish(public, lambda path: path.write_bytes(encoded + b"\n"), 0o644)
     peers.make_key(private, public)
     return public
 
@@ -153,8 +150,8 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
     peers.write_list(inventory)
     link, ca = inventory.superlink, (directory / certificates.CA).read_text()
     address = commands.host_port(link.fleet_address, link.fleet_port)
-    lines = [f"superlink = {json.dumps(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]
-    lines.append(f"flower = {json.dumps(metadata.version('flwr'))}")
+    lines = [f"superlink = {value_to_toml(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]
+    lines.append(f"flower = {value_to_toml(metadata.version('flwr'))}")
     invitation = directory / f"supernode-{client}.toml"
     publish(invitation, lambda path: path.write_text("\n".join([*lines, f'ca = """\n{ca}"""\n'])), 0o644)
     return invitation

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from deploy import certificates, commands, connection, host_checks, hosts, peers, superlink_nodes
-from deploy.cluster import Cluster, is_ready, record_path, save_new
+from deploy.cluster import Cluster, find, held, is_ready, record_path, save_new
 from deploy.commands import METRICS, SUPERLINK, TUNNEL, Place, Process
 from deploy.inventory import LOCAL, Inventory
 from deploy.node import Json
@@ -50,7 +50,7 @@ def up(
         str(Path(runs).absolute()),
         log_format.chosen(),
     )
-    if not record_path(inventory.name).exists():
+    if find(inventory.name) is None:
         connection.require_free(Path(cluster.config), inventory.name, cluster.connection)
     save_new(cluster)
     places: dict[str, Place] = {}
@@ -260,8 +260,9 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
 def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -> list[str]:
     """End everything that `up` started: metrics, SuperNodes, the SuperLink, the tunnel, in order. Return the problems.
 
-    The record stays while a process is left, so that `down` can be repeated. only: hosts to ask; default all. forget:
-    treat hosts that cannot be reached as ended.
+    The record stays while a process is left, so that `down` can be repeated. If another `down` has removed it, this one
+    removes nothing more: the files and the connection may belong to a cluster of the same name that was started since.
+    only: hosts to ask; default all. forget: treat hosts that cannot be reached as ended.
     """
     inventory = cluster.inventory
     problems: list[str] = []
@@ -272,15 +273,19 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
         replies, failures = hosts.attempt_each(functools.partial(_stop, cluster, stage), asked)
         problems += [str(error) for error in failures.values() if not forget]
         problems += [f"{host}: {name} could not be ended" for host, reply in replies.items() for name in reply["left"]]
-    if not problems:
-        _, failures = hosts.attempt_each(lambda host: cluster.ask(host, "clear"), there)
-        problems += [str(error) for error in failures.values() if not forget]
-    try:
-        connection.remove(Path(cluster.config), inventory.name, cluster.connection)
-    except UserError as error:
-        problems.append(str(error))
-    if not problems:
-        record_path(inventory.name).unlink(missing_ok=True)
+    with held(inventory.name):
+        recorded = find(inventory.name)
+        if recorded is None or recorded.token != cluster.token:
+            return list(dict.fromkeys(problems))
+        if not problems:
+            _, failures = hosts.attempt_each(lambda host: cluster.ask(host, "clear"), there)
+            problems += [str(error) for error in failures.values() if not forget]
+        try:
+            connection.remove(Path(cluster.config), inventory.name, cluster.connection)
+        except UserError as error:
+            problems.append(str(error))
+        if not problems:
+            record_path(inventory.name).unlink(missing_ok=True)
     return list(dict.fromkeys(problems))
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from deploy import certificates, superlink_nodes
 from deploy.commands import listen_address
 from fl_app import log_format
-from fl_app.errors import UserError
+from fl_app.errors import UserError, plain
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.extras import require
 from fl_app.metrics import moments
@@ -190,7 +190,7 @@ class Exporter:
         # scrapes share the folders' sums
         with self._reading:
             for name, labels, value in self._all():
-                found[name][labels] = float(value)
+                found[name][tuple(map(plain, labels))] = value
         return found
 
     def _all(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -200,9 +200,9 @@ class Exporter:
         for totals in self._newest():
             try:
                 totals.read()
-                yield from list(totals.samples())
+                yield from [(name, labels, float(value)) for name, labels, value in totals.samples()]
             # a run's process may have written anything there
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, UserError) as error:
+            except Exception as error:
                 self._complain(f"{totals.path}: has no numbers: {error!r}")
 
     def _superlink(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -247,6 +247,7 @@ class Exporter:
 
     def _complain(self, text: str) -> None:
         """Log a line the first time."""
+        text = plain(text)
         if text not in self._complained:
             self._complained.add(text)
             log.warning("%s", text)

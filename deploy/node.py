@@ -27,7 +27,7 @@ from typing import Any
 
 from deploy import health, processes
 from fl_app.errors import UserError
-from fl_app.files import publish_text
+from fl_app.files import explain_full_disk, publish_text
 from fl_app.processes import free_ports
 from fl_app.server import disk
 
@@ -47,8 +47,13 @@ def main() -> None:
 
 
 def handle(request: Json) -> Json:
-    """Execute a request on this machine, and return the reply. Raises UserError."""
+    """Execute a request on this machine, and return the reply. Raises UserError, also on a full disk."""
     directory = processes.cluster_directory(request["cluster"])
+    with explain_full_disk(f"cluster {request['cluster']}", directory):
+        return _execute(directory, request)
+
+
+def _execute(directory: Path, request: Json) -> Json:
     token = request["token"]
     match request["action"]:
         case "prepare":

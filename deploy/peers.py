@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy.inventory import Inventory
+from fl_app.errors import UserError
 from fl_app.files import publish, publish_text
 from fl_app.privacy import keyring
 from fl_app.privacy.keyring import PEERS
@@ -23,25 +25,44 @@ _WORDS = 5
 
 
 def make_key(node_key: Path, public: Path) -> list[Path]:
-    """Make a node's key for private runs, unless it exists, and add its public half to the node's public key.
+    """Make a node's key for private runs, unless it exists, and the node's public key with both public halves.
 
-    Returns the files written.
+    An existing public key stays if it belongs to both private keys. After a crash between two files one may be missing,
+    or of an earlier key. Returns the files written. Raises UserError if a private key cannot be read.
     """
     private = node_key.with_suffix(KEY_SUFFIX)
-    if private.exists() and len(public.read_text().split()) == _WORDS:
-        return []
-    signer = serialization.load_ssh_private_key(node_key.read_bytes(), password=None)
-    assert isinstance(signer, ec.EllipticCurvePrivateKey)
-    made = [public] if private.exists() else [private, public]
+    made: list[Path] = []
     if not private.exists():
         publish(private, lambda path: path.write_bytes(keyring.make_private_key()))
-    words = [
-        *public.read_text().split()[:2],
-        keyring.KEY_TYPE,
-        keyring.statement(keyring.read_private_key(private), signer),
-    ]
-    publish_text(public, " ".join(words) + "\n", 0o644)
+        made.append(private)
+    signer = read_node_key(node_key)
+    words = [*public_words(signer), keyring.KEY_TYPE, keyring.statement(keyring.read_private_key(private), signer)]
+    line = " ".join(words)
+    # a signature is another one each time
+    if not public.exists() or public.read_text().split()[: _WORDS - 1] != line.split()[: _WORDS - 1]:
+        publish_text(public, line + "\n", 0o644)
+        made.append(public)
     return made
+
+
+def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a node's private key. Raises UserError if the file holds none."""
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    # UnsupportedAlgorithm: the same for a user
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{path}: is no private key of a node")
+    return key
+
+
+def public_words(key: ec.EllipticCurvePrivateKey) -> list[str]:
+    """Return the kind and the public half of a node's key, as the first words of its public key."""
+    encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return encoded.decode().split()
 
 
 def statement_in(public: Path) -> str:

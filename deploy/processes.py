@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from fl_app.errors import UserError
+from fl_app.files import publish_text
 from fl_app.processes import LAUNCH, end_processes, flower_environment, processes_with, start_mark
 from fl_app.site import user_state
 
@@ -82,25 +83,23 @@ def start(
             raise UserError(f"{name}: cannot start {command[0]}: {error.strerror}") from None
     # a zombie (ended at once) has no mark; its record then matches no process
     record = Record(name, token, process.pid, start_mark(process.pid) or "ended", health, ca)
-    temporary = directory / f".{name}.json"
-    temporary.write_text(json.dumps(dataclasses.asdict(record)))
-    temporary.replace(_record_path(directory, name))
+    publish_text(_record_path(directory, name), json.dumps(dataclasses.asdict(record)))
     return record
 
 
 def read_record(directory: Path, name: str) -> Record | None:
-    """Return a process's record, or None."""
+    """Return a process's record, or None, also for a file that is no record. `stop` finds its process by the token."""
     try:
-        return Record(**json.loads(_record_path(directory, name).read_text()))
-    except FileNotFoundError:
+        return Record(**json.loads(_record_path(directory, name).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
 def records(directory: Path) -> list[Record]:
     """Return all records in a cluster's directory."""
-    found = (
-        read_record(directory, path.stem) for path in sorted(directory.glob("*.json")) if path.name != "cluster.json"
-    )
+    # names with a dot are unfinished files
+    names = [path.stem for path in sorted(directory.glob("*.json")) if not path.name.startswith(".")]
+    found = (read_record(directory, name) for name in names if name != "cluster")
     return [record for record in found if record]
 
 

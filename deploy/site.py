@@ -38,8 +38,8 @@ from fl_app.sources import path_in
 from fl_app.toml import read_toml
 
 ASK = "ask"
-# the keys of a run's config that name a path on the node
-PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")
+# The keys of a run's config that name a path on the node. The other keys with a path are read by the server alone.
+PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir", "initial-weights")
 
 
 def _texts(words: str, pattern: str) -> Form:
@@ -82,7 +82,8 @@ class Site:
     max_upload: int | None = key(None, "Largest size of a reply in bytes; a larger one is not sent", _COUNT)
     readable_paths: tuple[str, ...] | None = key(
         None,
-        "Directories and files that a run's `dataset`, `partition`, `data-dir` and `state-dir` may name; `[]`: none",
+        "Directories and files that a run's `dataset`, `partition`, `data-dir`, `state-dir` and `initial-weights` may name; "
+        "`[]`: none",
         _texts("a list of absolute paths", "/.*"),
     )
     confine: bool | None = key(
@@ -158,8 +159,8 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
 
     application: sha256 of its code. config: the run's flat config, as the application will read it.
     """
-    if site.applications is not None and application not in site.applications:
-        return f"applications: {application} is not among those allowed here"
+    if why := unknown(site, application):
+        return why
     declared = {spec.name: spec for spec in specs(RunConfig)}
     method = str(config.get("method", declared["method"].default))
     if site.methods is not None and method not in site.methods:
@@ -170,6 +171,13 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
     if site.confine and config.get("state-dir"):
         return f"confine: state-dir is this site's to choose, got {config['state-dir']}"
     return _unreadable(site, config) if site.readable_paths is not None else ""
+
+
+def unknown(site: Site, application: str) -> str:
+    """Return the rule that excludes an application by its sha256, before anything in it is read, or ""."""
+    if site.applications is not None and application not in site.applications:
+        return f"applications: {application} is not among those allowed here"
+    return ""
 
 
 def _beyond(name: str, bound: Mapping[str, Any], config: Mapping[str, Scalar], declared: Mapping[str, KeySpec]) -> str:

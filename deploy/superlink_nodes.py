@@ -153,7 +153,8 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
         done = flwr(cluster, "supernode", "unregister", str(node_id), cluster.inventory.name)
         if done.returncode != 0:
             raise UserError(f"{name}: its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}")
-    for path in (public, public.with_suffix(".key"), public.with_suffix(KEY_SUFFIX), public.with_name(PEERS)):
+    # the private half first: `corolla cluster keys` makes a public key of what is left after a crash
+    for path in (public.with_suffix(".key"), public, public.with_suffix(KEY_SUFFIX), public.with_name(PEERS)):
         path.unlink(missing_ok=True)
     # a client that joined has a process that only its site can end
     if node is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sqlite3
 import tarfile
@@ -180,3 +181,65 @@ def test_a_checkpoint_written_meanwhile_is_kept_before_the_records(tmp_path: Pat
             (run / "checkpoints" / "round-2.json").touch()
         seen.append(str(path.relative_to(tmp_path)))
     assert seen == ["run", "run/checkpoints", *(f"run/checkpoints/round-{k}.json" for k in (1, 2)), "run/metrics.jsonl"]
+
+
+def test_links_are_kept_as_what_they_lead_to(machine: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "r1" / "checkpoints").mkdir(parents=True)
+    (elsewhere / "r1" / "checkpoints" / "round-1.json").write_text("{}")
+    (elsewhere / "lab.yaml").write_text("hosts: [{host: local, supernodes: 1}]\n")
+    (machine / "lab.yaml").symlink_to(elsewhere / "lab.yaml")
+    runs = machine / "runs"
+    (runs / "r2").mkdir(parents=True)
+    (runs / "r1").symlink_to(elsewhere / "r1")
+    (runs / "r2" / "one").write_text("the same")
+    os.link(runs / "r2" / "one", runs / "r2" / "two")
+    # back to a directory above: its content is there once
+    (elsewhere / "r1" / "loop").symlink_to(runs)
+    (elsewhere / "r1" / "itself").symlink_to(".")
+    state = machine / "client-state" / "0123456789ab"
+    state.mkdir(parents=True)
+    (state / "planted").symlink_to(elsewhere / "lab.yaml")
+    archive = tmp_path / "a.tar"
+    found = inventory.read_inventory(machine / "lab.yaml")
+    backup.write(archive, backup.of_server(found, machine / "lab.yaml", [runs]))
+    shutil.rmtree(machine)
+    shutil.rmtree(elsewhere)
+    backup.read(archive)
+    hosts = b"hosts: [{host: local, supernodes: 1}]\n"
+    same = {"runs/r2/one": b"the same", "runs/r2/two": b"the same"}
+    assert contents(machine) == {"lab.yaml": hosts, "runs/r1/checkpoints/round-1.json": b"{}", **same}
+    assert not any(path.is_symlink() for path in machine.rglob("*"))
+
+
+def test_a_link_that_cannot_be_kept_is_named(machine: Path, tmp_path: Path) -> None:
+    runs, archive = machine / "runs", tmp_path / "archives" / "a.tar"
+    runs.mkdir()
+    archive.parent.mkdir()
+    (runs / "r1").symlink_to(machine / "away")
+    found = inventory.read_inventory(cluster(machine))
+    with pytest.raises(UserError, match=r"runs/r1 is a link to .*away, which is not there"):
+        backup.write(archive, [Part("run folders", runs)])
+    (machine / "away").symlink_to(archive.parent)
+    with pytest.raises(UserError, match="a.tar: lies in .*runs/r1, which is kept"):
+        backup.write(archive, [Part("run folders", runs)])
+    (machine / "more").symlink_to(machine / "not-there")
+    with pytest.raises(UserError, match=r"more is a link to .*not-there, which is not there"):
+        backup.of_server(found, machine / "lab.yaml", [machine / "more"])
+    os.mkfifo(machine / "pipe")
+    with pytest.raises(UserError, match="inventory: .*pipe is neither a file nor a directory"):
+        backup.write(archive, [Part("inventory", machine / "pipe")])
+    assert list(archive.parent.iterdir()) == []
+
+
+def test_a_link_in_the_way_of_a_restore_is_named_before_anything_changes(machine: Path, tmp_path: Path) -> None:
+    keys, runs, archive = machine / "keys", machine / "runs", tmp_path / "a.tar"
+    for part in (keys, runs):
+        part.mkdir()
+    backup.write(archive, [Part("keys", keys), Part("run folders", runs)])
+    for part in (keys, runs):
+        part.rmdir()
+    runs.symlink_to(machine / "away")
+    with pytest.raises(UserError, match="are not overwritten"):
+        backup.read(archive)
+    assert list(machine.iterdir()) == [runs]

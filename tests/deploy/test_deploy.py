@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import commands, inventory
-from deploy.cluster import Cluster, load, record_path
+from deploy import commands, connection, inventory, lifecycle, node
+from deploy.cluster import Cluster, load, record_path, save_new
 from deploy.commands import Place
 from deploy.inventory import Inventory
 from deploy.lifecycle import _key_files
+from fl_app import files
 from fl_app.errors import UserError
 from fl_app.keys import specs
 
@@ -387,8 +390,6 @@ def test_a_host_gets_its_own_keys_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_record_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy.cluster import save_new
-
     monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
     cluster = Cluster(parsed(), "t0ken", "/home/u/.flwr/config.toml", "2026-01-01 00:00:00")
     save_new(cluster)
@@ -398,3 +399,55 @@ def test_a_record_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.Mon
         save_new(cluster)
     with pytest.raises(UserError, match="cluster other is not up"):
         load("other")
+
+
+@pytest.mark.parametrize("left", ["", '{"inventory": {"na', "\udcff"])
+def test_half_a_record_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
+    record_path("lab").parent.mkdir(parents=True)
+    record_path("lab").write_bytes(left.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=r"cluster lab is not up: .*cluster.json is not a record"):
+        load("lab")
+    cluster = Cluster(parsed(), "t0ken", "config.toml", "now")
+    save_new(cluster)
+    assert load("lab") == cluster
+
+
+def test_a_full_disk_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
+    cluster = Cluster(parsed(), "t0ken", "config.toml", "now")
+    with monkeypatch.context() as full:
+        full.setattr(files, "sync", no_space)
+        with pytest.raises(UserError, match=r"cluster lab: cannot write under .*: No space left"):
+            save_new(cluster)
+        prepare = {"action": "prepare", "paths": [], "free": [], "files": {"ca.crt": "x"}, "ports": 0}
+        with pytest.raises(UserError, match=r"cluster lab: cannot write under .*: No space left"):
+            node.handle(prepare | {"cluster": "lab", "token": "t0ken"})
+    save_new(cluster)
+    assert load("lab") == cluster
+
+
+def test_a_late_down_leaves_the_next_cluster_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
+    config = tmp_path / "config.toml"
+    lab = parsed("hosts: [{host: local, supernodes: 2}]")
+    first, second = (Cluster(lab, token, str(config), "now") for token in ("one", "two"))
+    keys = record_path("lab").parent / "keys"
+
+    def start(cluster: Cluster) -> None:
+        save_new(cluster)
+        connection.add(config, "lab", cluster.connection)
+        keys.mkdir()
+
+    start(first)
+    assert lifecycle.down(first) == []
+    assert not record_path("lab").exists() and not keys.exists() and "[superlink.lab]" not in config.read_text()
+    start(second)
+    # began before the first one had ended
+    assert lifecycle.down(first) == []
+    assert load("lab") == second and keys.exists() and "[superlink.lab]" in config.read_text()
+    assert lifecycle.down(second) == [] and not keys.exists()
+
+
+def no_space(path: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tomllib
 from pathlib import Path
 
@@ -82,3 +83,39 @@ def test_without_a_file_flowers_own_defaults_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "new" / "config.toml"
     connection.add(path, "lab", TABLE)
     assert {"default", "local", "lab"} <= set(tomllib.loads(path.read_text())["superlink"])
+
+
+def test_clusters_that_start_and_end_at_once_all_have_their_tables(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(MINE)
+    for name in ("old-0", "old-1"):
+        connection.add(path, name, TABLE)
+    edits = [(connection.add, f"new-{k}") for k in range(6)] + [(connection.remove, f"old-{k}") for k in range(2)]
+    threads = [threading.Thread(target=edit, args=(path, name, TABLE)) for edit, name in edits]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    links = tomllib.loads(path.read_text())["superlink"]
+    assert set(links) == {"default", "local", *(f"new-{k}" for k in range(6))}
+
+
+@pytest.mark.parametrize("name", ["keys 😀", "keys\u2028", 'a"b\\c', "tab\t"])
+def test_any_path_can_be_in_a_table(tmp_path: Path, name: str) -> None:
+    path, table = tmp_path / "config.toml", {"address": "127.0.0.1:8000", "root-certificates": f"/{name}/ca.crt"}
+    connection.add(path, "lab", table)
+    assert tomllib.loads(path.read_text(encoding="utf-8"))["superlink"]["lab"] == table
+    connection.remove(path, "lab", table)
+    assert "lab" not in tomllib.loads(path.read_text(encoding="utf-8"))["superlink"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"config.toml: cannot be changed: "):
+        connection.add(tmp_path / "file" / "config.toml", "lab", TABLE)
+
+
+def test_a_path_that_is_no_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config.toml: cannot be changed: 'utf-8' codec can't encode"):
+        connection.add(tmp_path / "config.toml", "lab", TABLE | {"root-certificates": "/caf\udce9/ca.crt"})
+    assert not (tmp_path / "config.toml").exists()

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from flwr.cli.supernode.register import try_load_public_key
 
-from deploy import certificates, inventory
+from deploy import certificates, inventory, peers, superlink_nodes
 from deploy.cluster import Cluster
 from deploy.inventory import Inventory
 from deploy.lifecycle import restart, up
@@ -149,6 +149,63 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
         certificates.make(cluster(tmp_path))
 
 
+class Killed(BaseException):
+    """The end of a process between two files."""
+
+
+def test_keys_are_whole_again_after_a_kill_at_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, real = cluster(tmp_path), os.replace
+    certificates.make(lab)
+    for name in [name for name in sorted(contents(tmp_path)) if name.startswith("supernode")]:
+        for path in (tmp_path / "keys").glob("supernode*"):
+            path.unlink()
+
+        def replace(old: Path, new: Path, last: str = name) -> None:
+            real(old, new)
+            if new.name == last:
+                raise Killed
+
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(Killed):
+            certificates.make(lab)
+        monkeypatch.setattr(os, "replace", real)
+        certificates.make(lab)
+        for k in range(2):
+            assert peers.statement_in(tmp_path / "keys" / f"supernode-{k}.pub")
+
+
+def test_keys_and_certificates_of_two_makings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    keys = tmp_path / "keys"
+    before = {name: (keys / name).read_bytes() for name in contents(tmp_path)}
+    certificates.make(lab, force=True)
+    for name, expected in (
+        ("server.key", "server.key does not belong to server.crt; .*--renew"),
+        ("ca.key", "ca.key does not belong to ca.crt; put the right one back"),
+        ("supernode-1.pub", "supernode-1.key does not belong to supernode-1.pub; `corolla cluster keys CLUSTER.yaml`"),
+    ):
+        now = (keys / name).read_bytes()
+        (keys / name).write_bytes(before[name])
+        with pytest.raises(UserError, match=expected):
+            certificates.require_usable(lab)
+        (keys / name).write_bytes(now)
+    certificates.require_usable(lab)
+    # what the errors tell to do
+    (keys / "server.key").write_bytes(before["server.key"])
+    certificates.renew(lab)
+    (keys / "supernode-1.pub").write_bytes(before["supernode-1.pub"])
+    assert [path.name for path in certificates.make(lab)] == ["supernode-1.pub"]
+    (keys / "server.key").unlink()
+    assert {path.name for path in certificates.make(lab)} == {"server.crt", "server.key"}
+    # nothing is signed by the wrong key
+    (keys / "ca.key").write_bytes(before["ca.key"])
+    server = (keys / "server.crt").read_bytes()
+    with pytest.raises(UserError, match="ca.key does not belong to ca.crt"):
+        certificates.renew(lab)
+    assert (keys / "server.crt").read_bytes() == server
+
+
 def later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
     """Let certificates be looked at some days from now."""
     then = certificates.now() + datetime.timedelta(days=days)
@@ -263,3 +320,26 @@ def test_revoking_names_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "keys" / "supernode-1.pub").unlink()
     with pytest.raises(UserError, match="client 1: there is no .*supernode-1.pub; it was revoked before"):
         revoke(running, 1)
+
+
+@pytest.mark.parametrize("last", [".key", ".pub"])
+def test_a_revoked_key_does_not_come_back_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    public = tmp_path / "keys" / "supernode-1.pub"
+    revoked, real = public_bytes(public), Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        real(path, missing_ok)
+        if path.name == f"supernode-1{last}":
+            raise Killed
+
+    monkeypatch.setattr(superlink_nodes, "list_nodes", lambda _: [])
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(Killed):
+        revoke(Cluster(lab, "token", str(tmp_path / "config.toml"), "now"), 1)
+    monkeypatch.setattr(Path, "unlink", real)
+    certificates.make(lab)
+    assert public_bytes(public) != revoked

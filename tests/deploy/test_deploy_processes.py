@@ -215,3 +215,16 @@ def test_hosts_are_asked_together_and_all_failures_told() -> None:
     assert hosts.each(work, [LOCAL]) == {LOCAL: 1}
     with pytest.raises(UserError, match="a: no\nb: no"):
         hosts.each(work, ["a", LOCAL, "b"])
+
+
+def test_half_a_record_and_an_unfinished_one_are_none(directory: Path) -> None:
+    # a full disk left both
+    (directory / ".superlink.json").touch()
+    (directory / "supernode-0.json").write_text('{"name": "super')
+    (directory / "supernode-1.json").write_text("[]")
+    assert processes.records(directory) == []
+    record = processes.start(directory, "t", "supernode-0", ["sleep", "60"], {})
+    assert processes.records(directory) == [record]
+    # its process is found by its token
+    (directory / "supernode-0.json").write_text("")
+    assert processes.stop(directory, "t", "supernode-0") and not processes.alive(record)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import hashlib
+import io
+import struct
+import weakref
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,12 +214,97 @@ def test_code_that_is_not_what_was_announced(tmp_path: Path, link: SuperLink) ->
     assert opened.receive() is None and "applications: the code's sha256 is" in link.errors[0]
 
 
+def packed(project: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """An application with this pyproject.toml."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", method) as archive:
+        archive.writestr("pyproject.toml", project)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "fab, rules, expected",
+    [
+        # no archive: it was not opened
+        (b"no archive", {"applications": (HASH,)}, "is not among those allowed here"),
+        (packed(b"#" * 65_537), {}, "application: pyproject.toml may have 65536 bytes, it has 65537"),
+        (
+            packed(bytes(np.random.default_rng(0).bytes(70_000))).replace(struct.pack("<I", 70_000), b"\1\0\0\0"),
+            {},
+            "may have",
+        ),
+        (packed(PROJECT.encode(), zipfile.ZIP_LZMA), {}, "must be stored or deflated, it is packed by method 14"),
+    ],
+    ids=["not allowed", "large", "packed large", "another packing"],
+)
+def test_little_is_unpacked_before_an_application_is_allowed(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch, fab: bytes, rules: dict[str, Any], expected: str
+) -> None:
+    name = hashlib.sha256(fab).hexdigest()
+    link.fab = Fab(name, fab, {})
+    monkeypatch.setattr(f"{__name__}.HASH", name)
+    _, opened = gate(tmp_path, link, **rules)
+    link.ask("get_properties")
+    assert opened.receive() is None and expected in link.errors[0], link.errors
+
+
 def test_what_was_judged_is_what_is_started(tmp_path: Path, link: SuperLink) -> None:
     _, opened = gate(tmp_path, link, applications=(HASH,))
     link.ask("get_properties")
     assert opened.receive() is not None
     link.fab, link.overrides = Fab(HASH, b"other", {}), {7: {"local-epochs": 99}}
     assert opened.get_fab(HASH, 7).content == FAB and opened.get_run(7).override_config == {}
+
+
+def test_the_code_of_many_runs_is_kept_once_and_of_refused_runs_not_at_all(tmp_path: Path, link: SuperLink) -> None:
+    sent: list[weakref.ref[Fab]] = []
+
+    def send(*_: object) -> Fab:
+        # each run's code arrives as another object
+        fab = Fab(HASH, FAB, {})
+        sent.append(weakref.ref(fab))
+        return fab
+
+    link.overrides = {k: {"method": "fedcac" if k < 20 else "fedobp"} for k in range(40)}
+    made = Gate(Site(methods=("fedcac",)), Audit(tmp_path), tmp_path, Node(0, 4), InMemoryObjectStore())
+    opened = made.around(dataclasses.replace(link.connection(), get_fab=send))
+    for run_id in range(40):
+        link.ask("get_properties", run_id)
+        assert (opened.receive() is not None) == (run_id < 20)
+        if run_id < 20:
+            assert opened.get_fab(HASH, run_id).content == FAB
+    gc.collect()
+    assert len(sent) == 40 and sum(fab() is not None for fab in sent) == 1
+
+
+def test_code_that_is_fetched_again_is_the_code_that_was_judged(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.gate._MAX_FABS", 0)
+    _, opened = gate(tmp_path, link)
+    link.ask("get_properties")
+    assert opened.receive() is not None and opened.get_fab(HASH, 7).content == FAB
+    link.fab = Fab(HASH, b"other", {})
+    with pytest.raises(ValueError, match=f"run 7: its code was {HASH}, and is "):
+        opened.get_fab(HASH, 7)
+
+
+def test_a_run_that_is_judged_again_keeps_its_approval(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.gate._MAX_JUDGED", 2)
+    link.overrides |= {k: {} for k in range(20, 26)}
+    made, opened = gate(tmp_path, link, approval="ask")
+    link.ask("get_properties")
+    assert opened.receive() is None
+    approval.decide(tmp_path, "7", True)
+    assert opened.receive() is not None
+    for run_id in range(20, 26):
+        link.ask("get_properties", run_id)
+        assert opened.receive() is None
+    assert len(made._judged) == 2
+    link.ask("train")
+    assert opened.receive() is not None and link.sent == []
 
 
 def test_agents_do_not_run_here(tmp_path: Path, link: SuperLink) -> None:

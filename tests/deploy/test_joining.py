@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flwr.common.config import parse_config_args
 
-from deploy import certificates, inventory, joining
+from deploy import certificates, inventory, joining, peers
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
 from fl_app.privacy.keyring import PEERS, open_keyring
@@ -70,6 +70,17 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
     (here / joining.KEY).chmod(0o644)
     with pytest.raises(UserError, match="must be its owner's alone"):
         joining.supernode_options(here, accepted, "")
+
+
+@pytest.mark.parametrize("lost", [("node.pub",), ("node.pub", "node.x25519")])
+def test_a_lost_half_is_made_again(tmp_path: Path, lost: tuple[str, ...]) -> None:
+    public = joining.make_key(tmp_path)
+    before = public.read_text().split()
+    for name in lost:
+        (tmp_path / name).unlink()
+    again = joining.make_key(tmp_path).read_text().split()
+    assert again[:2] == before[:2] and peers.statement_in(public)
+    assert (again[3] == before[3]) == (len(lost) == 1)
 
 
 @pytest.mark.parametrize("here, noted", [("1.39.0", False), ("1.41.2", True)])

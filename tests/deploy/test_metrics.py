@@ -97,7 +97,17 @@ def test_a_resumed_run_is_read_from_its_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "lines", ["[]\n", "null\n", "{}\n", "\xff\n", '{"round": 1}\n', record(1).replace("100", '"x"')]
+    "lines",
+    [
+        "[]\n",
+        "null\n",
+        "{}\n",
+        "\xff\n",
+        '{"round": 1}\n',
+        record(1).replace("100", '"x"'),
+        record(1).replace("1.5", '"x"'),
+        record(1).replace("1.5", "9" * 400),
+    ],
 )
 def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path, lines: str) -> None:
     write(tmp_path, lines, "bad")
@@ -116,6 +126,15 @@ def test_a_clients_text_is_no_label(tmp_path: Path) -> None:
     families = {f.name: f for f in text_string_to_metric_families(metrics.text_of(found).decode())}
     assert [sample.value for sample in families["corolla_superlink_up"].samples] == [0]
     assert families["corolla_rounds"].samples[0].labels == {"run": 'run "a"\\'}
+
+
+def test_a_folder_whose_name_is_no_text_hides_no_other(tmp_path: Path) -> None:
+    write(tmp_path, record(1), "caf\udce9")
+    write(tmp_path, record(1, seconds={"\ud800": 1.0}), "phase")
+    write(tmp_path, record(1), "good")
+    found = Exporter(Watched(tmp_path, NOWHERE)).samples()
+    families = {f.name: f for f in text_string_to_metric_families(metrics.text_of(found).decode())}
+    assert {sample.labels["run"] for sample in families["corolla_rounds"].samples} == {"caf?", "phase", "good"}
 
 
 @pytest.mark.parametrize(

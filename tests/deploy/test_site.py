@@ -11,6 +11,7 @@ from deploy import site, supernode
 from deploy.site import Site
 from fl_app.errors import UserError
 from fl_app.site import site_directory
+from fl_app.sources import PLACES
 
 HASH = "ab" * 32
 
@@ -139,9 +140,15 @@ def test_paths_of_a_run_must_lie_where_the_site_says(tmp_path: Path) -> None:
         ("state-dir", str(outside)),
         ("data-dir", "~"),
         ("state-dir", "state"),
+        ("initial-weights", str(outside / "internal.safetensors")),
     ):
         assert site.refusal(rules, HASH, {key: value}).startswith(f"readable-paths: {key}"), (key, value)
     assert site.refusal(Site(readable_paths=()), HASH, {"state-dir": "/tmp"}).startswith("readable-paths: state-dir")
+
+
+def test_every_key_with_a_path_is_ruled_or_the_servers() -> None:
+    with_path = {*PLACES, "dataset", "partition", "speeds"}
+    assert with_path - set(site.PATH_KEYS) == {"output-dir", "replay", "speeds"}
 
 
 def test_the_gate_tells_applications_where_the_site_keeps_its_notes(
