@@ -115,6 +115,12 @@ def test_what_unpacks_to_more_than_the_free_memory_is_not_unpacked(
     monkeypatch.setattr("fl_app.npz_file.available_memory", lambda: 10e6)
     with pytest.raises(UserError, match=r"bomb\.npz unpacks to 10 MB, but 10 MB of memory are free"):
         data.prepare(f"npz:{tmp_path / 'bomb.npz'}", tmp_path / "root")
+    # numpy opens a member without the suffix .npy, too
+    with zipfile.ZipFile(tmp_path / "bare.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x_train", bytes(11 * 10**6))
+        archive.writestr("x_train.npy", b"")
+    with pytest.raises(UserError, match=r"bare\.npz unpacks to 11 MB, but 10 MB of memory are free"):
+        data.prepare(f"npz:{tmp_path / 'bare.npz'}", tmp_path / "root")
 
 
 @pytest.mark.parametrize(
