@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fl_app.data.arrays import spellings, word
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, first_structure, missing, no_number, numbers_of, shape_of
+from fl_app.data.precision import BEYOND
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.errors import UserError, counted
 from fl_app.keys import closest, nearest
@@ -394,7 +395,8 @@ def _texts(values: NDArray[Any], gone: NDArray[np.bool_]) -> NDArray[Any]:
     Floating-point columns of whole numbers are written as integers: a missing value makes a column of integers floating
     point.
     """
-    if values.dtype.kind == "f" and bool((values[~gone] == np.floor(values[~gone])).all()):
+    there = values[~gone]
+    if values.dtype.kind == "f" and bool((there == np.floor(there)).all() and (np.abs(there) < BEYOND).all()):
         values = np.where(gone, 0, values).astype(np.int64)
     return np.array([None if none else word(value) for value, none in zip(values, gone, strict=True)], dtype=object)
 

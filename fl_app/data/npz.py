@@ -15,7 +15,7 @@ from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Facts, Groups, Pre
 from fl_app.errors import UserError
 from fl_app.keys import nearest
 
-RULES = 3
+RULES = 4
 """Version of the rules that read arrays. Conversions of other versions are not used."""
 
 

@@ -472,3 +472,22 @@ def test_data_show_lists_every_column(command: Command, tmp_path: Path, monkeypa
     assert shown["b"] == ["left out", "exclude"] and shown["id"] == ["left out", "it numbers the rows"]
     assert shown["sex"][0] == "feature" and shown["sex"][1].startswith("one of 2 words")
     assert "warning: column 'id' is left out: it numbers the rows" in err
+
+
+@pytest.mark.parametrize("others", [["a", "b"], []])
+def test_integers_from_2_63_on_are_numbers(tmp_path: Path, others: list[str]) -> None:
+    """pandas reads such a column as uint64. Read as int64 its values would be negative."""
+    values = [2**63 + 2**57 * (7 * k % ROWS) for k in range(ROWS)]
+    p = opened(tmp_path, csv(FRAME[[*others, "y"]].assign(n=values)))
+    k = p.info.facts.features.index("n")
+    assert set(np.concatenate([p.x_train[:, k], p.x_test[:, k]])) == {np.float32(value) for value in values}
+    assert any(line.startswith("n: read as float64") for line in p.info.remarks)
+    near = [2**64 - 1 - 4096 * (7 * k % ROWS) for k in range(ROWS)]
+    p = opened(tmp_path, csv(FRAME.assign(n=near)))
+    assert len(set(np.concatenate([p.x_train[:, 2], p.x_test[:, 2]]))) == ROWS
+
+
+def test_words_of_large_whole_numbers_differ(tmp_path: Path) -> None:
+    """A missing value makes the column floating point; int64 does not hold its values."""
+    text = csv(FRAME.assign(n=[None, *[1e20, 3e20, 2e30] * 19, 1e20, 3e20]))
+    assert opened(tmp_path, text, categorical="n").info.facts.features[2:] == ("n=1e+20", "n=2e+30", "n=3e+20")
