@@ -220,8 +220,8 @@ def _named(path: Path, train: Side, test: Side, classes: Sequence[str]) -> tuple
 
 
 def word(value: Any) -> str:
-    """Return a value as text: the name of a class, a client or a category."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """Return a value as text: the name of a class, a client or a category. Bytes that are not UTF-8 are escaped."""
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def spellings(name: str, words: Iterable[str], what: str) -> list[str]:
@@ -262,7 +262,7 @@ def groups(train: NDArray[Any], test: NDArray[Any]) -> Groups:
         # numpy would join them as float64, in which large integers are alike
         train, test = train.astype(object), test.astype(object)
     values = np.unique(np.concatenate([train, test]) if len(test) else train)
-    return Groups(np.searchsorted(values, train), np.searchsorted(values, test), tuple(str(value) for value in values))
+    return Groups(np.searchsorted(values, train), np.searchsorted(values, test), tuple(map(word, values)))
 
 
 def stored(x_train: Samples, y_train: Targets, x_test: Samples, y_test: Targets) -> Arrays:

@@ -456,8 +456,18 @@ def _encoded(encoding: Encoding, values: NDArray[Any], places: Places) -> list[N
     return found if isinstance(found, str) else found[2][0]
 
 
+def no_single_values(name: str, values: NDArray[Any], places: Places, *, several: bool) -> str:
+    """Return an error unless every row has one value in the column of the target or the client; "" if all have.
+
+    several: whether a row may have an array of numbers, as those of targets may.
+    """
+    if first_structure(values) >= 0 or (values.ndim > 1 and not several):
+        return f"column {name} must hold one value per row, got {shape_of(values, places)}"
+    return without_value(name, values, places)
+
+
 def without_value(name: str, values: NDArray[Any], places: Places) -> str:
-    """Return an error if a row has no value in the column of the target or the client; "" if all rows have one."""
+    """Return an error if a row has no value in the column; "" if all rows have one."""
     empty = np.flatnonzero(missing(values))
     if not empty.size:
         return ""

@@ -186,3 +186,16 @@ def test_labels_and_clients_of_unsigned_integers_keep_their_names(tmp_path: Path
     assert p.groups is not None and p.groups.names == ("3", str(HIGH - 1), str(HIGH))
     with pytest.raises(UserError, match=f"y_train must hold labels below 2\\^63, got {HIGH}"):
         data.prepare(f"npz:{path}", tmp_path / "root", classes=("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["x_train", "y_train", "x_test", "y_test"])
+def test_a_single_value_is_no_array(tmp_path: Path, name: str) -> None:
+    path = write_npz(tmp_path / "d.npz", **{name: np.float32(3)})
+    with pytest.raises(UserError, match=rf"d\.npz: {name} must be an array, got the single value 3\.0"):
+        data.prepare(f"npz:{path}", tmp_path / "root")
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    names = np.array([b"\xff", b"caf\xe9", b"a"])
+    path = write_npz(tmp_path / "d.npz", y_train=names[np.arange(12) % 3], y_test=names[np.arange(6) % 3])
+    assert data.prepare(f"npz:{path}", tmp_path / "root").info.classes == (r"\xff", "a", r"caf\xe9")

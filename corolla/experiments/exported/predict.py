@@ -159,8 +159,8 @@ def _from_npz(path: Path, card: Card) -> Inputs:
         raise UserError(f"{path}: has no array x or x_test with samples as in the run's data")
     x = from_array(path, named[0], found[named[0]], card)
     y = found.get(named[1])
-    if y is not None and len(np.atleast_1d(y)) != len(x):
-        arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(np.atleast_1d(y)))
+    if y is not None and len(y) != len(x):
+        arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(y))
     if not len(x):
         arrays.refuse(path, named[0], "hold samples", "none")
     targets = None if y is None else _stored_targets(path, named[1], y, card)
