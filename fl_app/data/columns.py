@@ -8,7 +8,8 @@ have another order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,12 @@ def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
 def unknown(request: DataRequest, train: Columns) -> list[str]:
     """Return a line for every key that names a column that does not exist, or one that is no feature."""
     problems = []
-    has = listed(list(train))
+    has, targets = listed(list(train)), frozenset(request.targets)
     for key, name in _named(request, train):
         if name not in train:
             problems.append(f"{key}: {request.path} has no column {name!r}; it has {has}{nearest(name, train)}")
-        elif key not in ("target", "client") and name in (*request.targets, request.client):
-            role = "target" if name in request.targets else "client"
+        elif key not in ("target", "client") and (name in targets or name == request.client):
+            role = "target" if name in targets else "client"
             problems.append(f"{key}: {name!r} is the column of {role}")
     return problems
 
@@ -131,6 +132,8 @@ def encode(
     """
     train = parts[0]
     categorical, fills = declared_in(request.categorical, train), _fills(request, train)
+    declared = {**categorical, **declared_in(request.impute, train)}
+    targets, excluded = frozenset(request.targets), frozenset(request.exclude)
     uses: list[Use] = []
     encodings: list[Encoding] = []
     features: list[list[NDArray[Any]]] = [[] for _ in parts]
@@ -141,13 +144,13 @@ def encode(
     for place, (name, values) in enumerate(train.items()):
         if name in meant:
             continue
-        if name in request.targets or name == request.client:
-            uses.append(Use(name, "target" if name in request.targets else "client"))
+        if name in targets or name == request.client:
+            uses.append(Use(name, "target" if name in targets else "client"))
             continue
-        if why := _left_out(request, {**categorical, **declared_in(request.impute, train)}, name, values, place):
+        if why := _left_out(excluded, declared, name, values, place):
             uses.append(Use(name, "left out", why))
             # the user asked for this in `exclude`: no remark
-            remarks += [f"column {name!r} is left out: {why}"] if name not in request.exclude else []
+            remarks += [f"column {name!r} is left out: {why}"] if name not in excluded else []
             continue
         if _WITHOUT_NAME.fullmatch(name):
             problems.append(
@@ -156,8 +159,8 @@ def encode(
             continue
         sides = [part[name] for part in parts]
         if name in categorical:
-            declared = [text.strip() for text in categorical[name].split("|")] if categorical[name] else []
-            found = _words(name, sides, declared, places)
+            words = [text.strip() for text in categorical[name].split("|")] if categorical[name] else []
+            found = _words(name, sides, words, places)
         else:
             found = _numbers(name, sides, training, fills.get(name, NEVER), places)
         if isinstance(found, str):
@@ -174,7 +177,8 @@ def encode(
         # the only column that is no feature is likely the one that the user did not name
         problems.remove(unfit[0])
     names = tuple(feature for encoding in encodings for feature in encoding.names)
-    if twice := next((name for name in names if names.count(name) > 1), ""):
+    counts = Counter(names)
+    if twice := next((name for name in names if counts[name] > 1), ""):
         problems.append(f"two features would have the name {twice!r}; rename one of their columns")
     if not names and not problems and not meant and not unfit:
         left = [f"{use.name} ({use.how})" for use in uses if use.role == "left out"]
@@ -188,9 +192,12 @@ def encode(
 # Columns that are no features -----------------------------------------------------------------------------------------
 
 
-def _left_out(request: DataRequest, declared: Mapping[str, str], name: str, values: NDArray[Any], place: int) -> str:
-    """Return why a column is left out; "" if it is a feature. declared: the columns that a key declares as features."""
-    if name in request.exclude:
+def _left_out(excluded: Collection[str], declared: Collection[str], name: str, values: NDArray[Any], place: int) -> str:
+    """Return why a column is left out; "" if it is a feature.
+
+    excluded, declared: the columns that the user excludes, and that a key declares as features.
+    """
+    if name in excluded:
         return "exclude"
     if name in declared:
         return ""

@@ -100,7 +100,8 @@ def open_columns(
 
 
 def _layout_notes(request: DataRequest, part: Columns) -> list[str]:
-    names = [name for name in part if name not in (*request.targets, request.client)]
+    others = {*request.targets, request.client}
+    names = [name for name in part if name not in others]
     return [line for name in names for line in arrays.layout_note(request.path, f"column {name}", part[name].shape)]
 
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,8 +92,9 @@ def read(request: DataRequest, notes: list[str]) -> Columns:
     else:
         frame = _with_index(frame, notes)
         names = [str(name) for name in frame.columns]
-    if twice := next((name for name in names if name and names.count(name) > 1), ""):
-        raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
+    counts = Counter(names)
+    if twice := next((name for name in names if name and counts[name] > 1), ""):
+        raise UserError(f"dataset: {path} must have every column once, got {counts[twice]} named {twice!r}")
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
 
 

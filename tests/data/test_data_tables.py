@@ -576,3 +576,14 @@ def test_damaged_descriptions_of_saved_data(tmp_path: Path, name: str, content: 
     else:
         # datasets reads a split without a description
         assert (name, content) == ("dataset_info.json", "{}")
+
+
+def test_a_csv_file_is_read_once_for_all_refused_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = FRAME.assign(**{f"c{k}": G.normal(size=ROWS).round(3) for k in range(30)})
+    frame.loc[ROWS - 1, [f"c{k}" for k in range(30)]] = np.nan
+    read, calls = pandas.read_csv, []
+    monkeypatch.setattr(pandas, "read_csv", lambda *words, **keys: (calls.append(words), read(*words, **keys))[1])
+    with pytest.raises(UserError, match="30 problems:\n  column c0 must have a number in every row, row 61 has none"):
+        opened(tmp_path, csv(frame), impute="a")
+    # the table, and its header
+    assert len(calls) == 2

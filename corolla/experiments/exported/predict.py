@@ -119,7 +119,8 @@ def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_Z
     encodings = [Encoding.from_json(fields) for fields in known["encodings"]]
     needed = [encoding.column for encoding in encodings]
     missing = [name for name in needed if name not in rows]
-    foreign = [name for name in rows if name not in needed and name not in known["others"]]
+    named = {*needed, *known["others"]}
+    foreign = [name for name in rows if name not in named]
     if missing or foreign:
         wrong = [f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
         wrong += [f"{listed(foreign)} {'is' if len(foreign) == 1 else 'are'} unknown"] * bool(foreign)
