@@ -23,6 +23,7 @@ image_size is 1. num_classes is the number of outputs for any task.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections import OrderedDict
@@ -36,6 +37,7 @@ from fl_app import plugins, rng
 from fl_app.debugging import at
 from fl_app.errors import UserError, describe, listed
 from fl_app.known_names import MODELS
+from fl_app.machine import available_memory
 
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
@@ -60,7 +62,8 @@ def build(
     input_shape: of a sample; (): images [in_channels, image_size, image_size]. input_dtype: of the model's input.
 
     The global generators of torch, NumPy and `random` are seeded first and restored afterwards. Raises UserError for an
-    unknown name or norm, for images that are too small, and for any error of a user's factory.
+    unknown name or norm, for images that are too small, for a model that does not fit in the free memory, and for any
+    error of a user's factory.
     """
     if norm not in NORMS:
         raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
@@ -68,22 +71,49 @@ def build(
     with torch.random.fork_rng(devices=[]), rng.global_state_kept():
         if ":" in name:
             factory = plugins.load("model", name)
+            # the batch with which it is tried
+            _refuse_larger_than_memory(name, shape, num_classes, 8.0 * (math.prod(shape) + num_classes))
             _seed(seed, name)
             example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
             return _call_factory(name, factory, in_channels, num_classes, image_size, example)
-        network = MODELS.get(name)
-        if network is None:
+        if name not in MODELS:
             raise UserError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
+        _refuse_larger_than_memory(name, shape, num_classes, _bytes_of(name, shape, num_classes, norm))
         _seed(seed, name)
-        if name == "mlp":
-            return _mlp(math.prod(shape), num_classes)
-        if len(shape) != 3:
-            raise UserError(
-                f"model {name}: needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model"
-            )
-        if network.blocks:
-            return ResNet(network.blocks, in_channels, num_classes, norm, network.extra)
-        return _cnn(shape, num_classes)
+        return _named(name, shape, num_classes, norm)
+
+
+def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> nn.Module:
+    """Build one of MODELS. shape: of a sample. Raises UserError for a shape that does not fit the model."""
+    if name == "mlp":
+        return _mlp(math.prod(shape), num_classes)
+    if len(shape) != 3:
+        raise UserError(
+            f"model {name}: needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model"
+        )
+    network = MODELS[name]
+    if network.blocks:
+        return ResNet(network.blocks, shape[0], num_classes, norm, network.extra)
+    return _cnn(shape, num_classes)
+
+
+@functools.lru_cache
+def _bytes_of(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> float:
+    """Return the bytes of a model's parameters, from their shapes alone; inf if torch cannot count them."""
+    try:
+        with torch.device("meta"):
+            return 4.0 * sum(parameter.numel() for parameter in _named(name, shape, num_classes, norm).parameters())
+    except (RuntimeError, OverflowError, TypeError):
+        return math.inf
+
+
+def _refuse_larger_than_memory(name: str, shape: tuple[int, ...], num_classes: int, needed: float) -> None:
+    """Raise UserError if a model does not fit in the free memory. A client may tell any shape of its data."""
+    if needed > (free := available_memory()):
+        what = f"samples of shape {list(shape)} and {num_classes} outputs"
+        raise UserError(
+            f"model {name}: for {what} it needs {needed / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free"
+        )
 
 
 def _seed(seed: int, name: str) -> None:

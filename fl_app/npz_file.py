@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ def read(key: str, path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str,
         if not isinstance(npz, np.lib.npyio.NpzFile):
             raise UserError(f"{key}: {path} is a single array, not an npz file")
         with npz:
-            names = [name for name in npz.files if wanted(name)]
+            names = {name for name in npz.files if wanted(name)}
             if npz.zip:
-                _refuse_bomb(key, path, npz.zip, {f"{name}.npy" for name in names})
+                _refuse_bomb(key, path, npz.zip, names)
             return {name: np.asarray(npz[name]) for name in names}, list(npz.files)
     except UserError:
         raise
@@ -39,8 +39,13 @@ def read(key: str, path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str,
         raise UserError(f"{key}: {path} is not a readable npz file of plain arrays ({error})") from error
 
 
-def _refuse_bomb(key: str, path: Path, archive: zipfile.ZipFile, names: set[str]) -> None:
-    """Raise UserError if members need more memory than there is. zipfile unpacks no more of a member than it declares."""
-    needed, free = sum(m.file_size for m in archive.infolist() if m.filename in names), available_memory()
+def _refuse_bomb(key: str, path: Path, archive: zipfile.ZipFile, names: Collection[str]) -> None:
+    """Raise UserError if the arrays' members need more memory than there is.
+
+    numpy opens a member with or without the suffix .npy as an array. zipfile unpacks no more of a member than it
+    declares.
+    """
+    needed = sum(m.file_size for m in archive.infolist() if m.filename.removesuffix(".npy") in names)
+    free = available_memory()
     if needed > free:
         raise UserError(f"{key}: {path} unpacks to {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB of memory are free")

@@ -13,7 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +28,7 @@ _DIGITS = 16  # of a file's SHA-256
 _directories: list[Path] = []
 _imported: set[str] = set()
 _resets = 0
+_told: Callable[[Sequence[Path]], None] | None = None
 
 
 def is_reference(name: object) -> bool:
@@ -35,13 +36,15 @@ def is_reference(name: object) -> bool:
     return ":" in str(name)
 
 
-def reset(*directories: Path) -> None:
+def reset(*directories: Path, told: Callable[[Sequence[Path]], None] | None = None) -> None:
     """Set the directories in which the user's files are looked up first, and forget all files read or imported so far.
+
+    told: gets a module's file, and those that it imports from its directory, before they run.
 
     Their modules leave sys.modules, so that the next use imports the current files.
     """
-    global _resets
-    _resets += 1
+    global _resets, _told
+    _resets, _told = _resets + 1, told
     _directories[:] = dict.fromkeys(directory.expanduser().resolve() for directory in directories)
     while _imported:
         sys.modules.pop(_imported.pop(), None)
@@ -226,6 +229,8 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
         importlib.import_module(package)
     sys.path[:] = [str(directory), *(entry for entry in sys.path if entry != str(directory))]
     importlib.invalidate_caches()
+    if _told is not None:
+        _told(_with_imports(path, directory))
     module = importlib.import_module(name)
     _imported.add(name)
     return module

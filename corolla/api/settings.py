@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,9 +29,12 @@ class Scale(StrEnum):
     small = "small"
 
 
-def look_for_plugins(*first: Path) -> None:
-    """Search the user's own files in these directories, then in the current one, then in the app's."""
-    plugins.reset(*first, Path(), APP_DIRECTORY)
+def look_for_plugins(*first: Path, told: Callable[[Sequence[Path]], None] | None = None) -> None:
+    """Search the user's own files in these directories, then in the current one, then in the app's.
+
+    told: gets the files of a module before they run.
+    """
+    plugins.reset(*first, Path(), APP_DIRECTORY, told=told)
 
 
 def read_preset(name: str) -> dict[str, Scalar]:

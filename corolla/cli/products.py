@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from corolla.cli.options import JsonOption, QuietOption, checked_set, parse_set
 from corolla.cli.tables import show_table, size
 from corolla.experiments.exported.run_models import client_id
 from corolla.experiments.runs import RecordedRun, existing
-from fl_app.errors import UserError, counted
+from fl_app.errors import UserError, counted, listed
 from fl_app.files import no_such
 from fl_app.server.run_folder import PLUGINS
 from strategies import METHODS
@@ -61,6 +62,11 @@ def export(
     console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
     if (own := own_files(path)).is_dir():
         console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
+
+
+def _name_code(files: Sequence[Path]) -> None:
+    """Name Python files on standard error before they run."""
+    errors.print(escape(f"running Python code of {listed([str(file) for file in files])}"), soft_wrap=True)
 
 
 def verify(file: Exported, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
@@ -110,7 +116,8 @@ def predict(
         from corolla.experiments.exported import loading, model_card, predict
         from corolla.experiments.exported.export import own_files
 
-        look_for_plugins(own_files(file), file.parent)
+        # not in the file's own folder, where a downloaded model may lie beside any code
+        look_for_plugins(own_files(file), told=_name_code)
         known = model_card.read(file)
         asked = predict.read_inputs(inputs, known, {key: str(value) for key, value in parse_set(given or []).items()})
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)

@@ -51,10 +51,12 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     uint8 [n, H, W], [n, H, W, C] and [n, C, H, W] are images and become uint8 [n, C, H, W]. Arrays [n, H, W, C] of any
     other dtype become [n, C, H, W] too. [n] becomes [n, 1].
 
-    Other integers become int64, other numbers float32. Raises UserError for values that are not finite numbers.
+    Other integers become int64, or float32 if they include uint64 from 2^63 on; other numbers become float32. Raises
+    UserError for values that are not finite numbers.
     """
     if x.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", x.dtype)
+    x = precision.plain(x)
     if x.ndim < 1 or 0 in x.shape[1:]:
         refuse(path, name, "have shape [n, ...] without another axis of length 0", list(x.shape))
     if x.dtype == np.uint8 and x.ndim == 3:
@@ -183,10 +185,12 @@ def _numbered(
     path: Path, train: Side, test: Side, classes: Sequence[str], what: str
 ) -> tuple[Labels, Labels, Sequence[str]]:
     """Return labels that are integers >= 0, as places in label order."""
-    y_train, y_test = (y.astype(np.int64) for _, y in (train, test))
-    for name, y in ((train[0], y_train), (test[0], y_test)):
+    for name, y in (train, test):
         if y.min(initial=0) < 0:
             refuse(path, name, "hold labels >= 0", y.min())
+        if y.max(initial=0) >= precision.BEYOND:
+            refuse(path, name, "hold labels below 2^63", y.max())
+    y_train, y_test = (y.astype(np.int64) for _, y in (train, test))
     top = int(max(y_train.max(initial=0), y_test.max(initial=0)))
     hint = ""
     if len(y_train) and y_train.min() == 1:
@@ -216,8 +220,8 @@ def _named(path: Path, train: Side, test: Side, classes: Sequence[str]) -> tuple
 
 
 def word(value: Any) -> str:
-    """Return a value as text: the name of a class, a client or a category."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """Return a value as text: the name of a class, a client or a category. Bytes that are not UTF-8 are escaped."""
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def spellings(name: str, words: Iterable[str], what: str) -> list[str]:
@@ -254,8 +258,11 @@ def class_names(y: NDArray[Any]) -> tuple[str, ...]:
 
 def groups(train: NDArray[Any], test: NDArray[Any]) -> Groups:
     """Return each sample's group: the place of its value among a column's sorted values."""
+    if {train.dtype.kind, test.dtype.kind} == {"i", "u"}:
+        # numpy would join them as float64, in which large integers are alike
+        train, test = train.astype(object), test.astype(object)
     values = np.unique(np.concatenate([train, test]) if len(test) else train)
-    return Groups(np.searchsorted(values, train), np.searchsorted(values, test), tuple(str(value) for value in values))
+    return Groups(np.searchsorted(values, train), np.searchsorted(values, test), tuple(map(word, values)))
 
 
 def stored(x_train: Samples, y_train: Targets, x_test: Samples, y_test: Targets) -> Arrays:

@@ -8,7 +8,8 @@ have another order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from fl_app.data.arrays import spellings, word
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, first_structure, missing, no_number, numbers_of, shape_of
+from fl_app.data.precision import BEYOND
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.errors import UserError, counted
 from fl_app.keys import closest, nearest
@@ -79,12 +81,12 @@ def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
 def unknown(request: DataRequest, train: Columns) -> list[str]:
     """Return a line for every key that names a column that does not exist, or one that is no feature."""
     problems = []
-    has = listed(list(train))
+    has, targets = listed(list(train)), frozenset(request.targets)
     for key, name in _named(request, train):
         if name not in train:
             problems.append(f"{key}: {request.path} has no column {name!r}; it has {has}{nearest(name, train)}")
-        elif key not in ("target", "client") and name in (*request.targets, request.client):
-            role = "target" if name in request.targets else "client"
+        elif key not in ("target", "client") and (name in targets or name == request.client):
+            role = "target" if name in targets else "client"
             problems.append(f"{key}: {name!r} is the column of {role}")
     return problems
 
@@ -130,6 +132,8 @@ def encode(
     """
     train = parts[0]
     categorical, fills = declared_in(request.categorical, train), _fills(request, train)
+    declared = {**categorical, **declared_in(request.impute, train)}
+    targets, excluded = frozenset(request.targets), frozenset(request.exclude)
     uses: list[Use] = []
     encodings: list[Encoding] = []
     features: list[list[NDArray[Any]]] = [[] for _ in parts]
@@ -140,13 +144,13 @@ def encode(
     for place, (name, values) in enumerate(train.items()):
         if name in meant:
             continue
-        if name in request.targets or name == request.client:
-            uses.append(Use(name, "target" if name in request.targets else "client"))
+        if name in targets or name == request.client:
+            uses.append(Use(name, "target" if name in targets else "client"))
             continue
-        if why := _left_out(request, {**categorical, **declared_in(request.impute, train)}, name, values, place):
+        if why := _left_out(excluded, declared, name, values, place):
             uses.append(Use(name, "left out", why))
             # the user asked for this in `exclude`: no remark
-            remarks += [f"column {name!r} is left out: {why}"] if name not in request.exclude else []
+            remarks += [f"column {name!r} is left out: {why}"] if name not in excluded else []
             continue
         if _WITHOUT_NAME.fullmatch(name):
             problems.append(
@@ -155,8 +159,8 @@ def encode(
             continue
         sides = [part[name] for part in parts]
         if name in categorical:
-            declared = [text.strip() for text in categorical[name].split("|")] if categorical[name] else []
-            found = _words(name, sides, declared, places)
+            words = [text.strip() for text in categorical[name].split("|")] if categorical[name] else []
+            found = _words(name, sides, words, places)
         else:
             found = _numbers(name, sides, training, fills.get(name, NEVER), places)
         if isinstance(found, str):
@@ -173,7 +177,8 @@ def encode(
         # the only column that is no feature is likely the one that the user did not name
         problems.remove(unfit[0])
     names = tuple(feature for encoding in encodings for feature in encoding.names)
-    if twice := next((name for name in names if names.count(name) > 1), ""):
+    counts = Counter(names)
+    if twice := next((name for name in names if counts[name] > 1), ""):
         problems.append(f"two features would have the name {twice!r}; rename one of their columns")
     if not names and not problems and not meant and not unfit:
         left = [f"{use.name} ({use.how})" for use in uses if use.role == "left out"]
@@ -187,9 +192,12 @@ def encode(
 # Columns that are no features -----------------------------------------------------------------------------------------
 
 
-def _left_out(request: DataRequest, declared: Mapping[str, str], name: str, values: NDArray[Any], place: int) -> str:
-    """Return why a column is left out; "" if it is a feature. declared: the columns that a key declares as features."""
-    if name in request.exclude:
+def _left_out(excluded: Collection[str], declared: Collection[str], name: str, values: NDArray[Any], place: int) -> str:
+    """Return why a column is left out; "" if it is a feature.
+
+    excluded, declared: the columns that the user excludes, and that a key declares as features.
+    """
+    if name in excluded:
         return "exclude"
     if name in declared:
         return ""
@@ -394,7 +402,8 @@ def _texts(values: NDArray[Any], gone: NDArray[np.bool_]) -> NDArray[Any]:
     Floating-point columns of whole numbers are written as integers: a missing value makes a column of integers floating
     point.
     """
-    if values.dtype.kind == "f" and bool((values[~gone] == np.floor(values[~gone])).all()):
+    there = values[~gone]
+    if values.dtype.kind == "f" and bool((there == np.floor(there)).all() and (np.abs(there) < BEYOND).all()):
         values = np.where(gone, 0, values).astype(np.int64)
     return np.array([None if none else word(value) for value, none in zip(values, gone, strict=True)], dtype=object)
 
@@ -454,8 +463,18 @@ def _encoded(encoding: Encoding, values: NDArray[Any], places: Places) -> list[N
     return found if isinstance(found, str) else found[2][0]
 
 
+def no_single_values(name: str, values: NDArray[Any], places: Places, *, several: bool) -> str:
+    """Return an error unless every row has one value in the column of the target or the client; "" if all have.
+
+    several: whether a row may have an array of numbers, as those of targets may.
+    """
+    if first_structure(values) >= 0 or (values.ndim > 1 and not several):
+        return f"column {name} must hold one value per row, got {shape_of(values, places)}"
+    return without_value(name, values, places)
+
+
 def without_value(name: str, values: NDArray[Any], places: Places) -> str:
-    """Return an error if a row has no value in the column of the target or the client; "" if all rows have one."""
+    """Return an error if a row has no value in the column; "" if all rows have one."""
     empty = np.flatnonzero(missing(values))
     if not empty.size:
         return ""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fl_app.data.columns import Read
 from fl_app.data.prepared import DataRequest
-from fl_app.errors import UserError
+from fl_app.errors import UserError, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,14 +30,16 @@ def read(request: DataRequest, notes: list[str]) -> Read:
     from datasets import ClassLabel, DatasetDict, load_from_disk
 
     path = request.path
-    # datasets cannot load a split that it saved without rows
-    for state in (path / split / "state.json" for split in ("train", "test")):
-        if state.is_file() and json.loads(state.read_text(encoding="utf-8")).get("_data_files") == []:
-            _refuse_no_rows(path, state.parent.name)
     try:
+        # datasets cannot load a split that it saved without rows
+        for state in (path / split / "state.json" for split in ("train", "test")):
+            if state.is_file() and json.loads(state.read_text(encoding="utf-8")).get("_data_files") == []:
+                _refuse_no_rows(path, state.parent.name)
         found = load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"dataset: {path} is no data set that datasets saved ({error})") from error
+    except UserError:
+        raise
+    except Exception as error:  # damaged files make datasets raise many kinds
+        raise UserError(f"dataset: {path} is no data set that datasets saved ({describe(error)})") from error
     if isinstance(found, DatasetDict):
         if "train" not in found:
             raise UserError(f"dataset: {path} must have a split train, it has {', '.join(found)}")

@@ -15,7 +15,7 @@ from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Facts, Groups, Pre
 from fl_app.errors import UserError
 from fl_app.keys import nearest
 
-RULES = 3
+RULES = 4
 """Version of the rules that read arrays. Conversions of other versions are not used."""
 
 
@@ -52,6 +52,9 @@ def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> di
     if missing := [key for key in keys if key not in found and key not in optional]:
         has = f"it has {', '.join(names) or 'nothing'}{nearest(missing[0], names)}"
         raise UserError(f"dataset: {path} has no {missing[0]}; {has}")
+    for key, array in found.items():
+        if not array.ndim:
+            arrays.refuse(path, key, "be an array", f"the single value {array!s:.80}")
     return {key: found[key] for key in keys if key in found}
 
 
@@ -67,9 +70,9 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
     x_test, y_test = found.get("x_test", x_train[:0]), found.get("y_test", y_train[:0])
     are_images = x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8)
     what = "images" if are_images else "samples"
-    if not len(np.atleast_1d(x_train)):
+    if not len(x_train):
         raise UserError(f"dataset: {path}: x_train has no {what}")
-    if not len(np.atleast_1d(x_test)) and not len(np.atleast_1d(y_test)):
+    if not len(x_test) and not len(y_test):
         x_test, y_test = x_train[:0], y_train[:0]
     task = request.of_task
     how = precision.stored(x_train, tokens=task.input_dtype == "int64")
@@ -80,7 +83,7 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
             f"dataset: {path}: x_test must have {what} like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"
         )
     for name, x, y in (("y_train", x_train, y_train), ("y_test", x_test, y_test)):
-        if y.ndim and len(x) != len(y):
+        if len(x) != len(y):
             arrays.refuse(path, name, f"have one label for each of the {len(x)} {what}", len(y))
     remarks = precision.remarks(x_train, how, [f"feature {k} of x_train" for k in _last(x_train)])
     targets = precision.Stored()

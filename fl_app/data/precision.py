@@ -30,6 +30,17 @@ FEW_STEPS = 4
 """A range of at most this many steps of the column's own type is a remainder of rounding."""
 
 
+BEYOND = 2**63
+"""int64 ends below this integer. Arrays of unsigned integers that reach it are read as float64."""
+
+
+def plain(x: NDArray[Any]) -> NDArray[Any]:
+    """Return an array without uint64: int64, which keeps all its values, or float64 if one is BEYOND."""
+    if x.dtype != np.uint64:
+        return x
+    return x.astype(np.float64 if x.max(initial=0) >= BEYOND else np.int64)
+
+
 @dataclass(frozen=True)
 class Stored:
     """The conversion of numbers for storage, (value - shift) / scale for every feature. Empty: numbers are unchanged.
@@ -44,6 +55,7 @@ class Stored:
         """Return numbers x [n, ..., F], or [n] with F = 1, as stored: int64, float64, or x itself if unchanged."""
         if not self.shift:
             return x
+        x = plain(x)
         of_integers = all(isinstance(value, int) for value in self.shift) and set(self.scale) == {1.0}
         if of_integers and x.dtype.kind in "iu":
             return x.astype(np.int64) - np.array(self.shift, np.int64)
@@ -55,6 +67,7 @@ def stored(x: NDArray[Any], *, tokens: bool = False) -> Stored:
 
     tokens: whether the model receives integers as such; these are never changed.
     """
+    x = plain(x)
     if not _may_be_far(x) or (tokens and x.dtype.kind in "iu"):
         return Stored()
     shift: list[float] = []
@@ -75,11 +88,16 @@ def stored(x: NDArray[Any], *, tokens: bool = False) -> Stored:
 
 
 def remarks(x: NDArray[Any], how: Stored, names: Sequence[str]) -> list[str]:
-    """Return lines about features of x that are shifted or scaled, and about those that hold only rounding errors.
+    """Return lines about features of x that are shifted or scaled, of integers too large for int64, or of rounding errors.
 
     names: the features' names, [F].
     """
     lines = []
+    if x.dtype == np.uint64 and (x := plain(x)).dtype.kind == "f":
+        beyond = [name for name, (_, high) in zip(names, _ranges(x), strict=True) if high >= BEYOND]
+        lines.append(
+            f"{listed(beyond)}: read as float64, which keeps about 16 digits, because of integers from 2^63 on"
+        )
     for name, shift, scale in zip(names, how.shift, how.scale, strict=False):
         changes = [f"minus {shift:.16g}"] * bool(shift) + [f"divided by {scale:.3g}"] * (scale != 1)
         if changes:

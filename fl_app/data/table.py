@@ -18,7 +18,7 @@ from fl_app import extras, rng
 from fl_app.data import arrays, columns, hugging_face, precision, table_files
 from fl_app.data.columns import Columns, Read
 from fl_app.data.encoding import Encoding
-from fl_app.data.parsing import Places, missing
+from fl_app.data.parsing import Places
 from fl_app.data.prepared import DataRequest, Facts, Groups, Prepared, Targets, note, open_or_convert, save
 from fl_app.errors import UserError
 
@@ -51,7 +51,8 @@ def prepare_saved(request: DataRequest) -> Prepared:
         raise UserError(f"dataset: no folder {path}")
     table_files.refuse_text_keys(request)
     notes: list[str] = []
-    files, needs = sorted(path.rglob("*")), ("pandas", "datasets")
+    # a link may lead nowhere
+    files, needs = sorted(file for file in path.rglob("*") if file.exists()), ("pandas", "datasets")
     return open_columns(request, "hf", files, lambda: hugging_face.read(request, notes), needs, notes)
 
 
@@ -99,7 +100,8 @@ def open_columns(
 
 
 def _layout_notes(request: DataRequest, part: Columns) -> list[str]:
-    names = [name for name in part if name not in (*request.targets, request.client)]
+    others = {*request.targets, request.client}
+    names = [name for name in part if name not in others]
     return [line for name in names for line in arrays.layout_note(request.path, f"column {name}", part[name].shape)]
 
 
@@ -111,7 +113,11 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     places, problems = table_files.places(request), columns.unknown(request, parts[0])
     parts = columns.by_name(request, parts)
     named = [name for name in (*request.targets, request.client) if name in parts[0]]
-    problems += [line for name in named for part in parts if (line := columns.without_value(name, part[name], places))]
+    unusable = {name for name in request.targets if name not in parts[0]}
+    for name, part in ((name, part) for name in named for part in parts):
+        if line := columns.no_single_values(name, part[name], places, several=name != request.client):
+            problems.append(line)
+            unusable.add(name)
     size = len(next(iter(parts[0].values()), ()))
     if not size:
         raise UserError(f"dataset: {request.path} has no rows")
@@ -128,7 +134,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     encoded, unfit = columns.encode(request, parts, rows[0], places)
     problems += unfit
     outputs = None
-    if not any(name not in parts[0] or missing(parts[0][name]).any() for name in request.targets):
+    if not unusable.intersection(request.targets):
         try:
             outputs = _outputs(request, parts, known, rows)
         except UserError as error:

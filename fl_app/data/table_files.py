@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-from collections.abc import Sequence
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from fl_app import extras
 from fl_app.data.columns import Columns
 from fl_app.data.parsing import Places
 from fl_app.data.prepared import DataRequest, listed
-from fl_app.errors import UserError
+from fl_app.errors import UserError, describe
 from fl_app.files import no_such
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".parquet")
 EMPTY_ONLY = ("empty",)
 """Value of `na-values` that makes only empty cells missing values."""
+
+_MARK = "\ufeff"  # byte order mark
+_LONGEST_CELL = 2**31 - 1  # the csv module's own limit is 128 KB
 
 SEPARATORS = {"": ",", "tab": "\t", "\\t": "\t"}
 """Characters by the value of the key `separator`. All other values stand for themselves."""
@@ -69,9 +74,9 @@ def read(request: DataRequest, notes: list[str]) -> Columns:
             header = pandas.read_csv(
                 path, sep=options["sep"], header=None, nrows=1, dtype=str, keep_default_na=False, index_col=False
             )
-    except (OSError, ValueError, pandas.errors.ParserError) as error:
+    except Exception as error:  # damaged files make pandas and pyarrow raise many kinds
         hint = "" if request.separator or not is_text else "; if commas do not separate its columns, set separator"
-        raise UserError(f"dataset: {path} is not a readable table ({error}){hint}") from error
+        raise UserError(f"dataset: {path} is not a readable table ({describe(error)}){hint}") from error
     names = [str(name) for name in frame.columns]
     if header is not None:
         # pandas adds a number to a repeated name: only the header itself shows the repetition
@@ -87,8 +92,9 @@ def read(request: DataRequest, notes: list[str]) -> Columns:
     else:
         frame = _with_index(frame, notes)
         names = [str(name) for name in frame.columns]
-    if twice := next((name for name in names if name and names.count(name) > 1), ""):
-        raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
+    counts = Counter(names)
+    if twice := next((name for name in names if name and counts[name] > 1), ""):
+        raise UserError(f"dataset: {path} must have every column once, got {counts[twice]} named {twice!r}")
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
 
 
@@ -137,22 +143,56 @@ def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
 def places(request: DataRequest) -> Places:
     """Return the rows' places: as a spreadsheet counts them (row 1 is the header) in a table, from 0 in other data."""
     if request.path.suffix == ".csv":
-        lines = functools.cache(lambda: _lines_of(request))
-        return Places(lambda row: lines()[row + 1], lambda column, row: _as_written(request, column, row))
+        rows = functools.cache(lambda: _rows_of(request))
+        return Places(lambda row: rows()[row + 1].number, lambda column, row: _as_written(request, rows(), column, row))
     return Places(lambda row: row + 2) if request.path.suffix in SUFFIXES else Places()
 
 
-def _lines_of(request: DataRequest) -> list[int]:
-    """Return the spreadsheet's row numbers of a CSV file's header and of each row that pandas reads (no empty ones)."""
-    with open(request.path, encoding="utf-8-sig", newline="") as file:
-        rows = enumerate(csv.reader(file, delimiter=_reading(request)["sep"]), 1)
-        return [number for number, cells in rows if len(cells) > 1 or (cells and cells[0].strip())]
+class _Row(NamedTuple):
+    """A row of a CSV file: its number in a spreadsheet, and the byte at which it begins."""
+
+    number: int
+    start: int
 
 
-def _as_written(request: DataRequest, name: str, row: int) -> str:
+def _rows_of(request: DataRequest) -> list[_Row]:
+    """Return a CSV file's header and each row that pandas reads: all but empty lines."""
+    found, lines, start = list[_Row](), list[str](), 0
+    with open(request.path, encoding="utf-8", newline="") as file:
+        if file.read(1) == _MARK:
+            start = len(_MARK.encode())
+        file.seek(start)
+        for number, cells in enumerate(_cells(request, _kept(file, lines)), 1):
+            text = "".join(lines)
+            lines.clear()
+            # an empty cell in quotes makes a row
+            if len(cells) > 1 or text.strip():
+                found.append(_Row(number, start))
+            start += len(text.encode())
+    return found
+
+
+def _kept(file: Iterable[str], lines: list[str]) -> Iterator[str]:
+    """Yield a file's lines, and append each to `lines`."""
+    for line in file:
+        lines.append(line)
+        yield line
+
+
+def _cells(request: DataRequest, lines: Iterable[str]) -> Iterator[list[str]]:
+    """Return the cells of each row in a CSV file's lines."""
+    csv.field_size_limit(_LONGEST_CELL)
+    return csv.reader(lines, delimiter=_reading(request)["sep"])
+
+
+def _as_written(request: DataRequest, rows: Sequence[_Row], name: str, row: int) -> str:
     """Return a cell's text in a CSV file, word for word; "" for an empty cell."""
-    import pandas
 
-    sep = _reading(request)["sep"]
-    text = pandas.read_csv(request.path, sep=sep, dtype=str, keep_default_na=False, usecols=[name])
-    return str(text[name].iloc[row])
+    def cells_of(row: _Row) -> list[str]:
+        with open(request.path, "rb") as file:
+            file.seek(row.start)
+            return next(_cells(request, io.TextIOWrapper(file, encoding="utf-8", newline="")))
+
+    # pandas names columns without a name so
+    names = [cell or f"Unnamed: {place}" for place, cell in enumerate(cells_of(rows[0]))]
+    return dict(zip(names, cells_of(rows[row + 1]), strict=False)).get(name, "")

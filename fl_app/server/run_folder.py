@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import io
 import itertools
 import json
 import logging
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
@@ -67,6 +68,8 @@ CLIENT_HASH, NAME = HASHES[0], "name"
 ROUNDS, TUNING_RATE, NORMALIZED_OVER = "num-server-rounds", "finetune-learning-rate", "normalize-over"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
+MOST_UNPACKED = 10**9
+"""Most bytes to which a compressed file of a run folder may unpack."""
 # Most characters in the name of a class or a client.
 LONGEST_NAME = 200
 
@@ -450,15 +453,53 @@ def open_file(run: Path, name: str) -> Iterator[IO[bytes]]:
             with open(plain, "rb") as file:
                 yield file
         elif archive.exists():
-            with tarfile.open(archive, "r:xz") as members:
+            unpacked = io.BufferedReader(_Unpacked(lzma.open(archive), archive))
+            with unpacked, tarfile.open(fileobj=unpacked, mode="r:") as members:
                 yield _member(members, name)
         elif compressed.exists():
-            with gzip.open(compressed) as unpacked:
-                yield cast(IO[bytes], unpacked)
+            with io.BufferedReader(_Unpacked(gzip.open(compressed), compressed)) as unpacked:
+                yield unpacked
         else:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(plain))
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
         raise ValueError(f"{name} in {run} is damaged: {error}") from None
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a compressed file, which ends in a ValueError after MOST_UNPACKED bytes.
+
+    Run folders are passed on, and a small file can unpack to any size.
+    """
+
+    def __init__(self, file: lzma.LZMAFile | gzip.GzipFile, path: Path) -> None:
+        self._file, self._path = file, path
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._file.read1(len(buffer))
+        buffer[: len(part)] = part
+        self._refuse_beyond(self._file.tell())
+        return len(part)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._refuse_beyond(offset)
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _refuse_beyond(self, place: int) -> None:
+        if place > MOST_UNPACKED:
+            raise ValueError(f"{self._path} must unpack to at most {MOST_UNPACKED / 1e9:.3g} GB, got more")
 
 
 def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:

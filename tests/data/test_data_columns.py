@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 from PIL import Image
 
 from fl_app import data
+from fl_app.data.columns import encode, unknown
+from fl_app.data.parsing import Places
+from fl_app.data.prepared import DataRequest
 from fl_app.errors import UserError
 from tests.conftest import config
 
@@ -263,3 +267,19 @@ def test_saved_images_of_two_sizes_are_named_by_row(tmp_path: Path) -> None:
         UserError, match="column image, row 0 of test has 8x9 pixels, expected 8x8 as column image, row 0 of train"
     ):
         data.prepare(saved_images(tmp_path, train, test), tmp_path / "root", target="label")
+
+
+@pytest.mark.parametrize("key", ["", "impute", "exclude", "categorical", "target"])
+def test_time_grows_with_the_number_of_columns_not_with_its_square(key: str, tmp_path: Path) -> None:
+    def seconds(count: int) -> float:
+        columns = {f"column {k:05}": np.array([0.5, 2.5, 2.5]) for k in range(count)}
+        names = tuple(columns)[1:]
+        keys = {key: ",".join(names) if key == "target" else names} if key else {}
+        request = DataRequest("table", tmp_path, tmp_path, **keys)  # type: ignore[arg-type]
+        start = time.process_time()
+        encoded, problems = encode(request, [columns], np.arange(3), Places())
+        problems += unknown(request, columns)
+        assert len(encoded.uses) == count and len(problems) in (0, count - 1)
+        return time.process_time() - start
+
+    assert min(seconds(8000) for _ in range(2)) < 8 * min(seconds(2000) for _ in range(2))

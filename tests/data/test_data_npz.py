@@ -115,6 +115,12 @@ def test_what_unpacks_to_more_than_the_free_memory_is_not_unpacked(
     monkeypatch.setattr("fl_app.npz_file.available_memory", lambda: 10e6)
     with pytest.raises(UserError, match=r"bomb\.npz unpacks to 10 MB, but 10 MB of memory are free"):
         data.prepare(f"npz:{tmp_path / 'bomb.npz'}", tmp_path / "root")
+    # numpy opens a member without the suffix .npy, too
+    with zipfile.ZipFile(tmp_path / "bare.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x_train", bytes(11 * 10**6))
+        archive.writestr("x_train.npy", b"")
+    with pytest.raises(UserError, match=r"bare\.npz unpacks to 11 MB, but 10 MB of memory are free"):
+        data.prepare(f"npz:{tmp_path / 'bare.npz'}", tmp_path / "root")
 
 
 @pytest.mark.parametrize(
@@ -143,3 +149,53 @@ def test_where_the_channels_are(
     sizes = " x ".join(map(str, shape))
     named = f"{path}: x_train is read as [n, C, H, W], {sizes}: {shape[0]} channels of {shape[1]} x {shape[2]} pixels"
     assert p.info.remarks == ([named] if first else [])
+
+
+HIGH = 2**64 - 1
+UNSIGNED = np.array([HIGH - 4096 * k for k in range(24)], np.uint64)
+
+
+def test_unsigned_integers_from_2_63_on_are_numbers(tmp_path: Path) -> None:
+    """Read as int64 they would be negative."""
+    wide = np.random.default_rng(0).integers(2**63, HIGH, (12, 2), np.uint64)
+    more = {"x_test": wide[:6], "y_train": np.arange(12) % 2, "y_test": np.arange(6) % 2}
+    p = data.prepare(f"npz:{write_npz(tmp_path / 'wide.npz', x_train=wide, **more)}", tmp_path / "root")
+    assert p.x_train.dtype == np.float32 and np.array_equal(p.x_train, wide.astype(np.float32))
+    assert [line for line in p.info.remarks if "from 2^63 on" in line] == [
+        "feature 0 of x_train, feature 1 of x_train: read as float64, which keeps about 16 digits, because of integers from 2^63 on"
+    ]
+    far = UNSIGNED.reshape(12, 2)
+    p = data.prepare(
+        f"npz:{write_npz(tmp_path / 'far.npz', x_train=far, **{**more, 'x_test': far[:6]})}", tmp_path / "root"
+    )
+    assert sorted(p.x_train[:, 0]) == [8192 * k for k in range(12)] and any("minus" in line for line in p.info.remarks)
+    # in an array whose values all fit, they stay integers
+    small = np.arange(24, dtype=np.uint64).reshape(12, 2)
+    p = data.prepare(
+        f"npz:{write_npz(tmp_path / 'small.npz', x_train=small, **{**more, 'x_test': small[:6]})}", tmp_path / "root"
+    )
+    assert p.x_train.dtype == np.int64 and np.array_equal(p.x_train, small)
+
+
+def test_labels_and_clients_of_unsigned_integers_keep_their_names(tmp_path: Path) -> None:
+    labels, whose = UNSIGNED[np.arange(12) % 2], np.array([HIGH, HIGH - 1] * 6, np.uint64)
+    changes = {"y_train": labels, "y_test": labels[:6], "c_train": whose, "c_test": np.array([3] * 6)}
+    path = write_npz(tmp_path / "d.npz", **changes)
+    p = data.prepare(f"npz:{path}", tmp_path / "root", client="c")
+    assert p.info.classes == (str(HIGH - 4096), str(HIGH)) and set(p.y_train.tolist()) == {0, 1}
+    assert p.groups is not None and p.groups.names == ("3", str(HIGH - 1), str(HIGH))
+    with pytest.raises(UserError, match=f"y_train must hold labels below 2\\^63, got {HIGH}"):
+        data.prepare(f"npz:{path}", tmp_path / "root", classes=("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["x_train", "y_train", "x_test", "y_test"])
+def test_a_single_value_is_no_array(tmp_path: Path, name: str) -> None:
+    path = write_npz(tmp_path / "d.npz", **{name: np.float32(3)})
+    with pytest.raises(UserError, match=rf"d\.npz: {name} must be an array, got the single value 3\.0"):
+        data.prepare(f"npz:{path}", tmp_path / "root")
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    names = np.array([b"\xff", b"caf\xe9", b"a"])
+    path = write_npz(tmp_path / "d.npz", y_train=names[np.arange(12) % 3], y_test=names[np.arange(6) % 3])
+    assert data.prepare(f"npz:{path}", tmp_path / "root").info.classes == (r"\xff", "a", r"caf\xe9")

@@ -472,3 +472,118 @@ def test_data_show_lists_every_column(command: Command, tmp_path: Path, monkeypa
     assert shown["b"] == ["left out", "exclude"] and shown["id"] == ["left out", "it numbers the rows"]
     assert shown["sex"][0] == "feature" and shown["sex"][1].startswith("one of 2 words")
     assert "warning: column 'id' is left out: it numbers the rows" in err
+
+
+@pytest.mark.parametrize("others", [["a", "b"], []])
+def test_integers_from_2_63_on_are_numbers(tmp_path: Path, others: list[str]) -> None:
+    """pandas reads such a column as uint64. Read as int64 its values would be negative."""
+    values = [2**63 + 2**57 * (7 * k % ROWS) for k in range(ROWS)]
+    p = opened(tmp_path, csv(FRAME[[*others, "y"]].assign(n=values)))
+    k = p.info.facts.features.index("n")
+    assert set(np.concatenate([p.x_train[:, k], p.x_test[:, k]])) == {np.float32(value) for value in values}
+    assert any(line.startswith("n: read as float64") for line in p.info.remarks)
+    near = [2**64 - 1 - 4096 * (7 * k % ROWS) for k in range(ROWS)]
+    p = opened(tmp_path, csv(FRAME.assign(n=near)))
+    assert len(set(np.concatenate([p.x_train[:, 2], p.x_test[:, 2]]))) == ROWS
+
+
+def test_words_of_large_whole_numbers_differ(tmp_path: Path) -> None:
+    """A missing value makes the column floating point; int64 does not hold its values."""
+    text = csv(FRAME.assign(n=[None, *[1e20, 3e20, 2e30] * 19, 1e20, 3e20]))
+    assert opened(tmp_path, text, categorical="n").info.facts.features[2:] == ("n=1e+20", "n=2e+30", "n=3e+20")
+
+
+# What somebody else may have written
+
+
+def in_parquet(tmp_path: Path, frame: pandas.DataFrame, **more: Any) -> data.Prepared:
+    frame.to_parquet(tmp_path / "t.parquet")
+    return opened(tmp_path, "", dataset=f"table:{tmp_path / 't.parquet'}", **more)
+
+
+BYTES = [bytes([255, k % 3]) for k in range(ROWS)]
+
+
+def test_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
+    frame = FRAME.assign(c=BYTES)
+    with pytest.raises(UserError, match=r"column c must hold numbers, got '\\\\xff\\x00' in row 2; encode it"):
+        in_parquet(tmp_path, frame)
+    assert len(in_parquet(tmp_path, frame, categorical="c").info.facts.features) == 5
+    assert len(in_parquet(tmp_path, FRAME.assign(y=BYTES)).info.classes) == 3
+    groups = in_parquet(tmp_path, frame, client="c").groups
+    assert groups is not None and groups.names == tuple(rf"\xff{chr(k)}" for k in range(3))
+
+
+@pytest.mark.parametrize("role", ["client", "target"])
+def test_a_list_is_no_client_and_no_target(tmp_path: Path, role: str) -> None:
+    frame = FRAME.assign(c=[[1, 2] if k % 2 else [3] for k in range(ROWS)])
+    must = (
+        r"column c must hold one value per row, got a list of shape \[1\] in row 2 and a list of shape \[2\] in row 3"
+    )
+    with pytest.raises(UserError, match=must):
+        in_parquet(tmp_path, frame, **{role: "c"})
+
+
+def test_an_index_that_is_not_in_the_file(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pandas(FRAME).replace_schema_metadata(
+        {b"pandas": b'{"index_columns": ["zz"], "columns": [], "column_indexes": []}'}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=r"t\.parquet is not a readable table \(KeyError: 'zz'\)"):
+        opened(tmp_path, "", dataset=f"table:{tmp_path / 't.parquet'}")
+
+
+def test_rows_of_one_quoted_empty_cell_count(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"column y must have a value in every row, row 62 has none \(3 of 63 rows\)"):
+        opened(tmp_path, csv() + '""\n\n""\n  \nNA\n', exclude="a,b")
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_missing_value_is_shown_as_written_beside_long_and_odd_cells(tmp_path: Path, mark: str) -> None:
+    frame = FRAME.assign(**{"ä\n1": "w"})
+    frame.loc[0, "ä\n1"] = "é" * 200_000 + '"\n,'
+    frame.loc[5, "y"] = "NA"
+    text = mark + csv(frame[["ä\n1", "a", "y"]]).replace("\n0.", "\n\n0.")
+    with pytest.raises(
+        UserError, match=r"column y must have a value in every row, row \d+ has none \('NA' in the file"
+    ):
+        opened(tmp_path, text, categorical="ä\n1")
+
+
+def saved(tmp_path: Path) -> Path:
+    """Return a folder in which datasets saved the frame."""
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict(train=Dataset.from_pandas(FRAME)).save_to_disk(str(tmp_path / "d"))
+    return tmp_path / "d"
+
+
+def test_a_link_that_leads_nowhere_beside_saved_data(tmp_path: Path) -> None:
+    (path := saved(tmp_path)).joinpath("link").symlink_to("/nowhere")
+    assert opened(tmp_path, "", dataset=f"hf:{path}").info.facts.features == ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "1", '{"features": 3, "_data_files": 3}'])
+def test_damaged_descriptions_of_saved_data(tmp_path: Path, name: str, content: str) -> None:
+    (path := saved(tmp_path)).joinpath("train", name).write_text(content)
+    try:
+        opened(tmp_path, "", dataset=f"hf:{path}")
+    except UserError as error:
+        assert str(error).startswith(f"dataset: {path} is no data set that datasets saved (")
+    else:
+        # datasets reads a split without a description
+        assert (name, content) == ("dataset_info.json", "{}")
+
+
+def test_a_csv_file_is_read_once_for_all_refused_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = FRAME.assign(**{f"c{k}": G.normal(size=ROWS).round(3) for k in range(30)})
+    frame.loc[ROWS - 1, [f"c{k}" for k in range(30)]] = np.nan
+    read, calls = pandas.read_csv, []
+    monkeypatch.setattr(pandas, "read_csv", lambda *words, **keys: (calls.append(words), read(*words, **keys))[1])
+    with pytest.raises(UserError, match="30 problems:\n  column c0 must have a number in every row, row 61 has none"):
+        opened(tmp_path, csv(frame), impute="a")
+    # the table, and its header
+    assert len(calls) == 2

@@ -21,6 +21,7 @@ from corolla.experiments.runs import RecordedRun, find
 from corolla.experiments.table import text_table
 from corolla.report import arrays
 from fl_app.errors import UserError
+from fl_app.server import run_folder
 from fl_app.server.run_folder import read_file
 from strategies import METHOD_PARAMS
 from tests.conftest import Command
@@ -188,3 +189,20 @@ def test_the_command(runs: Path, tmp_path: Path, command: Command) -> None:
     code, out, _ = command("runs", runs, "--collect", tmp_path / "kept")
     assert code == 0 and out.splitlines()[-2:] == [str(tmp_path / "kept" / name) for name in "ac"]
     assert {p.name for p in (tmp_path / "kept").iterdir()} == {"a", "c"}
+
+
+@pytest.mark.parametrize("kind", ["size", "header", "gzip"])
+def test_what_unpacks_to_too_much_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A downloaded run's archive of 300 KB may unpack to gigabytes."""
+    monkeypatch.setattr(run_folder, "MOST_UNPACKED", 10**6)
+    member, content = tarfile.TarInfo(run_folder.CONFIG), bytes(3 * 10**6)
+    if kind == "gzip":
+        (tmp_path / f"{run_folder.CONFIG}.gz").write_bytes(gzip.compress(content))
+    else:
+        member.size = len(content)
+        member.type = tarfile.XHDTYPE if kind == "header" else tarfile.REGTYPE
+        (tmp_path / run_folder.PACKED).write_bytes(lzma.compress(member.tobuf(tarfile.USTAR_FORMAT) + content))
+    with pytest.raises(ValueError, match="must unpack to at most 0.001 GB, got more"):
+        run_folder.read_file(tmp_path, run_folder.CONFIG)
+    with pytest.raises(UserError, match="is not a run folder: .* must unpack to at most 0.001 GB, got more"):
+        run_folder.read_config(tmp_path)

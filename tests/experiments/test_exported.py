@@ -15,6 +15,8 @@ from PIL import Image
 
 from corolla.experiments.exported import loading, model_card, predict
 from corolla.experiments.exported.export import export
+from corolla.experiments.exported.run_models import client_id
+from corolla.experiments.runs import RecordedRun
 from fl_app import data, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -192,6 +194,17 @@ def test_a_client_that_uses_the_global_model_is_given_that_one(run: Run, tmp_pat
     assert not (tmp_path / "no.pt").exists()
 
 
+def test_a_clients_name_is_not_taken_for_another_clients_number(run: Run, tmp_path: Path) -> None:
+    folder = run(method="fedavg", **TINY).path
+    names = {0: "Bonn", 1: "0"}
+    recorded = RecordedRun(folder)
+    (folder / "clients.json").write_text(json.dumps({str(i): {"name": name} for i, name in names.items()}))
+    assert [client_id(recorded, name) for name in ("0", "1", "Bonn", 1)] == [0, 1, 0, 1]
+    (folder / "clients.json").write_text(json.dumps({"0": {"name": "Bonn"}, "1": {"name": "Bonn"}}))
+    with pytest.raises(UserError, match="client: clients 0, 1 have the name 'Bonn'; give the number"):
+        client_id(RecordedRun(folder), "Bonn")
+
+
 # the commands
 
 
@@ -287,6 +300,16 @@ def test_a_task_of_ones_own_goes_along(  # type: ignore[no-untyped-def]
     for end in ("pt", "onnx"):
         code, out, err = corolla("predict", f"m.{end}", "../rows.npz")
         assert code == 0 and "mae " in out and "on 20 samples" in out, err
+        assert f"running Python code of {elsewhere / f'm.{end}.plugins' / 'far.py'}" in err
+        # code that only lies beside a model, perhaps a downloaded one, does not run
+        Path(f"m.{end}.plugins", "far.py").rename("far.py")
+        monkeypatch.chdir(tmp_path)
+        # the commands before left their folders on this process's import path
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.startswith(str(tmp_path))])
+        code, _, err = corolla("predict", f"elsewhere/m.{end}", "rows.npz")
+        assert code == 2 and "running Python code" not in err and "far" in err
+        monkeypatch.chdir(elsewhere)
+        Path("far.py").unlink()
 
 
 def test_what_does_not_fit_is_named(corolla, exported: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -326,3 +326,24 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [False, False]
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet8", "resnet18-fedobp"])
+@pytest.mark.parametrize("told", [{"num_classes": 2**31 - 1}, {"in_channels": 2**31 - 1}, {"image_size": 2**31 - 1}])
+def test_a_models_size_is_judged_before_it_is_built(
+    name: str, told: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may tell any shape of its data."""
+    monkeypatch.setattr(models, "available_memory", lambda: 1e9)
+    seeded: list[object] = []
+    monkeypatch.setattr(models, "_seed", lambda *words: seeded.append(words))
+    shape = {"in_channels": 1, "num_classes": 10, "image_size": 8, **told}
+    if name.startswith("resnet") and "image_size" in told:
+        # its parameters do not depend on the images' size
+        models.build(name, **shape)
+        return
+    with pytest.raises(
+        UserError, match=f"model {name}: for samples of shape .* it needs .* GB of memory, and 1 GB are free"
+    ):
+        models.build(name, **shape)
+    assert not seeded

@@ -119,7 +119,8 @@ def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_Z
     encodings = [Encoding.from_json(fields) for fields in known["encodings"]]
     needed = [encoding.column for encoding in encodings]
     missing = [name for name in needed if name not in rows]
-    foreign = [name for name in rows if name not in needed and name not in known["others"]]
+    named = {*needed, *known["others"]}
+    foreign = [name for name in rows if name not in named]
     if missing or foreign:
         wrong = [f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
         wrong += [f"{listed(foreign)} {'is' if len(foreign) == 1 else 'are'} unknown"] * bool(foreign)
@@ -159,8 +160,8 @@ def _from_npz(path: Path, card: Card) -> Inputs:
         raise UserError(f"{path}: has no array x or x_test with samples as in the run's data")
     x = from_array(path, named[0], found[named[0]], card)
     y = found.get(named[1])
-    if y is not None and len(np.atleast_1d(y)) != len(x):
-        arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(np.atleast_1d(y)))
+    if y is not None and len(y) != len(x):
+        arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(y))
     if not len(x):
         arrays.refuse(path, named[0], "hold samples", "none")
     targets = None if y is None else _stored_targets(path, named[1], y, card)

@@ -15,6 +15,7 @@ from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.keys import nearest
+from fl_app.known_names import BY_COLUMN
 from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
 from fl_app.sources import NODE
 
@@ -69,11 +70,21 @@ def file_stem(client: int | None) -> str:
 
 
 def client_id(run: RecordedRun, client: object) -> int:
-    """Return a client's number, given its number or name. Raises UserError if the run has no such client."""
+    """Return a client's number, given its number or name. Raises UserError if the run has no such client, or several.
+
+    Clients tell their own names. A name of digits counts only where names are values of the data's column; elsewhere it
+    would pass for another client's number.
+    """
     count = run.summary["num-clients"]
-    names = {str(facts["name"]): int(i) for i, facts in run.clients.items() if facts.get("name")}
+    names: dict[str, list[int]] = {}
+    for i, facts in run.clients.items():
+        name = str(facts.get("name") or "")
+        if name and (run.settings.get("partition") == BY_COLUMN or not name.isdigit()):
+            names.setdefault(name, []).append(int(i))
     if isinstance(client, str) and client in names:
-        return names[client]
+        if len(same := sorted(names[client])) > 1:
+            raise UserError(f"client: clients {listed(list(map(str, same)))} have the name {client!r}; give the number")
+        return same[0]
     number = int(client) if isinstance(client, str) and re.fullmatch(r"\d{1,9}", client, re.ASCII) else client
     if type(number) is int and 0 <= number < count:
         return number
