@@ -22,7 +22,7 @@ from fl_app.data.parsing import Places, missing
 from fl_app.data.prepared import DataRequest, Facts, Groups, Prepared, Targets, note, open_or_convert, save
 from fl_app.errors import UserError
 
-VERSION = 6
+VERSION = 7
 """Version of the rules that read columns. Conversions of other versions are not used."""
 
 # more numbers than this are hardly meant as classes

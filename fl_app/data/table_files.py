@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_app import extras
-from fl_app.data.columns import Columns
-from fl_app.data.parsing import Places
+from fl_app.data.columns import Columns, declared_in, declared_words
+from fl_app.data.parsing import Places, missing
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.errors import UserError
 from fl_app.files import no_such
@@ -39,12 +41,20 @@ def refuse_text_keys(request: DataRequest) -> None:
             raise UserError(f"{key}: {request.path} is no CSV file; leave it unset, got {value!r}")
 
 
-def read_rows(path: Path, separator: str = "", na_values: Sequence[str] = ()) -> Columns:
-    """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError."""
+def read_rows(
+    path: Path,
+    separator: str = "",
+    na_values: Sequence[str] = (),
+    names: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> Columns:
+    """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError.
+
+    names: the known names in each column that holds names.
+    """
     if not path.is_file():
         raise UserError(no_such(path))
     extras.require("pandas", str(path))
-    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [])
+    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [], names)
 
 
 def places_in(path: Path, separator: str = "") -> Places:
@@ -52,10 +62,11 @@ def places_in(path: Path, separator: str = "") -> Places:
     return dataclasses.replace(places(DataRequest("table", path, Path(), separator=separator)), of_model=True)
 
 
-def read(request: DataRequest, notes: list[str]) -> Columns:
+def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collection[str]] | None = None) -> Columns:
     """Return a table's columns. Raises UserError, naming a key that may help, for a file that pandas cannot read.
 
-    notes: receives remarks about how the file was read.
+    notes: receives remarks about how the file was read. names_in: the known names in each column that holds names;
+    None: as the request declares them.
     """
     import pandas
 
@@ -89,7 +100,51 @@ def read(request: DataRequest, notes: list[str]) -> Columns:
         names = [str(name) for name in frame.columns]
     if twice := next((name for name in names if name and names.count(name) > 1), ""):
         raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
-    return {str(name): np.asarray(frame[name]) for name in frame.columns}
+    table = {str(name): np.asarray(frame[name]) for name in frame.columns}
+    if is_text:
+        table |= _names_as_written(request, table, _declared(request, table) if names_in is None else names_in)
+    return table
+
+
+def _declared(request: DataRequest, table: Columns) -> dict[str, Collection[str]]:
+    """Return the declared names in each column that holds names: of clients, of categories, of classes."""
+    categories = {name: declared_words(text) for name, text in declared_in(request.categorical, table).items()}
+    targets = request.targets if request.of_task.has_classes else ()
+    return {request.client: (), **categories, **dict.fromkeys(targets, request.classes)}
+
+
+def _names_as_written(request: DataRequest, table: Columns, names: Mapping[str, Collection[str]]) -> Columns:
+    """Return columns of a CSV file that hold names as text, where pandas' own type does not keep it.
+
+    For example, pandas reads 7 and 07 as one number. names: the known names in each column.
+    """
+    import pandas
+
+    typed = [name for name in names if name in table and pandas.api.types.infer_dtype(table[name]) != "string"]
+    if not typed:
+        return {}
+    texts = pandas.read_csv(request.path, usecols=typed, dtype=str, **_reading(request))
+    found = {}
+    for name in typed:
+        values, written = table[name], np.array(texts[name], dtype=object)
+        gone = missing(values)
+        written[gone] = None
+        known = set(written[~gone]) <= set(names[name])
+        # targets with a point are refused where they are classes: they may be numbers to predict
+        as_typed = (name in request.targets and values.dtype.kind == "f") or _keeps_text(values[~gone], written[~gone])
+        if known or not as_typed:
+            found[name] = written
+    return found
+
+
+def _keeps_text(values: NDArray[Any], written: NDArray[Any]) -> bool:
+    """Return whether values, as text, are what is written, apart from case (TRUE) and blanks at the ends.
+
+    Case and blanks must be the same everywhere: two spellings must not become one value.
+    """
+    pairs = {(str(value), str(text)) for value, text in zip(values, written, strict=True)}
+    alike = all(value.casefold() == text.strip().casefold() for value, text in pairs)
+    return alike and len({value for value, _ in pairs}) == len(pairs)
 
 
 def _with_index(frame: pandas.DataFrame, notes: list[str]) -> pandas.DataFrame:
