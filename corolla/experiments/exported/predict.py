@@ -24,7 +24,7 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import arrays, npz, table, table_files
 from fl_app.data.columns import Columns
-from fl_app.data.encoding import Encoding
+from fl_app.data.encoding import WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
@@ -95,7 +95,8 @@ def on_own_data(card: Card) -> str:
 def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
     settings = {**card["settings"], **reading}
     separator, na_values = str(settings.get("separator", "")), split_names(str(settings.get("na-values", "")))
-    rows, places = table_files.read_rows(path, separator, na_values), table_files.places_in(path, separator)
+    rows = table_files.read_rows(path, separator, na_values, _names_in(card))
+    places = table_files.places_in(path, separator)
     samples = from_columns(path, rows, card, places)
     names = [f"row {places.number(k)}" for k in range(len(samples))]
     try:
@@ -103,6 +104,14 @@ def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
     except UserError as error:
         # predictions need no targets
         return Inputs(names, samples, remark=f"no metric was measured: {error}")
+
+
+def _names_in(card: Card) -> dict[str, list[str]]:
+    """Return the known names in each column of a model's table that holds names: of categories, of classes."""
+    encodings = [Encoding.from_json(fields) for fields in (card.get("table") or {}).get("encodings", ())]
+    targets = split_names(str(card["settings"].get("target", ""))) if card["has-classes"] else ()
+    words = {encoding.column: list(encoding.words) for encoding in encodings if encoding.kind == WORDS}
+    return words | {name: list(card["classes"]) for name in targets}
 
 
 def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_ZERO) -> NDArray[Any]:
