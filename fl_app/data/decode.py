@@ -2,13 +2,14 @@
 
 The image's mode decides how pixels become 8 bits (MODES). 16-bit images keep the upper 8 of the bits that the data set
 uses (DEPTHS). Float images must lie in [0, 1] and are multiplied by 255. Palettes become colours. Transparency is
-dropped. A mode without a rule is refused.
+dropped. A mode without a rule is refused. Images are turned as their EXIF orientation states. Of several frames the first is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fl_app import progress
 from fl_app.data.prepared import Images, note
-from fl_app.errors import UserError
+from fl_app.errors import UserError, counted
+
+log = logging.getLogger("corolla")
 
 Found = TypeVar("Found")
 
@@ -62,13 +65,17 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
     side = image_size or width
     channels, depth = 1 if gray else 3, 0
     while True:
+        animated: list[Path] = []
         try:
             for name, listing in (("train", train), ("test", test)):
                 np.save(directory / f"y_{name}.npy", np.array([label for _, label in listing], np.int64))
                 shape = (len(listing), channels, side, side)
                 out = np.lib.format.open_memmap(directory / f"x_{name}.npy", mode="w+", dtype=np.uint8, shape=shape)
                 _reserve(directory / f"x_{name}.npy")
-                _decode_into(out, [file for file, _ in listing], first if not image_size else None, depth)
+                files = [file for file, _ in listing]
+                several = _decode_into(out, files, first if not image_size else None, depth)
+                animated += [file for file, found in zip(files, several, strict=True) if found]
+            note(directory, _frames_note([str(file) for file in animated]))
             return
         except _ColourFound:
             channels = 3
@@ -89,6 +96,19 @@ def depth_note(largest: int) -> str:
     return (
         f"16-bit images: values up to {largest} use {depth} bits; the upper 8 are kept (divided by {2 ** (depth - 8)})"
     )
+
+
+def _frames_note(names: Sequence[str]) -> list[str]:
+    """Return a line that counts the images with several frames; none if there are none. names: theirs."""
+    if not names:
+        return []
+    has, whose = ("has", "its") if len(names) == 1 else ("have", "their")
+    return [f"{counted(len(names), 'image')} {has} several frames, such as {names[0]}: {whose} first frame is taken"]
+
+
+def _has_frames(image: Image.Image) -> bool:
+    """Return whether an image has several frames or pages. A camera's previews (MPO) are none."""
+    return getattr(image, "n_frames", 1) > 1 and image.format != "MPO"
 
 
 def _largest(file: Path) -> int:
@@ -119,11 +139,12 @@ def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Image
         raise UserError(
             f"dataset: {name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; resize it first"
         )
-    found = []
+    found, animated = [], []
     for name, file in zip(names, files, strict=True):
         with _reading(file, name) as image:
             found.append(np.asarray(_rule(image)[1](image, depth_of(largest)).convert("L" if gray else "RGB")))
-    return np.array(found, np.uint8), [depth_note(largest)] if largest else []
+            animated += [name] if _has_frames(image) else []
+    return np.array(found, np.uint8), [*([depth_note(largest)] if largest else []), *_frames_note(animated)]
 
 
 def _reserve(path: Path) -> None:
@@ -136,13 +157,14 @@ def _reserve(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _decode_into(out: Images, files: list[Path], like: Path | None, depth: int) -> None:
-    """Decode the images into `out` [n, C, S, S]."""
+def _decode_into(out: Images, files: list[Path], like: Path | None, depth: int) -> list[bool]:
+    """Decode the images into `out` [n, C, S, S], and return which have several frames."""
 
-    def fill(i: int) -> None:
-        out[i] = _pixels(files[i], out.shape[1], out.shape[2], like, depth)
+    def fill(i: int) -> bool:
+        out[i], several = _pixels(files[i], out.shape[1], out.shape[2], like, depth)
+        return several
 
-    _in_threads(fill, range(len(files)))
+    return _in_threads(fill, range(len(files)))
 
 
 def _in_threads(function: Callable[[Any], Found], items: Sequence[Any]) -> list[Found]:
@@ -163,10 +185,13 @@ def _in_threads(function: Callable[[Any], Found], items: Sequence[Any]) -> list[
     return found
 
 
-def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int) -> Images:
-    """Return one image, uint8 [channels, side, side]. like: the first file, named in errors; None: resize to `side`."""
-    with _reading(file) as image:
-        gray, eight_bit = _rule(image)
+def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int) -> tuple[Images, bool]:
+    """Return one image, uint8 [channels, side, side], and whether it has several frames.
+
+    like: the first file, named in errors; None: resize to `side`.
+    """
+    with _reading(file) as opened:
+        image, (gray, eight_bit) = opened, _rule(opened)
         if channels == 1 and not gray:
             raise _ColourFound
         if eight_bit is _upper_byte and not depth:
@@ -180,7 +205,7 @@ def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int)
                 f"dataset: {file} has {width}x{height} pixels, expected {side}x{side} as {like}; set image-size to "
                 "resize and crop"
             )
-        return _channels_first(image)
+        return _channels_first(image), _has_frames(opened)
 
 
 def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
@@ -273,6 +298,15 @@ def _rule(image: Image.Image) -> Rule:
     return MODES[image.mode]
 
 
+def _turn(image: Image.Image) -> None:
+    """Turn or mirror an image, in place, as its EXIF orientation states."""
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except Exception as error:
+        # Pillow may raise anything for damaged EXIF data, which say nothing about the pixels
+        log.debug("no EXIF orientation: %s", error)
+
+
 @contextlib.contextmanager
 def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iterator[Image.Image]:
     """Open an image from a file or from a file's content. Raises UserError if it cannot be read or converted."""
@@ -284,6 +318,7 @@ def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iter
                 raise ValueError(
                     f"Pillow keeps the upper 8 of 16 bits a colour, here 0 .. {brightest}: save it with 8 bits a colour"
                 )
+            _turn(image)
             yield image
     except (UserError, _ColourFound, _DeepFound):
         raise
