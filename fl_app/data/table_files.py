@@ -31,6 +31,11 @@ SEPARATORS = {"": ",", "tab": "\t", "\\t": "\t"}
 """Characters by the value of the key `separator`. All other values stand for themselves."""
 
 
+def suffix_of(path: Path) -> str:
+    """Return a file's suffix in lower case: it shows the kind of a file in any case."""
+    return path.suffix.lower()
+
+
 def refuse_text_keys(request: DataRequest) -> None:
     """Raise UserError for keys of CSV files, if the data are no CSV file.
 
@@ -70,24 +75,29 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
     """
     import pandas
 
-    path, is_text = request.path, request.path.suffix == ".csv"
+    path, is_text = request.path, suffix_of(request.path) == ".csv"
     options = _reading(request)
     try:
-        # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
-        frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
         header = None
         if is_text:
             header = pandas.read_csv(
                 path, sep=options["sep"], header=None, nrows=1, dtype=str, keep_default_na=False, index_col=False
             )
+            # before all rows: they may not be readable with a wrong separator
+            _refuse_wrong_separator(request, [str(name) for name in header.iloc[0]])
+        # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
+        frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
+    except pandas.errors.EmptyDataError as error:
+        raise UserError(f"dataset: {path} must have a header and rows, it is empty") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"dataset: {path} must be UTF-8 text, it has another encoding; save it as UTF-8") from error
     except (OSError, ValueError, pandas.errors.ParserError) as error:
         hint = "" if request.separator or not is_text else "; if commas do not separate its columns, set separator"
-        raise UserError(f"dataset: {path} is not a readable table ({error}){hint}") from error
+        raise UserError(f"dataset: {path} is not a readable table ({' '.join(str(error).split())}){hint}") from error
     names = [str(name) for name in frame.columns]
     if header is not None:
         # pandas adds a number to a repeated name: only the header itself shows the repetition
         names = [str(name) for name in header.iloc[0]]
-        _refuse_wrong_separator(request, names)
         if not isinstance(frame.index, pandas.RangeIndex):
             first = ", ".join(map(str, [frame.index[0], *frame.iloc[0]])) if len(frame) else ""
             raise UserError(
@@ -191,10 +201,10 @@ def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
 
 def places(request: DataRequest) -> Places:
     """Return the rows' places: as a spreadsheet counts them (row 1 is the header) in a table, from 0 in other data."""
-    if request.path.suffix == ".csv":
+    if suffix_of(request.path) == ".csv":
         lines = functools.cache(lambda: _lines_of(request))
         return Places(lambda row: lines()[row + 1], lambda column, row: _as_written(request, column, row))
-    return Places(lambda row: row + 2) if request.path.suffix in SUFFIXES else Places()
+    return Places(lambda row: row + 2) if suffix_of(request.path) in SUFFIXES else Places()
 
 
 def _lines_of(request: DataRequest) -> list[int]:

@@ -67,10 +67,10 @@ def test_columns_go_by_name(trained: RunFolder, command: Command, tmp_path: Path
         pytest.importorskip("onnxruntime")
     file, _ = export(trained.path, METHODS, 1, tmp_path / f"model{suffix}", onnx=suffix == ".onnx")
     frame = patients()
-    right, reverse, bare = (tmp_path / f"{name}.csv" for name in ("right", "reverse", "bare"))
+    right, reverse = (tmp_path / f"{name}.csv" for name in ("right", "reverse"))
     frame.to_csv(right, index=False)
     frame[frame.columns[::-1]].to_csv(reverse, index=False)
-    frame[["age", "pressure", "ward", "second"]].to_csv(bare, index=False)
+    frame[["age", "pressure", "ward", "second"]].to_csv(bare := tmp_path / "bare.CSV", index=False)
     said = [command("predict", str(file), str(table)) for table in (right, reverse, bare)]
     assert [code for code, _, _ in said] == [0, 0, 0]
     found = answers(said[0][1])

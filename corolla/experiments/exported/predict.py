@@ -62,12 +62,13 @@ def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] =
         raise UserError(f"--set: predict takes {' and '.join(READING)}, got {listed(unknown)}")
     if not inputs:
         raise UserError("give image files, a table or an .npz file")
-    if any(path.suffix in (".npz", *table_files.SUFFIXES) for path in inputs):
+    if any(table_files.suffix_of(path) in (".npz", *table_files.SUFFIXES) for path in inputs):
         if len(inputs) > 1:
             raise UserError(
                 f"one table or .npz file at a time, or image files, got {listed([str(path) for path in inputs])}"
             )
-        return _from_npz(inputs[0], card) if inputs[0].suffix == ".npz" else _from_table(inputs[0], card, reading)
+        is_npz = table_files.suffix_of(inputs[0]) == ".npz"
+        return _from_npz(inputs[0], card) if is_npz else _from_table(inputs[0], card, reading)
     from fl_app.data.decode import read_image
 
     wanted = card["input"]
