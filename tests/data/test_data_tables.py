@@ -335,6 +335,18 @@ def test_another_separator_is_named_and_taken(tmp_path: Path, sign: str, key: st
         opened(tmp_path, csv(), separator=key)
 
 
+@pytest.mark.parametrize("of", [1, 4])
+def test_a_comma_may_separate_thousands(tmp_path: Path, of: int) -> None:
+    """Most numbers of such a column may be below 1000, and have no comma."""
+    text = csv(FRAME.assign(c=["1,153" if k % of == 0 else "222" for k in range(ROWS)]))
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path, text)
+    assert str(caught.value).endswith(
+        "column c must hold numbers, got '1,153' in row 2, a number with a comma; remove the comma if it separates "
+        "thousands, or write a point if it is a decimal comma"
+    )
+
+
 def test_a_wrong_separator_is_named_before_rows_that_do_not_parse(tmp_path: Path) -> None:
     text = "a;note;y\n1;x;u\n2;x, y, z;v\n"
     with pytest.raises(UserError, match="separator: .* pandas made one column of its header.* set separator = ';'"):
@@ -375,7 +387,7 @@ def test_decimal_commas_and_commas_at_the_ends_of_rows_are_named(tmp_path: Path)
         opened(tmp_path, csv(sep=";", decimal=","))
     with pytest.raises(
         UserError,
-        match="column a must hold numbers, got .* a decimal comma; write numbers with a point"
+        match="column a must hold numbers, got .* a number with a comma; .* write a point if it is a decimal comma",
     ):
         opened(tmp_path, csv(sep=";", decimal=","), separator=";")
     header, *rows = csv().splitlines()
