@@ -41,10 +41,16 @@ DEPTHS = (8, 10, 12, 14, 16)
 _EIGHT_BITS_KEPT = ("RGB", "RGBA", "LA")
 # a file that uses 12 bits or fewer of its 16 is left with at most this many values
 _FEW_VALUES = 16
+# an error names this many images that cannot be read
+_SHOWN = 5
 
 
 class _ColourFound(Exception):
     """An image is in colour, although the first image was grayscale."""
+
+
+class _Damaged(UserError):
+    """An image cannot be read or converted."""
 
 
 class _DeepFound(Exception):
@@ -57,6 +63,15 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
     Images get one channel if all are grayscale, else three (RGB). Raises UserError naming a file that cannot be
     converted.
     """
+    try:
+        _decode(directory, train, test, image_size)
+    except _Damaged:
+        files = [file for file, _ in (*train, *test)]
+        _refuse_damaged(files, [str(file) for file in files])
+        raise
+
+
+def _decode(directory: Path, train: Listing, test: Listing, image_size: int) -> None:
     first = train[0][0]
     with _reading(first) as image:
         gray, (width, height) = _rule(image)[0], image.size
@@ -83,6 +98,26 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
             largest = max(_in_threads(_largest, [file for file, _ in (*train, *test)]))
             depth = depth_of(largest)
             note(directory, [depth_note(largest)])
+
+
+def _refuse_damaged(files: Sequence[Path | bytes], names: Sequence[str]) -> None:
+    """Raise UserError naming the first of the images that cannot be read, and their number; unless all can be read."""
+
+    def damage(k: int) -> str:
+        try:
+            with _reading(files[k], names[k], key="") as image:
+                _rule(image)[1](image, DEPTHS[-1])
+        except _Damaged as error:
+            return str(error)
+        return ""
+
+    found = [text for text in _in_threads(damage, range(len(files))) if text]
+    if len(found) > 1:
+        more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        lines = [f"  {text}" for text in found[:_SHOWN]] + more
+        raise UserError(f"dataset: {len(found)} images cannot be read:\n" + "\n".join(lines))
+    if found:
+        raise UserError(f"dataset: {found[0]}")
 
 
 def depth_of(largest: int) -> int:
@@ -128,6 +163,14 @@ def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Image
     names: the images' names in errors. files: paths, or files' contents. Raises UserError naming an image that cannot
     be converted.
     """
+    try:
+        return _as_array(names, files)
+    except _Damaged:
+        _refuse_damaged(files, names)
+        raise
+
+
+def _as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Images, list[str]]:
     gray, largest = True, 0
     sizes: dict[tuple[int, int], str] = {}
     for name, file in zip(names, files, strict=True):
@@ -323,4 +366,4 @@ def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iter
     except (UserError, _ColourFound, _DeepFound):
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError(f"{key}{name or str(file)} cannot be read as an image ({error})") from error
+        raise _Damaged(f"{key}{name or str(file)} cannot be read as an image ({error})") from error

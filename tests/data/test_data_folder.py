@@ -297,6 +297,29 @@ def test_images_are_turned_as_exif_states(tmp_path: Path) -> None:
     assert np.array_equal(decode.read_image(file, turned.shape, resize=False), plain)
 
 
+def test_all_damaged_images_are_named_or_counted_at_once(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 8, "b": 2})
+    files = sorted((folder / "train" / "a").iterdir())
+    for count, damaged in ((1, files[:1]), (3, [*files[1:3]]), (8, files[3:])):
+        for file in damaged:
+            file.write_bytes(b"no image")
+        with pytest.raises(UserError) as caught:
+            data.prepare(f"folder:{folder}", tmp_path / "root")
+        first, *lines = str(caught.value).splitlines()
+        if count == 1:
+            assert first.startswith(f"dataset: {files[0]} cannot be read as an image (") and not lines
+            continue
+        assert first == f"dataset: {count} images cannot be read:"
+        for line, file in zip(lines, files[: min(count, 5)], strict=False):
+            assert line.startswith(f"  {file} cannot be read as an image (")
+        assert lines[5:] == (["  and 3 more"] if count == 8 else []) and len(lines) == min(count, 6)
+    (folder / "test" / "b" / "000.png").write_bytes(b"")
+    with pytest.raises(UserError, match="9 images cannot be read"):
+        data.prepare(f"folder:{folder}", tmp_path / "root")
+    with pytest.raises(UserError, match="2 images cannot be read:\n  row 0 cannot .*\n  row 2 cannot"):
+        decode.as_array(["row 0", "row 1", "row 2"], [b"no", (folder / "test" / "a" / "001.png"), b"image"])
+
+
 def test_images_with_several_frames_are_counted(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
     frames = [Image.fromarray(np.full((8, 8), 50 * k, np.uint8)) for k in range(1, 4)]
