@@ -97,7 +97,7 @@ def _decode(directory: Path, train: Listing, test: Listing, image_size: int) -> 
         except _DeepFound:
             largest = max(_in_threads(_largest, [file for file, _ in (*train, *test)]))
             depth = depth_of(largest)
-            note(directory, [depth_note(largest)])
+            note(directory, [depth_note(largest)], bits=depth)
 
 
 def _refuse_damaged(files: Sequence[Path | bytes], names: Sequence[str]) -> None:
@@ -251,10 +251,11 @@ def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int)
         return _channels_first(image), _has_frames(opened)
 
 
-def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
+def read_image(file: Path, shape: tuple[int, ...], *, resize: bool, bits: int = 0) -> Images:
     """Return one image in the form of a data set, uint8 [C, H, W].
 
-    resize: whether to resize it to side H, as `image-size` does; otherwise it must have H x W pixels. Raises UserError.
+    resize: whether to resize it to side H, as `image-size` does; otherwise it must have H x W pixels. bits: the bits
+    that the data set's 16-bit images use; 0 if unknown. Raises UserError.
     """
     channels, height, width = shape
     if channels not in (1, 3):
@@ -265,12 +266,17 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
             raise UserError(f"{file} is in colour, the model takes grayscale images")
-        if (depth := depth_of(largest_value(image))) < DEPTHS[-1] and eight_bit is _upper_byte:
+        depth = depth_of(largest := largest_value(image))
+        if bits and largest >= 2**bits:
+            raise UserError(
+                f"{file} must have values below {2**bits}, because the training images use {bits} bits, got {largest}"
+            )
+        if not bits and depth < DEPTHS[-1] and eight_bit is _upper_byte:
             raise UserError(
                 f"{file} has 16 bits a pixel and uses {depth}, but the number that the training images used is not known here: "
                 "save it with 8 bits, scaled as they were"
             )
-        image = eight_bit(image, depth).convert("L" if channels == 1 else "RGB")
+        image = eight_bit(image, bits or depth).convert("L" if channels == 1 else "RGB")
         if resize:
             image = _resize(image, height)
         if image.size != (width, height):

@@ -74,8 +74,9 @@ def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] =
     wanted = card["input"]
     if len(wanted["shape"]) != 3 or wanted["dtype"] != "uint8":
         raise UserError(f"{inputs[0]}: the model takes {_wanted(card)}, not images; give samples as x of an .npz file")
-    resize = bool(wanted["image-size"])
-    samples = np.stack([read_image(path, tuple(wanted["shape"]), resize=resize) for path in inputs])
+    # cards of earlier versions have no bits
+    resize, bits = bool(wanted["image-size"]), wanted.get("bits", 0)
+    samples = np.stack([read_image(path, tuple(wanted["shape"]), resize=resize, bits=bits) for path in inputs])
     return Inputs([str(path) for path in inputs], samples)
 
 
