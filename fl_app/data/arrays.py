@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +231,7 @@ def spellings(name: str, words: Iterable[str], what: str) -> list[str]:
 
     what: the kind of thing that each spelling counts as: "class", "client" or "word".
     """
-    alike: dict[str, list[str]] = {}
+    alike: dict[Decimal | str, list[str]] = {}
     for text in sorted(set(words)):
         alike.setdefault(_plain(text), []).append(text)
     found = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
@@ -240,11 +242,12 @@ def spellings(name: str, words: Iterable[str], what: str) -> list[str]:
     )
 
 
-def _plain(text: str) -> str:
-    try:
-        return repr(float(text))
-    except ValueError:
-        return " ".join(text.split()).casefold()
+def _plain(text: str) -> Decimal | str:
+    # Decimal is exact: float would take long numbers for one
+    with contextlib.suppress(InvalidOperation):
+        if (number := Decimal(text)).is_finite():
+            return number
+    return " ".join(text.split()).casefold()
 
 
 def class_names(y: NDArray[Any]) -> tuple[str, ...]:

@@ -123,6 +123,11 @@ def declared_in(items: Sequence[str], train: Columns) -> dict[str, str]:
     return found
 
 
+def declared_words(text: str) -> list[str]:
+    """Return the words that an item of `categorical` sets, from its text `icu|medicine|surgery`; none for ""."""
+    return [word.strip() for word in text.split("|")] if text else []
+
+
 def encode(
     request: DataRequest, parts: Sequence[Columns], training: NDArray[np.int64], places: Places
 ) -> tuple[Encoded, list[str]]:
@@ -159,8 +164,7 @@ def encode(
             continue
         sides = [part[name] for part in parts]
         if name in categorical:
-            words = [text.strip() for text in categorical[name].split("|")] if categorical[name] else []
-            found = _words(name, sides, words, places)
+            found = _words(name, sides, declared_words(categorical[name]), places)
         else:
             found = _numbers(name, sides, training, fills.get(name, NEVER), places)
         if isinstance(found, str):
@@ -377,7 +381,7 @@ def _words(name: str, sides: Sequence[NDArray[Any]], declared: Sequence[str], pl
                 f"column {name} must hold a word or a number per row to be categorical, got {shape_of(values, places)}"
             )
     gone = [missing(values) for values in sides]
-    texts = [_texts(values, none) for values, none in zip(sides, gone, strict=True)]
+    texts = [_texts(values, none, declared) for values, none in zip(sides, gone, strict=True)]
     there = set().union(*(side[~none] for side, none in zip(texts, gone, strict=True)))
     known = list(declared) or sorted(there)
     if not known:
@@ -396,14 +400,15 @@ def _words(name: str, sides: Sequence[NDArray[Any]], declared: Sequence[str], pl
     return how, encoding, [_each_word(encoding, side) for side in texts]
 
 
-def _texts(values: NDArray[Any], gone: NDArray[np.bool_]) -> NDArray[Any]:
+def _texts(values: NDArray[Any], gone: NDArray[np.bool_], declared: Sequence[str]) -> NDArray[Any]:
     """Return values as words, objects [n], None where a value is missing.
 
     Floating-point columns of whole numbers are written as integers: a missing value makes a column of integers floating
-    point.
+    point. If all are among the declared words as they are (1.0 of 0.5 and 1.0), they stay.
     """
     there = values[~gone]
-    if values.dtype.kind == "f" and bool((there == np.floor(there)).all() and (np.abs(there) < BEYOND).all()):
+    whole = values.dtype.kind == "f" and bool((there == np.floor(there)).all() and (np.abs(there) < BEYOND).all())
+    if whole and not {word(value) for value in there} <= set(declared):
         values = np.where(gone, 0, values).astype(np.int64)
     return np.array([None if none else word(value) for value, none in zip(values, gone, strict=True)], dtype=object)
 

@@ -2,13 +2,14 @@
 
 The image's mode decides how pixels become 8 bits (MODES). 16-bit images keep the upper 8 of the bits that the data set
 uses (DEPTHS). Float images must lie in [0, 1] and are multiplied by 255. Palettes become colours. Transparency is
-dropped. A mode without a rule is refused.
+dropped. A mode without a rule is refused. Images are turned as their EXIF orientation states. Of several frames the first is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fl_app import progress
 from fl_app.data.prepared import Images, note
-from fl_app.errors import UserError
+from fl_app.errors import UserError, counted
+
+log = logging.getLogger("corolla")
 
 Found = TypeVar("Found")
 
@@ -38,10 +41,16 @@ DEPTHS = (8, 10, 12, 14, 16)
 _EIGHT_BITS_KEPT = ("RGB", "RGBA", "LA")
 # a file that uses 12 bits or fewer of its 16 is left with at most this many values
 _FEW_VALUES = 16
+# an error names this many images that cannot be read
+_SHOWN = 5
 
 
 class _ColourFound(Exception):
     """An image is in colour, although the first image was grayscale."""
+
+
+class _Damaged(UserError):
+    """An image cannot be read or converted."""
 
 
 class _DeepFound(Exception):
@@ -54,6 +63,15 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
     Images get one channel if all are grayscale, else three (RGB). Raises UserError naming a file that cannot be
     converted.
     """
+    try:
+        _decode(directory, train, test, image_size)
+    except _Damaged:
+        files = [file for file, _ in (*train, *test)]
+        _refuse_damaged(files, [str(file) for file in files])
+        raise
+
+
+def _decode(directory: Path, train: Listing, test: Listing, image_size: int) -> None:
     first = train[0][0]
     with _reading(first) as image:
         gray, (width, height) = _rule(image)[0], image.size
@@ -62,20 +80,44 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
     side = image_size or width
     channels, depth = 1 if gray else 3, 0
     while True:
+        animated: list[Path] = []
         try:
             for name, listing in (("train", train), ("test", test)):
                 np.save(directory / f"y_{name}.npy", np.array([label for _, label in listing], np.int64))
                 shape = (len(listing), channels, side, side)
                 out = np.lib.format.open_memmap(directory / f"x_{name}.npy", mode="w+", dtype=np.uint8, shape=shape)
                 _reserve(directory / f"x_{name}.npy")
-                _decode_into(out, [file for file, _ in listing], first if not image_size else None, depth)
+                files = [file for file, _ in listing]
+                several = _decode_into(out, files, first if not image_size else None, depth)
+                animated += [file for file, found in zip(files, several, strict=True) if found]
+            note(directory, _frames_note([str(file) for file in animated]))
             return
         except _ColourFound:
             channels = 3
         except _DeepFound:
             largest = max(_in_threads(_largest, [file for file, _ in (*train, *test)]))
             depth = depth_of(largest)
-            note(directory, [depth_note(largest)])
+            note(directory, [depth_note(largest)], bits=depth)
+
+
+def _refuse_damaged(files: Sequence[Path | bytes], names: Sequence[str]) -> None:
+    """Raise UserError naming the first of the images that cannot be read, and their number; unless all can be read."""
+
+    def damage(k: int) -> str:
+        try:
+            with _reading(files[k], names[k], key="") as image:
+                _rule(image)[1](image, DEPTHS[-1])
+        except _Damaged as error:
+            return str(error)
+        return ""
+
+    found = [text for text in _in_threads(damage, range(len(files))) if text]
+    if len(found) > 1:
+        more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        lines = [f"  {text}" for text in found[:_SHOWN]] + more
+        raise UserError(f"dataset: {len(found)} images cannot be read:\n" + "\n".join(lines))
+    if found:
+        raise UserError(f"dataset: {found[0]}")
 
 
 def depth_of(largest: int) -> int:
@@ -89,6 +131,19 @@ def depth_note(largest: int) -> str:
     return (
         f"16-bit images: values up to {largest} use {depth} bits; the upper 8 are kept (divided by {2 ** (depth - 8)})"
     )
+
+
+def _frames_note(names: Sequence[str]) -> list[str]:
+    """Return a line that counts the images with several frames; none if there are none. names: theirs."""
+    if not names:
+        return []
+    has, whose = ("has", "its") if len(names) == 1 else ("have", "their")
+    return [f"{counted(len(names), 'image')} {has} several frames, such as {names[0]}: {whose} first frame is taken"]
+
+
+def _has_frames(image: Image.Image) -> bool:
+    """Return whether an image has several frames or pages. A camera's previews (MPO) are none."""
+    return getattr(image, "n_frames", 1) > 1 and image.format != "MPO"
 
 
 def _largest(file: Path) -> int:
@@ -108,6 +163,14 @@ def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Image
     names: the images' names in errors. files: paths, or files' contents. Raises UserError naming an image that cannot
     be converted.
     """
+    try:
+        return _as_array(names, files)
+    except _Damaged:
+        _refuse_damaged(files, names)
+        raise
+
+
+def _as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Images, list[str]]:
     gray, largest = True, 0
     sizes: dict[tuple[int, int], str] = {}
     for name, file in zip(names, files, strict=True):
@@ -119,11 +182,12 @@ def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Image
         raise UserError(
             f"dataset: {name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; resize it first"
         )
-    found = []
+    found, animated = [], []
     for name, file in zip(names, files, strict=True):
         with _reading(file, name) as image:
             found.append(np.asarray(_rule(image)[1](image, depth_of(largest)).convert("L" if gray else "RGB")))
-    return np.array(found, np.uint8), [depth_note(largest)] if largest else []
+            animated += [name] if _has_frames(image) else []
+    return np.array(found, np.uint8), [*([depth_note(largest)] if largest else []), *_frames_note(animated)]
 
 
 def _reserve(path: Path) -> None:
@@ -136,13 +200,14 @@ def _reserve(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _decode_into(out: Images, files: list[Path], like: Path | None, depth: int) -> None:
-    """Decode the images into `out` [n, C, S, S]."""
+def _decode_into(out: Images, files: list[Path], like: Path | None, depth: int) -> list[bool]:
+    """Decode the images into `out` [n, C, S, S], and return which have several frames."""
 
-    def fill(i: int) -> None:
-        out[i] = _pixels(files[i], out.shape[1], out.shape[2], like, depth)
+    def fill(i: int) -> bool:
+        out[i], several = _pixels(files[i], out.shape[1], out.shape[2], like, depth)
+        return several
 
-    _in_threads(fill, range(len(files)))
+    return _in_threads(fill, range(len(files)))
 
 
 def _in_threads(function: Callable[[Any], Found], items: Sequence[Any]) -> list[Found]:
@@ -163,10 +228,13 @@ def _in_threads(function: Callable[[Any], Found], items: Sequence[Any]) -> list[
     return found
 
 
-def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int) -> Images:
-    """Return one image, uint8 [channels, side, side]. like: the first file, named in errors; None: resize to `side`."""
-    with _reading(file) as image:
-        gray, eight_bit = _rule(image)
+def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int) -> tuple[Images, bool]:
+    """Return one image, uint8 [channels, side, side], and whether it has several frames.
+
+    like: the first file, named in errors; None: resize to `side`.
+    """
+    with _reading(file) as opened:
+        image, (gray, eight_bit) = opened, _rule(opened)
         if channels == 1 and not gray:
             raise _ColourFound
         if eight_bit is _upper_byte and not depth:
@@ -180,13 +248,14 @@ def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int)
                 f"dataset: {file} has {width}x{height} pixels, expected {side}x{side} as {like}; set image-size to "
                 "resize and crop"
             )
-        return _channels_first(image)
+        return _channels_first(image), _has_frames(opened)
 
 
-def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
+def read_image(file: Path, shape: tuple[int, ...], *, resize: bool, bits: int = 0) -> Images:
     """Return one image in the form of a data set, uint8 [C, H, W].
 
-    resize: whether to resize it to side H, as `image-size` does; otherwise it must have H x W pixels. Raises UserError.
+    resize: whether to resize it to side H, as `image-size` does; otherwise it must have H x W pixels. bits: the bits
+    that the data set's 16-bit images use; 0 if unknown. Raises UserError.
     """
     channels, height, width = shape
     if channels not in (1, 3):
@@ -197,12 +266,17 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
             raise UserError(f"{file} is in colour, the model takes grayscale images")
-        if (depth := depth_of(largest_value(image))) < DEPTHS[-1] and eight_bit is _upper_byte:
+        depth = depth_of(largest := largest_value(image))
+        if bits and largest >= 2**bits:
+            raise UserError(
+                f"{file} must have values below {2**bits}, because the training images use {bits} bits, got {largest}"
+            )
+        if not bits and depth < DEPTHS[-1] and eight_bit is _upper_byte:
             raise UserError(
                 f"{file} has 16 bits a pixel and uses {depth}, but the number that the training images used is not known here: "
                 "save it with 8 bits, scaled as they were"
             )
-        image = eight_bit(image, depth).convert("L" if channels == 1 else "RGB")
+        image = eight_bit(image, bits or depth).convert("L" if channels == 1 else "RGB")
         if resize:
             image = _resize(image, height)
         if image.size != (width, height):
@@ -273,6 +347,15 @@ def _rule(image: Image.Image) -> Rule:
     return MODES[image.mode]
 
 
+def _turn(image: Image.Image) -> None:
+    """Turn or mirror an image, in place, as its EXIF orientation states."""
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except Exception as error:
+        # Pillow may raise anything for damaged EXIF data, which say nothing about the pixels
+        log.debug("no EXIF orientation: %s", error)
+
+
 @contextlib.contextmanager
 def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iterator[Image.Image]:
     """Open an image from a file or from a file's content. Raises UserError if it cannot be read or converted."""
@@ -284,8 +367,9 @@ def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iter
                 raise ValueError(
                     f"Pillow keeps the upper 8 of 16 bits a colour, here 0 .. {brightest}: save it with 8 bits a colour"
                 )
+            _turn(image)
             yield image
     except (UserError, _ColourFound, _DeepFound):
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError(f"{key}{name or str(file)} cannot be read as an image ({error})") from error
+        raise _Damaged(f"{key}{name or str(file)} cannot be read as an image ({error})") from error

@@ -20,7 +20,7 @@ from fl_app.errors import UserError
 if TYPE_CHECKING:
     from fl_app.data.decode import Listing
 
-RULES = 3
+RULES = 4
 """Version of the rules that convert files to arrays. Conversions of other versions are not used."""
 
 IMAGE_SUFFIXES = frozenset(

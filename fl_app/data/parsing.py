@@ -140,6 +140,11 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
         empty = int(np.argmax(gone))
         first = f"row {places.number(empty)}{places.shown(name, empty)}"
         found += f", and no value in {counted(int(gone.sum()), 'row')} (the first: {first})"
+    if re.fullmatch(r"\s*[-+]?\d+(,\d+)+(\.\d*)?\s*", text):
+        return (
+            f"{found}, a number with a comma; remove the comma if it separates thousands, or write a point if it is a decimal "
+            "comma"
+        )
     if fitting.mean() > 0.5:
         unfit = np.count_nonzero(~fitting)
         mend = "correct it" if unfit == 1 else f"correct these {unfit} rows"
@@ -147,8 +152,6 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
         return f"{found}; {', '.join(remedies[:-1])}, or {remedies[-1]}"
     if _OTHER_DATE.fullmatch(text):
         return ending(f"the date {found}", "write dates as year-month-day, 2024-12-31")
-    if re.fullmatch(r"\s*-?\d+,\d+\s*", text):
-        return f"{found}, a decimal comma; write numbers with a point"
     words = {word(value) for value, none in zip(values, gone, strict=True) if not none}
     if len(words) > max(len(values) / 2, 10):
         return ending(f"{found}, and {len(words)} words in {len(values)} rows")

@@ -142,7 +142,8 @@ class Facts:
     features: their names in order, () if the data have none. columns: (name, role, encoding or reason) of every column
     of a table. encodings: those of the columns that became features, in order. remarks: lines for the user about how
     the data were read. shift, scale: per feature; samples are stored as (value - shift) / scale. target_shift: per
-    target; targets are stored less this. () means stored unchanged.
+    target; targets are stored less this. () means stored unchanged. bits: the bits that 16-bit images use, of which the
+    upper 8 are stored; 0 if there are none.
     """
 
     features: tuple[str, ...] = ()
@@ -152,11 +153,12 @@ class Facts:
     scale: tuple[float, ...] = ()
     target_shift: tuple[float, ...] = ()
     encodings: tuple[Encoding, ...] = ()
+    bits: int = 0
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, list[Any]]) -> Facts:
-        """Return the facts that JSON holds as lists."""
-        plain: dict[str, Any] = {name: tuple(values) for name, values in fields.items()}
+    def from_json(cls, fields: Mapping[str, Any]) -> Facts:
+        """Return the facts that JSON holds as lists and numbers."""
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         plain["columns"] = tuple(tuple(column) for column in plain.get("columns", ()))
         plain["encodings"] = tuple(Encoding.from_json(encoding) for encoding in plain.get("encodings", ()))
         return cls(**plain)
@@ -393,10 +395,10 @@ def open_or_convert(
     return Prepared(request.root, info, key, *arrays, groups)
 
 
-def note(directory: Path, lines: Sequence[str]) -> None:
-    """Add lines to the remarks of the facts in a directory (see `Facts`). Call it after `save`."""
+def note(directory: Path, lines: Sequence[str], **more: Any) -> None:
+    """Add lines to the remarks of the facts in a directory, and set other facts (see `Facts`). Call it after `save`."""
     facts = _facts_in(directory)
-    _write_facts(directory, dataclasses.replace(facts, remarks=(*facts.remarks, *lines)))
+    _write_facts(directory, dataclasses.replace(facts, remarks=(*facts.remarks, *lines), **more))
 
 
 def save(directory: Path, arrays: Arrays, groups: Groups | None = None, facts: Facts | None = None) -> None:

@@ -34,9 +34,9 @@ def prepare(request: DataRequest) -> Prepared:
     path = request.path
     if not path.is_file():
         raise UserError(f"dataset: no file {path}")
-    if path.suffix not in table_files.SUFFIXES:
+    if table_files.suffix_of(path) not in table_files.SUFFIXES:
         raise UserError(f"dataset: a table must be a {' or '.join(table_files.SUFFIXES)} file, got {path}")
-    if path.suffix == ".parquet":
+    if table_files.suffix_of(path) == ".parquet":
         table_files.refuse_text_keys(request)
     elif len(table_files.SEPARATORS.get(request.separator, request.separator)) != 1:
         raise UserError(f"separator: must be one character or tab, got {request.separator!r}")

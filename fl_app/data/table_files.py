@@ -7,15 +7,17 @@ import dataclasses
 import functools
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_app import extras
-from fl_app.data.columns import Columns
-from fl_app.data.parsing import Places
+from fl_app.data.columns import Columns, declared_in, declared_words
+from fl_app.data.parsing import Places, missing
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.errors import UserError, describe
 from fl_app.files import no_such
@@ -34,6 +36,11 @@ SEPARATORS = {"": ",", "tab": "\t", "\\t": "\t"}
 """Characters by the value of the key `separator`. All other values stand for themselves."""
 
 
+def suffix_of(path: Path) -> str:
+    """Return a file's suffix in lower case: it shows the kind of a file in any case."""
+    return path.suffix.lower()
+
+
 def refuse_text_keys(request: DataRequest) -> None:
     """Raise UserError for keys of CSV files, if the data are no CSV file.
 
@@ -44,12 +51,20 @@ def refuse_text_keys(request: DataRequest) -> None:
             raise UserError(f"{key}: {request.path} is no CSV file; leave it unset, got {value!r}")
 
 
-def read_rows(path: Path, separator: str = "", na_values: Sequence[str] = ()) -> Columns:
-    """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError."""
+def read_rows(
+    path: Path,
+    separator: str = "",
+    na_values: Sequence[str] = (),
+    names: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> Columns:
+    """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError.
+
+    names: the known names in each column that holds names.
+    """
     if not path.is_file():
         raise UserError(no_such(path))
     extras.require("pandas", str(path))
-    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [])
+    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [], names)
 
 
 def places_in(path: Path, separator: str = "") -> Places:
@@ -57,31 +72,41 @@ def places_in(path: Path, separator: str = "") -> Places:
     return dataclasses.replace(places(DataRequest("table", path, Path(), separator=separator)), of_model=True)
 
 
-def read(request: DataRequest, notes: list[str]) -> Columns:
+def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collection[str]] | None = None) -> Columns:
     """Return a table's columns. Raises UserError, naming a key that may help, for a file that pandas cannot read.
 
-    notes: receives remarks about how the file was read.
+    notes: receives remarks about how the file was read. names_in: the known names in each column that holds names;
+    None: as the request declares them.
     """
     import pandas
 
-    path, is_text = request.path, request.path.suffix == ".csv"
+    path, is_text = request.path, suffix_of(request.path) == ".csv"
     options = _reading(request)
     try:
-        # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
-        frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
         header = None
         if is_text:
             header = pandas.read_csv(
                 path, sep=options["sep"], header=None, nrows=1, dtype=str, keep_default_na=False, index_col=False
             )
+            # before all rows: they may not be readable with a wrong separator
+            _refuse_wrong_separator(request, [str(name) for name in header.iloc[0]])
+        # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
+        frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
+    except pandas.errors.EmptyDataError as error:
+        raise UserError(f"dataset: {path} must have a header and rows, it is empty") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"dataset: {path} must be UTF-8 text, it has another encoding; save it as UTF-8") from error
+    except UserError:
+        raise
     except Exception as error:  # damaged files make pandas and pyarrow raise many kinds
         hint = "" if request.separator or not is_text else "; if commas do not separate its columns, set separator"
-        raise UserError(f"dataset: {path} is not a readable table ({describe(error)}){hint}") from error
+        raise UserError(
+            f"dataset: {path} is not a readable table ({' '.join(describe(error).split())}){hint}"
+        ) from error
     names = [str(name) for name in frame.columns]
     if header is not None:
         # pandas adds a number to a repeated name: only the header itself shows the repetition
         names = [str(name) for name in header.iloc[0]]
-        _refuse_wrong_separator(request, names)
         if not isinstance(frame.index, pandas.RangeIndex):
             first = ", ".join(map(str, [frame.index[0], *frame.iloc[0]])) if len(frame) else ""
             raise UserError(
@@ -95,7 +120,51 @@ def read(request: DataRequest, notes: list[str]) -> Columns:
     counts = Counter(names)
     if twice := next((name for name in names if name and counts[name] > 1), ""):
         raise UserError(f"dataset: {path} must have every column once, got {counts[twice]} named {twice!r}")
-    return {str(name): np.asarray(frame[name]) for name in frame.columns}
+    table = {str(name): np.asarray(frame[name]) for name in frame.columns}
+    if is_text:
+        table |= _names_as_written(request, table, _declared(request, table) if names_in is None else names_in)
+    return table
+
+
+def _declared(request: DataRequest, table: Columns) -> dict[str, Collection[str]]:
+    """Return the declared names in each column that holds names: of clients, of categories, of classes."""
+    categories = {name: declared_words(text) for name, text in declared_in(request.categorical, table).items()}
+    targets = request.targets if request.of_task.has_classes else ()
+    return {request.client: (), **categories, **dict.fromkeys(targets, request.classes)}
+
+
+def _names_as_written(request: DataRequest, table: Columns, names: Mapping[str, Collection[str]]) -> Columns:
+    """Return columns of a CSV file that hold names as text, where pandas' own type does not keep it.
+
+    For example, pandas reads 7 and 07 as one number. names: the known names in each column.
+    """
+    import pandas
+
+    typed = [name for name in names if name in table and pandas.api.types.infer_dtype(table[name]) != "string"]
+    if not typed:
+        return {}
+    texts = pandas.read_csv(request.path, usecols=typed, dtype=str, **_reading(request))
+    found = {}
+    for name in typed:
+        values, written = table[name], np.array(texts[name], dtype=object)
+        gone = missing(values)
+        written[gone] = None
+        known = set(written[~gone]) <= set(names[name])
+        # targets with a point are refused where they are classes: they may be numbers to predict
+        as_typed = (name in request.targets and values.dtype.kind == "f") or _keeps_text(values[~gone], written[~gone])
+        if known or not as_typed:
+            found[name] = written
+    return found
+
+
+def _keeps_text(values: NDArray[Any], written: NDArray[Any]) -> bool:
+    """Return whether values, as text, are what is written, apart from case (TRUE) and blanks at the ends.
+
+    Case and blanks must be the same everywhere: two spellings must not become one value.
+    """
+    pairs = {(str(value), str(text)) for value, text in zip(values, written, strict=True)}
+    alike = all(value.casefold() == text.strip().casefold() for value, text in pairs)
+    return alike and len({value for value, _ in pairs}) == len(pairs)
 
 
 def _with_index(frame: pandas.DataFrame, notes: list[str]) -> pandas.DataFrame:
@@ -142,10 +211,10 @@ def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
 
 def places(request: DataRequest) -> Places:
     """Return the rows' places: as a spreadsheet counts them (row 1 is the header) in a table, from 0 in other data."""
-    if request.path.suffix == ".csv":
+    if suffix_of(request.path) == ".csv":
         rows = functools.cache(lambda: _rows_of(request))
         return Places(lambda row: rows()[row + 1].number, lambda column, row: _as_written(request, rows(), column, row))
-    return Places(lambda row: row + 2) if request.path.suffix in SUFFIXES else Places()
+    return Places(lambda row: row + 2) if suffix_of(request.path) in SUFFIXES else Places()
 
 
 class _Row(NamedTuple):

@@ -277,6 +277,63 @@ def write_deep(folder: Path, largest: int) -> Path:
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_images_are_turned_as_exif_states(tmp_path: Path) -> None:
+    """Orientation 6: the picture is to be turned by 90 degrees clockwise."""
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    file = folder / "train" / "a" / "000.png"
+    pixels = np.asarray(Image.open(file))
+    plain = data.prepare(f"folder:{folder}", tmp_path / "root").x_train[0]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save(file, exif=exif)
+    turned = data.prepare(f"folder:{folder}", tmp_path / "root", force=True).x_train[0]
+    assert np.array_equal(turned, np.rot90(plain, -1, (1, 2))) and not np.array_equal(turned, plain)
+    assert np.array_equal(decode.read_image(file, turned.shape, resize=False), turned)
+    (of_rows, *_), _ = decode.as_array(["a", "b"], [file, file.read_bytes()])
+    assert np.array_equal(np.atleast_3d(of_rows).transpose(2, 0, 1), turned)
+    # damaged EXIF data do not make an image unreadable
+    Image.fromarray(pixels).save(file, exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12")
+    assert np.array_equal(decode.read_image(file, turned.shape, resize=False), plain)
+
+
+def test_all_damaged_images_are_named_or_counted_at_once(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 8, "b": 2})
+    files = sorted((folder / "train" / "a").iterdir())
+    for count, damaged in ((1, files[:1]), (3, [*files[1:3]]), (8, files[3:])):
+        for file in damaged:
+            file.write_bytes(b"no image")
+        with pytest.raises(UserError) as caught:
+            data.prepare(f"folder:{folder}", tmp_path / "root")
+        first, *lines = str(caught.value).splitlines()
+        if count == 1:
+            assert first.startswith(f"dataset: {files[0]} cannot be read as an image (") and not lines
+            continue
+        assert first == f"dataset: {count} images cannot be read:"
+        for line, file in zip(lines, files[: min(count, 5)], strict=False):
+            assert line.startswith(f"  {file} cannot be read as an image (")
+        assert lines[5:] == (["  and 3 more"] if count == 8 else []) and len(lines) == min(count, 6)
+    (folder / "test" / "b" / "000.png").write_bytes(b"")
+    with pytest.raises(UserError, match="9 images cannot be read"):
+        data.prepare(f"folder:{folder}", tmp_path / "root")
+    with pytest.raises(UserError, match="2 images cannot be read:\n  row 0 cannot .*\n  row 2 cannot"):
+        decode.as_array(["row 0", "row 1", "row 2"], [b"no", (folder / "test" / "a" / "001.png"), b"image"])
+
+
+def test_images_with_several_frames_are_counted(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    frames = [Image.fromarray(np.full((8, 8), 50 * k, np.uint8)) for k in range(1, 4)]
+    files = [folder / "train" / "a" / "x.gif", folder / "test" / "b" / "x.tif"]
+    for file in files:
+        frames[0].save(file, save_all=True, append_images=frames[1:])
+    prepared = data.prepare(f"folder:{folder}", tmp_path / "root", image_size=8)
+    said = f"2 images have several frames, such as {files[0]}: their first frame is taken"
+    assert prepared.info.remarks == [said] and (prepared.x_train[2] == 50).all()
+    rows, notes = decode.as_array(["column i, row 0 of train"], [files[1].read_bytes()])
+    assert (rows == 50).all()
+    assert notes == ["1 image has several frames, such as column i, row 0 of train: its first frame is taken"]
+
+
 @pytest.mark.parametrize(("largest", "bits"), [(200, 8), (1000, 10), (4095, 12), (4000, 12), (9000, 14), (40_000, 16)])
 def test_sixteen_bit_images_use_the_bits_of_the_data(tmp_path: Path, largest: int, bits: int) -> None:
     folder = write_deep(write_folder(tmp_path / "images", {"a": 2, "b": 2}), largest)

@@ -10,6 +10,7 @@ import pandas
 import pytest
 
 from fl_app import data
+from fl_app.data.table_files import places_in, read_rows
 from fl_app.errors import UserError
 from tests.conftest import Command, config
 from tests.hospitals import write
@@ -334,11 +335,59 @@ def test_another_separator_is_named_and_taken(tmp_path: Path, sign: str, key: st
         opened(tmp_path, csv(), separator=key)
 
 
+@pytest.mark.parametrize("of", [1, 4])
+def test_a_comma_may_separate_thousands(tmp_path: Path, of: int) -> None:
+    """Most numbers of such a column may be below 1000, and have no comma."""
+    text = csv(FRAME.assign(c=["1,153" if k % of == 0 else "222" for k in range(ROWS)]))
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path, text)
+    assert str(caught.value).endswith(
+        "column c must hold numbers, got '1,153' in row 2, a number with a comma; remove the comma if it separates "
+        "thousands, or write a point if it is a decimal comma"
+    )
+
+
+def test_a_wrong_separator_is_named_before_rows_that_do_not_parse(tmp_path: Path) -> None:
+    text = "a;note;y\n1;x;u\n2;x, y, z;v\n"
+    with pytest.raises(UserError, match="separator: .* pandas made one column of its header.* set separator = ';'"):
+        opened(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path, "a,b,y\n1,2,u\n1,2,3,u\n")
+    assert "\n" not in str(caught.value) and "Expected 3 fields in line 3, saw 4); if commas" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("a,y\n1,k\xe4se\n".encode("latin-1"), "must be UTF-8 text, it has another encoding; save it as UTF-8"),
+        ("a,y\n1,u\n".encode("utf-16"), "must be UTF-8 text, it has another encoding; save it as UTF-8"),
+        (b"", "must have a header and rows, it is empty"),
+        (b"\n\n", "must have a header and rows, it is empty"),
+    ],
+    ids=["latin-1", "utf-16", "empty", "empty lines"],
+)
+def test_files_without_a_readable_header_are_named(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"dataset: {path} {told}$"):
+        data.prepare(f"table:{path}", tmp_path / "root", target="y")
+
+
+@pytest.mark.parametrize("suffix", ["CSV", "Parquet"])
+def test_suffixes_of_tables_may_be_in_any_case(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    FRAME.to_csv(path, index=False) if suffix == "CSV" else FRAME.to_parquet(path)
+    keys = {"separator": ","} if suffix == "CSV" else {}
+    assert data.prepare(f"table:{path}", tmp_path / "root", target="y", **keys).info.facts.features == ("a", "b")
+    assert list(read_rows(path)) == ["a", "b", "y"] and places_in(path).number(0) == 2
+
+
 def test_decimal_commas_and_commas_at_the_ends_of_rows_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set separator = ';'"):
         opened(tmp_path, csv(sep=";", decimal=","))
     with pytest.raises(
-        UserError, match="column a must hold numbers, got .* a decimal comma; write numbers with a point"
+        UserError,
+        match="column a must hold numbers, got .* a number with a comma; .* write a point if it is a decimal comma",
     ):
         opened(tmp_path, csv(sep=";", decimal=","), separator=";")
     header, *rows = csv().splitlines()

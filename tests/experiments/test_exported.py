@@ -363,6 +363,29 @@ def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Pat
     assert code == 0 and {line.split()[1] for line in out.splitlines()[1:]} <= {"cat", "dog"}
 
 
+def test_sixteen_bit_images_are_read_with_the_bits_of_the_runs(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    generator = np.random.default_rng(0)
+    for side in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / "f" / side / name).mkdir(parents=True)
+            for k in range(8):
+                pixels = generator.integers(0, 500 if side == "test" else 4096, (8, 8), np.uint16)
+                Image.fromarray(pixels).save(tmp_path / "f" / side / name / f"{k}.png")
+    own = {"dataset": f"folder:{tmp_path / 'f'}", "partition": "iid"}
+    folder = run(method="fedavg", **own, **(TINY | {"train_samples": 8, "test_samples": 8}))
+    file, known = export(folder.path, METHODS, None, tmp_path / "m.pt")
+    assert known["input"]["bits"] == 12
+    paths = [tmp_path / "f" / "test" / "cat" / "3.png", tmp_path / "f" / "test" / "dog" / "5.png"]
+    samples = predict.read_inputs(paths, known).samples
+    assert np.array_equal(samples, data.prepare_for(parse(read_config(folder.path), METHOD_PARAMS)).x_test[[3, 13]])
+    assert corolla("predict", file, *paths)[0] == 0
+    Image.fromarray(np.full((8, 8), 4096, np.uint16)).save(tmp_path / "bright.png")
+    code, _, err = corolla("predict", file, tmp_path / "bright.png")
+    assert (
+        code == 2 and "bright.png must have values below 4096, because the training images use 12 bits, got 4096" in err
+    )
+
+
 def test_a_file_that_is_not_its_cards_model(exported: Path, tmp_path: Path) -> None:
     known = model_card.read(exported)
     for other in ({"classes": known["classes"][:-1]}, {"shape": {**known["shape"], "num_classes": 12}}):

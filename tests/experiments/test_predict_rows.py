@@ -67,10 +67,10 @@ def test_columns_go_by_name(trained: RunFolder, command: Command, tmp_path: Path
         pytest.importorskip("onnxruntime")
     file, _ = export(trained.path, METHODS, 1, tmp_path / f"model{suffix}", onnx=suffix == ".onnx")
     frame = patients()
-    right, reverse, bare = (tmp_path / f"{name}.csv" for name in ("right", "reverse", "bare"))
+    right, reverse = (tmp_path / f"{name}.csv" for name in ("right", "reverse"))
     frame.to_csv(right, index=False)
     frame[frame.columns[::-1]].to_csv(reverse, index=False)
-    frame[["age", "pressure", "ward", "second"]].to_csv(bare, index=False)
+    frame[["age", "pressure", "ward", "second"]].to_csv(bare := tmp_path / "bare.CSV", index=False)
     said = [command("predict", str(file), str(table)) for table in (right, reverse, bare)]
     assert [code for code, _, _ in said] == [0, 0, 0]
     found = answers(said[0][1])
@@ -308,6 +308,25 @@ def test_a_sites_median_stays_there(run: Run, tmp_path: Path) -> None:
         place = card["features"].index("crp")
         fill = next(fields["fill"] for fields in card["table"]["encodings"] if fields["column"] == "crp")
         assert set(near[~whole][:, place]) == {np.float32(fill)}
+
+
+def test_names_in_new_rows_are_read_as_text(run: Run, command: Command, tmp_path: Path) -> None:
+    """The new rows have only wards and classes that are numbers by themselves, so pandas would read 01 as 1."""
+    frame = patients(60).drop(columns="second").assign(ward=["01", "10", "A1"] * 20, outcome=["07", "7", "B"] * 20)
+    frame.to_csv(tmp_path / "all.csv", index=False)
+    folder = run(
+        method="fedavg", dataset=f"table:{tmp_path / 'all.csv'}", target="outcome", client="hospital",
+        categorical="ward", partition="by-column", num_clients=3, num_server_rounds=1,
+    )  # fmt: skip
+    file, _ = export(folder.path, METHODS, None, tmp_path / "model.pt")
+    code, out, err = command("predict", str(file), str(tmp_path / "all.csv"))
+    assert code == 0 and "on 60 samples" in out, err
+    every = answers(out)
+    for ward, rows in (("01", slice(0, 60, 3)), ("10", slice(1, 60, 3))):
+        frame[rows].to_csv(tmp_path / "some.csv", index=False)
+        code, out, err = command("predict", str(file), str(tmp_path / "some.csv"))
+        assert code == 0 and "on 20 samples" in out, (ward, err)
+        assert answers(out) == every[rows]
 
 
 def test_rows_count_as_a_spreadsheet_does(trained: RunFolder, command: Command, tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def described(trained: Trained, data_path: str) -> Card:
             "dtype": dtype,
             "shape": shape,
             "image-size": config.image_size,
+            "bits": info.facts.bits if info is not None else 0,
             "normalize": tasks.normalization(config, np.dtype(dtype)),
             "mean": normalized.get("mean", []),
             "std": normalized.get("std", []),

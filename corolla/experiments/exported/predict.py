@@ -24,7 +24,7 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import arrays, npz, table, table_files
 from fl_app.data.columns import Columns
-from fl_app.data.encoding import Encoding
+from fl_app.data.encoding import WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
@@ -62,19 +62,21 @@ def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] =
         raise UserError(f"--set: predict takes {' and '.join(READING)}, got {listed(unknown)}")
     if not inputs:
         raise UserError("give image files, a table or an .npz file")
-    if any(path.suffix in (".npz", *table_files.SUFFIXES) for path in inputs):
+    if any(table_files.suffix_of(path) in (".npz", *table_files.SUFFIXES) for path in inputs):
         if len(inputs) > 1:
             raise UserError(
                 f"one table or .npz file at a time, or image files, got {listed([str(path) for path in inputs])}"
             )
-        return _from_npz(inputs[0], card) if inputs[0].suffix == ".npz" else _from_table(inputs[0], card, reading)
+        is_npz = table_files.suffix_of(inputs[0]) == ".npz"
+        return _from_npz(inputs[0], card) if is_npz else _from_table(inputs[0], card, reading)
     from fl_app.data.decode import read_image
 
     wanted = card["input"]
     if len(wanted["shape"]) != 3 or wanted["dtype"] != "uint8":
         raise UserError(f"{inputs[0]}: the model takes {_wanted(card)}, not images; give samples as x of an .npz file")
-    resize = bool(wanted["image-size"])
-    samples = np.stack([read_image(path, tuple(wanted["shape"]), resize=resize) for path in inputs])
+    # cards of earlier versions have no bits
+    resize, bits = bool(wanted["image-size"]), wanted.get("bits", 0)
+    samples = np.stack([read_image(path, tuple(wanted["shape"]), resize=resize, bits=bits) for path in inputs])
     return Inputs([str(path) for path in inputs], samples)
 
 
@@ -95,7 +97,8 @@ def on_own_data(card: Card) -> str:
 def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
     settings = {**card["settings"], **reading}
     separator, na_values = str(settings.get("separator", "")), split_names(str(settings.get("na-values", "")))
-    rows, places = table_files.read_rows(path, separator, na_values), table_files.places_in(path, separator)
+    rows = table_files.read_rows(path, separator, na_values, _names_in(card))
+    places = table_files.places_in(path, separator)
     samples = from_columns(path, rows, card, places)
     names = [f"row {places.number(k)}" for k in range(len(samples))]
     try:
@@ -103,6 +106,14 @@ def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
     except UserError as error:
         # predictions need no targets
         return Inputs(names, samples, remark=f"no metric was measured: {error}")
+
+
+def _names_in(card: Card) -> dict[str, list[str]]:
+    """Return the known names in each column of a model's table that holds names: of categories, of classes."""
+    encodings = [Encoding.from_json(fields) for fields in (card.get("table") or {}).get("encodings", ())]
+    targets = split_names(str(card["settings"].get("target", ""))) if card["has-classes"] else ()
+    words = {encoding.column: list(encoding.words) for encoding in encodings if encoding.kind == WORDS}
+    return words | {name: list(card["classes"]) for name in targets}
 
 
 def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_ZERO) -> NDArray[Any]:
