@@ -92,6 +92,8 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
             _refuse_wrong_separator(request, [str(name) for name in header.iloc[0]])
         # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
         frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
+    except UserError:
+        raise
     except pandas.errors.EmptyDataError as error:
         raise UserError(f"dataset: {path} must have a header and rows, it is empty") from error
     except UnicodeDecodeError as error:
