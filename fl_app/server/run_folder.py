@@ -404,7 +404,9 @@ def _replaced(config: RunConfig) -> Iterator[None]:
 
 
 def _taken(path: Path) -> UserError:
-    return UserError(f"run-name: {path} exists already; choose another name or remove it; --overwrite replaces it")
+    return UserError(
+        f"run-name: {path} exists already; choose another name or remove it; overwrite = true replaces it (--overwrite)"
+    )
 
 
 def folder_names(config: RunConfig) -> Iterator[str]:
