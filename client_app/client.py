@@ -37,7 +37,7 @@ from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.stopwatch import Stopwatch
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
-from strategies.base import RoundContext
+from strategies.base import RoundContext, hooks
 from strategies.parts import Part
 
 if TYPE_CHECKING:
@@ -429,6 +429,7 @@ class CorollaClient(NumPyClient):
         return masker
 
     def _save(self, state: State, download: Download) -> str:
+        hooks.check_kept(self.config.method, "state.arrays", state.arrays, converts=True)
         # a repeated round would start from it again
         read_from = state.version
         version = self._store.save(state, download.round, download.attempt)

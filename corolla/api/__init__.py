@@ -62,7 +62,7 @@ def run(
     - `progress`: show a panel in a notebook or on a terminal, and lines elsewhere; False: print only warnings and
       errors.
     - `keys`: run-config keys (docs/config.md) with _ for -. A method's own keys are in a table: `fedcac={"beta": 5}` or
-      `**{"fedcac.beta": 5}`.
+      `**{"fedcac.beta": 5}`. None: not set.
 
     Raises UserError, with the command's message and before anything is written, for invalid input. Raises RunFailed if
     the run does not finish. Their tracebacks end at the caller's line. A first interrupt ends the run after the current

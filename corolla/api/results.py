@@ -107,8 +107,8 @@ class Run:
     def model(self, client: int | str | None = None) -> Predictor:
         """Return a client's personal model after the last round, or the global one, on the CPU in evaluation mode.
 
-        client: number, or name if the run has names; None: the global model. `model("Bern").predict(frame)` takes raw
-        rows. Called as a module, it takes inputs as in training.
+        client: number (its id), or name if the run has names; None: the global model. `model("Bern").predict(frame)`
+        takes raw rows. Called as a module, it takes inputs as in training.
 
         `corolla export` writes the same model. Its hash is compared with the one that the client sent at its last
         evaluation. Raises UserError if the run is not finished, if the client does not exist, or if the server does not

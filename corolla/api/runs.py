@@ -18,6 +18,7 @@ from corolla.api.checks import check_locally, check_resources, check_resumable, 
 from corolla.api.console import command, console, errors, warn
 from corolla.api.interrupts import answered
 from corolla.api.live import Display, log_to
+from corolla.api.ranges import Number, Whole
 from corolla.api.settings import (
     Scale,
     look_for_plugins,
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
 Simulate = Callable[..., Path | None]
 
 # allowed values of a run's options, for the command and the Python keywords
-CLIENTS = click.IntRange(min=1)
-CPUS = click.FloatRange(min=0.1)
-GPUS = click.FloatRange(min=0)
-AT_ONCE = click.IntRange(min=0)
+CLIENTS = Whole(min=1)
+CPUS = Number(min=0.1)
+GPUS = Number(min=0)
+AT_ONCE = Whole(min=0)
 OPTION_TYPES: Mapping[str, click.ParamType[Any]] = {
     "clients": CLIENTS,
     "cpus_per_client": CPUS,
@@ -127,7 +128,7 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
         if given_too := _beside(preset, how, ("--output-dir", how.output_dir is not None)):
             raise UserError(
                 f"--resume takes its configuration from the run folder {how.resume}: leave out {' and '.join(given_too)}; "
-                "--set changes keys"
+                "keys can be changed (--set)"
             )
     if how.replay:
         base = replayed_config(preset, how)

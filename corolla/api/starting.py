@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,31 @@ from strategies import METHODS
 
 def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any], progress: bool) -> Path:
     """Run an experiment and return its folder's path. options: of `How`, by name. keys: as `corolla.run` takes them."""
+    try:
+        return _start(preset, options, keys, progress)
+    except (UserError, RunFailed) as error:
+        error.args = (in_python(str(error)),)
+        raise
+
+
+# the command's options, as errors name them
+_OPTIONS = "|".join(re.escape(field.name.replace("_", "-")) for field in dataclasses.fields(How))
+_HINT = re.compile(r" \(--[a-z-]+\)")
+_SET = re.compile(r"(?<!\S)--set (?=[\w.-]+=)")
+_OPTION = re.compile(rf"(?<![\w/.=-])(?<!corolla run )--({_OPTIONS})(?![\w/-])")
+
+
+def in_python(message: str) -> str:
+    """Return an error's message with keywords in place of the command's options: `in_process` for `--in-process`.
+
+    Options in parentheses are hints for the command, and left out.
+    """
+    message = _SET.sub("", _HINT.sub("", message))
+    return _OPTION.sub(lambda found: found[1].replace("-", "_"), message)
+
+
+def _start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any], progress: bool) -> Path:
+    """Run an experiment. Errors name the command's options."""
     begin_warnings()
     options = {name: plain(value) for name, value in options.items()}
     checked({**options, "progress": progress})
@@ -59,13 +86,14 @@ def checked(options: Mapping[str, Any]) -> None:
         try:
             kind.convert(str(value), None, None)
         except click.BadParameter as error:
-            raise UserError(f"Invalid value for {name!r}: {error.message}") from None
+            raise UserError(f"{name}: {error.message}") from None
 
 
 def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return keywords as a flat run config.
 
-    {"num_clients": 3, "fedcac": {"self_weight": 1}} gives num-clients and fedcac.self-weight.
+    {"num_clients": 3, "fedcac": {"self_weight": 1}} gives num-clients and fedcac.self-weight. A key that is None is
+    not set.
 
     Raises UserError for a key given twice in two spellings. Values are checked later.
     """
@@ -73,6 +101,8 @@ def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
     for name, value in keys.items():
         inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, Mapping) else {name: value}
         for key, one in inner.items():
+            if one is None:
+                continue
             written = spelt(key)
             if written in out:
                 raise UserError(f"{written}: given twice, {out[written]!r} and {one!r}")

@@ -20,6 +20,7 @@ import deploy.node_cli
 from corolla.api import console as consoles
 from corolla.api import log_file
 from corolla.api.console import errors
+from corolla.api.ranges import in_words
 from corolla.api.settings import look_for_plugins
 from corolla.cli import completion, examples, listings, products, results, runs, sweeps, verify
 from fl_app import debugging, exit_codes, log_format
@@ -53,6 +54,7 @@ def whole() -> click.Command:
     """Return the command with all its subcommands. Its help prints texts as they are written, including [brackets]."""
     found = get_command(app)
     _add_examples(found, ())
+    _mend_refusals(found)
     _escape(found)
     return found
 
@@ -68,6 +70,17 @@ def _add_examples(command: Any, path: tuple[str, ...]) -> None:
         if words in examples.EXAMPLES:
             below.epilog = f"Example: {examples.example(words)}"
         _add_examples(below, (*path, name))
+
+
+def _mend_refusals(command: Any) -> None:
+    """Let a command and its subcommands refuse numbers in words, and suggest another command's name only once."""
+    if hasattr(click.exceptions, "NoSuchCommand"):
+        # from 8.4 on click suggests it too
+        command.suggest_commands = False
+    for parameter in command.params:
+        in_words(parameter)
+    for below in getattr(command, "commands", {}).values():
+        _mend_refusals(below)
 
 
 def _escape(command: Any) -> None:

@@ -36,7 +36,8 @@ def export(
         typer.Option(
             metavar="CLIENT",
             shell_complete=clients_of,
-            help="A client's number or name: export the model this client uses (default: the global model).",
+            help="A client's number or name (id:3 is always its number): export the model this client uses (default: the "
+            "global model).",
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="File to write (default: in the current directory).")] = None,

@@ -98,8 +98,6 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
         raise UserError(f"dataset: {path} must have a header and rows, it is empty") from error
     except UnicodeDecodeError as error:
         raise UserError(f"dataset: {path} must be UTF-8 text, it has another encoding; save it as UTF-8") from error
-    except UserError:
-        raise
     except Exception as error:  # damaged files make pandas and pyarrow raise many kinds
         hint = "" if request.separator or not is_text else "; if commas do not separate its columns, set separator"
         raise UserError(

@@ -415,7 +415,9 @@ class _Taken(UserError):
 
 
 def _taken(path: Path) -> _Taken:
-    return _Taken(f"run-name: {path} exists already; choose another name or remove it; --overwrite replaces it")
+    return _Taken(
+        f"run-name: {path} exists already; choose another name or remove it; overwrite = true replaces it (--overwrite)"
+    )
 
 
 def folder_names(config: RunConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ from fl_app.layout import Layout, Model, Vector
 from fl_app.metrics import Metric
 from fl_app.tasks import Task
 from fl_app.wire import Upload
+from strategies.base import hooks
 from strategies.parts import Part
 
 if TYPE_CHECKING:
@@ -302,6 +303,11 @@ class LocalUpdate(Generic[P]):
 
     reports: ClassVar[tuple[str | Metric, ...]] = ()
     local_from_file: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Let the class's own hooks check what they return."""
+        super().__init_subclass__(**keywords)
+        hooks.checked(cls, hooks.CLIENT)
 
     @classmethod
     def held(cls, layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part | None:

@@ -11,6 +11,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout
+from strategies.base import hooks
 from strategies.base.local_update import LocalUpdate
 from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
@@ -166,7 +167,8 @@ class Method(Generic[P]):
                 f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
                 "norm = group, or another model"
             )
-        names = trainable_tensors.travelling(config, layout, self.shared(layout, config.params))
+        shared = hooks.tensor_names(config.method, self.shared(layout, config.params), layout.names)
+        names = trainable_tensors.travelling(config, layout, shared)
         if config.keep_uploads and not names:
             raise UserError(
                 f"keep-uploads: method {config.method} uploads no parameters; leave it empty, got {config.keep_uploads!r}"
@@ -242,8 +244,10 @@ class Method(Generic[P]):
     def around(self, drawings: Drawings, config: RunConfig) -> nn.Module:
         """Build the network that the method trains from drawings of the run's model."""
         if self.compose is not None:
-            return self.compose(drawings, config.params)
-        return drawings(0) if self.wrap is None else self.wrap(drawings(0), config.params, config.seed)
+            return hooks.network(config.method, "compose", self.compose(drawings, config.params))
+        if self.wrap is None:
+            return drawings(0)
+        return hooks.network(config.method, "wrap", self.wrap(drawings(0), config.params, config.seed))
 
 
 AnyMethod = Method[Any]

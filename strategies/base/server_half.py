@@ -24,6 +24,7 @@ from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
 from strategies import afo
 from strategies.aggregate import Stack
+from strategies.base import hooks
 from strategies.base.uploads import Intake, Sums, Uploads
 from strategies.parts import Part
 from strategies.robust import Averaging
@@ -125,6 +126,11 @@ class ServerHalf(ABC, Generic[P]):
     # until the next round.
     made_stacks: int = 0
     kept_stacks: int = 0
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Let the class's own hooks check what they return."""
+        super().__init_subclass__(**keywords)
+        hooks.checked(cls, hooks.SERVER)
 
     def __init__(
         self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
@@ -399,12 +405,12 @@ class ServerHalf(ABC, Generic[P]):
         return client_arrays.stack_like(stack, self.folder.path)
 
     def note(self, client_id: int, name: str, value: object) -> None:
-        """Add a value to the client's entry in this round's metrics."""
-        self.attempt.client_notes.setdefault(client_id, {})[name] = value
+        """Add a value to the client's entry in this round's metrics: a number, a text, or a list, table or array of numbers."""
+        self.attempt.client_notes.setdefault(client_id, {})[name] = hooks.noted(self, "note", name, value)
 
     def note_round(self, name: str, value: object) -> None:
-        """Add a value to this round's metrics."""
-        self.attempt.round_notes[name] = value
+        """Add a value to this round's metrics: a number, a text, or a list, table or array of numbers."""
+        self.attempt.round_notes[name] = hooks.noted(self, "note_round", name, value)
 
     def summary(self) -> None:
         """Log the run's method, size and parameters."""
@@ -436,6 +442,8 @@ def _sendable(model: Model, layout: Layout, method: str) -> Model:
 
     Raises UserError if a client could not take it: it is the method's mistake.
     """
+    if not isinstance(model, Model):
+        raise hooks.fault(f"method {method}", "model_for()", "must return a Model", model)
     if not model.params.size and not model.buffers.size:
         return model
     for name, array, length in (("params", model.params, layout.d), ("buffers", model.buffers, layout.b)):

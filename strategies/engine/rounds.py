@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
 from flwr.app import Message
 
 from fl_app import stopping, tasks, wire
-from fl_app.errors import MethodFault, RoundFailed, UserError, counted, listed
+from fl_app.errors import MethodFault, RoundFailed, counted, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, of_training, undefined_note
@@ -33,6 +32,7 @@ from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
 from fl_app.stopping import StopRule
 from fl_app.stopwatch import Stopwatch
 from fl_app.wire import Download, Expected, Upload, WireError
+from strategies.base import hooks
 from strategies.base.server_half import Sent, ServerHalf
 from strategies.base.uploads import Intake
 from strategies.engine import late
@@ -486,6 +486,9 @@ class Rounds:
         self.server.round = self.attempt.round
         sent = self.server.global_model
         self.protocol.personalize(self.attempt.round, accepted)
+        hooks.check_kept(self.config.method, "memory", self.server.memory)
+        for client_id, own in self.server.personal.items():
+            hooks.check_kept(self.config.method, f"personal[{client_id}]", own)
         self.server.optimize(sent)
         self._settle(list(self.attempt.intake.metrics))
         for client_id, reported in self.attempt.intake.metrics.items():
@@ -611,9 +614,6 @@ class Rounds:
         server = self.server
         arrays = {"global.params": server.global_model.params, "global.buffers": server.global_model.buffers}
         for name, array in server.memory.items():
-            if not isinstance(array, np.ndarray):
-                got = type(array).__name__
-                raise UserError(f"method {self.config.method}: memory[{name!r}] must be a NumPy array, got {got}")
             arrays[f"memory.{name}"] = array
         meta = {
             "versions": {str(i): v for i, v in self.versions.items() if v},

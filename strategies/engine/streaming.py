@@ -146,6 +146,8 @@ class FoldedIntake(Intake):
         one = Uploads([client_id], self.W, self.B, size, None, {}, [self.metrics[client_id]], factors=factor)
         try:
             weight, more = float(self.server.weights(one)[0]), self.server.summed(upload)
+        except MethodFault:
+            raise
         except Exception as error:
             raise MethodFault(
                 f"method {self.server.config.method}: weights or summed failed ({describe(error)}); with streams = True they get "

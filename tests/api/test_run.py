@@ -121,7 +121,9 @@ def test_what_only_python_can_get_wrong(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for keywords, message in (
         ({"in_process": "yes"}, "in_process: must be True or False, got 'yes'"),
-        ({"clients": np.int64(0)}, "'clients': 0 is not in the range"),
+        ({"clients": np.int64(0)}, "^clients: must be a whole number >= 1, got '0'$"),
+        ({"clients": 2.5}, "^clients: must be a whole number >= 1, got '2.5'$"),
+        ({"cpus_per_client": 0}, "^cpus_per_client: must be a number >= 0.1, got '0'$"),
     ):
         with pytest.raises(UserError, match=message):
             corolla.run(**keywords)  # type: ignore[arg-type]
@@ -144,8 +146,32 @@ def test_errors_are_the_commands(
     with pytest.raises(SystemExit):
         cli.main()
     said, theirs = words(str(raised.value)), words(capsys.readouterr().err)
-    assert said in (theirs.replace("--", "") if case in ("no clients", "half a client", "a scale") else theirs)
+    assert said in starting.in_python(re.sub(r"Invalid value for '--([a-z-]+)'", r"\1", theirs)) and "--" not in said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "--clients-at-once needs --in-process, got 2 without it",
+            "clients_at_once needs in_process, got 2 without it",
+        ),
+        ("--clients 3 and --set num-clients=4 contradict", "clients 3 and num-clients=4 contradict"),
+        ("overwrite = true replaces it (--overwrite)", "overwrite = true replaces it"),
+        ("set by `corolla run --scale`", "set by `corolla run --scale`"),
+        ("runs/--resume: no such file; --resumed", "runs/--resume: no such file; --resumed"),
+    ],
+)
+def test_errors_name_keywords(message: str, told: str) -> None:
+    assert starting.in_python(message) == told
+
+
+def test_a_key_that_is_none_is_not_set() -> None:
+    assert starting.flat({"run_name": None, "fedcac": {"beta": None, "tau": 0.5}, "seed": 0}) == {
+        "fedcac.tau": 0.5,
+        "seed": 0,
+    }
 
 
 def words(text: str) -> str:

@@ -47,7 +47,9 @@ def keywords() -> dict[str, object]:
 def test_what_a_resumed_run_does_not_take_is_named(corolla: Command, stopped: Path) -> None:
     Path("own.toml").write_text('method = "ditto"\n')
     code, _, err = corolla("run", "own.toml", "--in-process", "--resume", "k3", "--scale", "small")
-    assert code == 2 and "from the run folder runs/k3: leave out own.toml and --scale; --set changes keys" in err
+    assert (
+        code == 2 and "from the run folder runs/k3: leave out own.toml and --scale; keys can be changed (--set)" in err
+    )
     code, _, err = corolla("run", "own.toml", "--in-process", "--resume", "k4")
     assert code == 2 and "resume: k4 is not a run folder" in err
 

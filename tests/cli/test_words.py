@@ -278,3 +278,17 @@ def test_a_client_column_that_does_not_exist_is_one_problem(corolla: Command) ->
         code, _, err = corolla("data", "show", "--set", "dataset=table:wards.csv", *words)
         assert code == 2 and f"error: {key}: " in err and "wards.csv has no column" in err
         assert "problems" not in err and "it has hospital, age, outcome" in err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [(["rnu"], "run"), (["data", "shw"], "show"), (["node", "strat"], "start")]
+)
+def test_a_command_is_suggested_once(corolla: Command, wrong: list[str], meant: str) -> None:
+    code, _, err = corolla(*wrong)
+    assert code == 2 and err.count("Did you mean") == 1 and f"'{meant}'" in err
+
+
+@pytest.mark.parametrize("value", ["2.5", "0", "x"])
+def test_a_number_of_clients_is_refused_in_words(corolla: Command, value: str) -> None:
+    code, _, err = corolla("run", "--clients", value)
+    assert code == 2 and f"'--clients': must be a whole number >= 1, got '{value}'" in " ".join(err.split())

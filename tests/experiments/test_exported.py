@@ -15,8 +15,6 @@ from PIL import Image
 
 from corolla.experiments.exported import loading, model_card, predict
 from corolla.experiments.exported.export import export
-from corolla.experiments.exported.run_models import client_id
-from corolla.experiments.runs import RecordedRun
 from fl_app import data, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -192,17 +190,6 @@ def test_a_client_that_uses_the_global_model_is_given_that_one(run: Run, tmp_pat
         with pytest.raises(UserError, match=f"{said}.*; run with --set collect-personal-models=true"):
             export(other, METHODS, 1, tmp_path / "no.pt")
     assert not (tmp_path / "no.pt").exists()
-
-
-def test_a_clients_name_is_not_taken_for_another_clients_number(run: Run, tmp_path: Path) -> None:
-    folder = run(method="fedavg", **TINY).path
-    names = {0: "Bonn", 1: "0"}
-    recorded = RecordedRun(folder)
-    (folder / "clients.json").write_text(json.dumps({str(i): {"name": name} for i, name in names.items()}))
-    assert [client_id(recorded, name) for name in ("0", "1", "Bonn", 1)] == [0, 1, 0, 1]
-    (folder / "clients.json").write_text(json.dumps({"0": {"name": "Bonn"}, "1": {"name": "Bonn"}}))
-    with pytest.raises(UserError, match="client: clients 0, 1 have the name 'Bonn'; give the number"):
-        client_id(RecordedRun(folder), "Bonn")
 
 
 # the commands

@@ -21,7 +21,9 @@ from tests.conftest import Command, Run
 def test_a_run_replaces_the_one_of_its_name(run: Run, tmp_path: Path) -> None:
     old = run(num_server_rounds=1)
     (old.path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="exists already; choose another name or remove it; --overwrite replaces it"):
+    with pytest.raises(
+        UserError, match="exists already; choose another name or remove it; overwrite = true replaces it"
+    ):
         run(num_server_rounds=2)
     new = run(num_server_rounds=2, overwrite=True)
     assert new.path == old.path and new.experiment != old.experiment

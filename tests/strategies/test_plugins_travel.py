@@ -127,7 +127,7 @@ METHOD = Method("wrong", NoParams, Server, LocalUpdate, all_tensors)
             "self.global_model = type(self.global_model)(self.global_model.params.astype('f8'), self.global_model.buffers)",
             r"the params of a model must be float32 \[17226\], got float64 \[17226\]",
         ),
-        ("self.memory['rate'] = 0.5", r"memory\['rate'\] must be a NumPy array, got float"),
+        ("self.memory['rate'] = 0.5", r"memory\['rate'\] must be a NumPy array of numbers, got float"),
     ],
 )
 def test_what_a_server_half_cannot_send_or_keep_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,8 @@ from corolla.experiments.dry_run import known_shape
 from corolla.experiments.runs import RecordedRun
 from fl_app import wire
 from fl_app.config import RunConfig
-from fl_app.errors import UserError, listed
+from fl_app.errors import UserError, listed, plain
 from fl_app.keys import nearest
-from fl_app.known_names import BY_COLUMN
 from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
 from fl_app.sources import NODE
 
@@ -70,27 +70,45 @@ def file_stem(client: int | None) -> str:
 
 
 def client_id(run: RecordedRun, client: object) -> int:
-    """Return a client's number, given its number or name. Raises UserError if the run has no such client, or several.
+    """Return a client's id, given its id or its name.
 
-    Clients tell their own names. A name of digits counts only where names are values of the data's column; elsewhere it
-    would pass for another client's number.
+    An integer is an id, and so is the text `id:3`. Another text may be an id in digits or a name. Raises UserError if
+    the run has no such client, or if the text means more than one: clients choose their names themselves.
     """
     count = run.summary["num-clients"]
-    names: dict[str, list[int]] = {}
-    for i, facts in run.clients.items():
-        name = str(facts.get("name") or "")
-        if name and (run.settings.get("partition") == BY_COLUMN or not name.isdigit()):
-            names.setdefault(name, []).append(int(i))
-    if isinstance(client, str) and client in names:
-        if len(same := sorted(names[client])) > 1:
-            raise UserError(f"client: clients {listed(list(map(str, same)))} have the name {client!r}; give the number")
-        return same[0]
-    number = int(client) if isinstance(client, str) and re.fullmatch(r"\d{1,9}", client, re.ASCII) else client
-    if type(number) is int and 0 <= number < count:
+    names = {int(i): plain(str(facts["name"])) for i, facts in run.clients.items() if facts.get("name")}
+    if not isinstance(client, str):
+        number = _integer(client)
+        if number is not None and 0 <= number < count:
+            return number
+        raise _no_such_client(client if number is None else number, count, names)
+    digits = re.fullmatch(r"(id:)?(\d{1,9})", client, re.ASCII)
+    number = int(digits[2]) if digits and int(digits[2]) < count else None
+    if digits and digits[1] and number is not None:
         return number
-    known = f", or one of {listed(list(names), most=MOST_NAMES)}" if names else ""
-    hint = nearest(str(number), names)
-    raise UserError(f"client: must be one of 0 to {count - 1}{known}, got {number!r}{hint}")
+    meant = {i: f"the name of client {i}" for i, name in names.items() if name == client}
+    if number is not None:
+        meant[number] = f"the id of client {number}"
+    if len(meant) > 1:
+        ways = " or ".join(f"id:{i}" for i in sorted(meant))
+        raise UserError(f"client: {client!r} is {' and '.join(meant.values())}; write {ways}")
+    if not meant:
+        raise _no_such_client(int(client) if digits and not digits[1] else client, count, names)
+    return next(iter(meant))
+
+
+def _integer(value: object) -> int | None:
+    """Return an integer of Python, NumPy or pandas as an int; None for other values, True and False among them."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _no_such_client(client: object, count: int, names: Mapping[int, str]) -> UserError:
+    known = f", or one of {listed(list(names.values()), most=MOST_NAMES)}" if names else ""
+    hint = nearest(str(client), names.values())
+    return UserError(f"client: must be one of 0 to {count - 1}{known}, got {client!r}{hint}")
 
 
 def load(path: Path, client: int | str | None, methods: Mapping[str, Any]) -> Trained:

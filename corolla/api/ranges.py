@@ -1,0 +1,46 @@
+"""Numbers in a range, as options of a command or as Python keywords take them. A refusal states the rule and the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+
+def _told(message: str, kind: click.IntRange | click.FloatRange, value: object) -> str:
+    """Return a refusal in words. message: click's own, for a range that has an open or an upper end."""
+    if kind.max is not None or kind.min_open or kind.min is None:
+        return message
+    number = "a whole number" if isinstance(kind, click.IntRange) else "a number"
+    return f"must be {number} >= {kind.min}, got {value!r}"
+
+
+class Whole(click.IntRange):
+    """Whole numbers from `min` on."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number. Raises click.BadParameter for anything else."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(_told(error.message, self, value), param, ctx)
+
+
+class Number(click.FloatRange):
+    """Numbers from `min` on."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. Raises click.BadParameter for anything else."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(_told(error.message, self, value), param, ctx)
+
+
+def in_words(parameter: click.Parameter) -> None:
+    """Let a parameter with one of click's ranges refuse numbers in words."""
+    kind = parameter.type
+    if type(kind) is click.IntRange:
+        parameter.type = Whole(kind.min, kind.max, kind.min_open, kind.max_open, kind.clamp)
+    elif type(kind) is click.FloatRange:
+        parameter.type = Number(kind.min, kind.max, kind.min_open, kind.max_open, kind.clamp)

@@ -1,0 +1,183 @@
+"""What a method's hooks return: a wrong result ends in one error, with the names of the method and of its hook."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client_app.client_app import app
+from corolla.testing import federation
+from fl_app import server_app
+from fl_app.config import parse
+from fl_app.errors import MethodFault, RoundFailed
+from fl_app.keys import Scalar
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import read_metrics
+from strategies import METHOD_PARAMS
+from strategies.base import hooks
+from strategies.base.uploads import Uploads
+from strategies.fedavg import FedAvg
+
+METHODS_FILE = """
+import dataclasses
+import numpy as np
+from corolla.method import FedAvg, LocalUpdate, Method, Model, NoParams, all_tensors
+
+class Server(FedAvg):
+    {server}
+
+class Client(LocalUpdate):
+    {client}
+
+METHOD = Method("own", NoParams, Server, Client, {shared})
+"""
+PERSONALIZE = "def personalize(self, round, uploads):\n        super().personalize(round, uploads); "
+
+
+def started(here: Path, raw: dict[str, Scalar], server: str = "", client: str = "", shared: str = "all_tensors") -> Any:
+    """Run a method whose halves have these lines, and return the folder."""
+    text = METHODS_FILE.replace("{server}", server or "pass").replace("{client}", client or "pass")
+    (here / "own.py").write_text(text.replace("{shared}", shared))
+    raw = {**raw, "method": "own:METHOD", "num-server-rounds": 1}
+    return server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        (
+            "def sample(self, client_ids, round): return [99]",
+            r"sample\(\) must return .* clients 0, 1, 2, .* got \[99\]",
+        ),
+        ("def sample(self, client_ids, round): return []", r"sample\(\) must return some of .* got \[\]"),
+        ("def sample(self, client_ids, round): return [1, 1]", r"sample\(\) must return .* each once, got \[1, 1\]"),
+        ("def sample(self, client_ids, round): return [0.5]", r"sample\(\) must return .* got \[0.5\]"),
+        ("def sample(self, client_ids, round): return [True]", r"sample\(\) must return .* got \[True\]"),
+        ("def sample(self, client_ids, round): pass", r"sample\(\) must return .* got None"),
+        (
+            "def weights(self, uploads): return -uploads.sizes",
+            r"weights\(\) must return a number >= 0 for each of the 3",
+        ),
+        ("def weights(self, uploads): return uploads.sizes[1:]", r"weights\(\) must return a number >= 0 .* got \["),
+        ("def weights(self, uploads): return 0 * uploads.sizes", r"weights\(\) .* positive sum, got \[0.0, 0.0, 0.0\]"),
+        ("def weights(self, uploads): return 'size'", r"weights\(\) must return .* got 'size'"),
+        (
+            "streams = True\n    def weights(self, uploads): return -uploads.sizes",
+            r"weights\(\) must return .* the 1 upl",
+        ),
+        ("def download_extras(self, client_id): return {'w': [1]}", r"download_extras\(\) .* got {'w': \[1\]}"),
+        ("def download_extras(self, client_id): return {'a,b': np.ones(1)}", r"download_extras\(\) .* got 'a,b'"),
+        ("def model_for(self, client_id): pass", r"model_for\(\) must return a Model, got None"),
+        ("def expected(self): pass", r"expected\(\) must return an Expected, got None"),
+        ("def complete(self, client_id, upload): pass", r"complete\(\) must return an Upload, got None"),
+        (PERSONALIZE + "self.note_round('x', self)", r"note_round\('x', ...\) needs a number, .* got <"),
+        (PERSONALIZE + "self.note(0, 'x', {1.5: 2})", r"note\('x', ...\) needs texts or integers .* got 1.5"),
+        (PERSONALIZE + "self.note_round(3, 2)", r"note_round\(3, ...\) needs a text as its name, got 3"),
+        (
+            PERSONALIZE + "self.memory['x'] = np.array(['a'])",
+            r"memory\['x'\] must be a NumPy array of numbers, got <U1",
+        ),
+        (PERSONALIZE + "self.keep_for(2, x=[1])", r"personal\[2\]\['x'\] must be a NumPy array of numbers, got list"),
+    ],
+)
+def test_a_wrong_result_of_the_server_half_is_named(
+    here: Path, raw_config: dict[str, Scalar], server: str, why: str
+) -> None:
+    with pytest.raises(MethodFault, match=f"^method own:METHOD: {why}"):
+        started(here, raw_config, server)
+
+
+@pytest.mark.parametrize(
+    ("client", "why"),
+    [
+        ("def train(self, start, state, ctx): pass", r"train\(\) must return a Model of float32 \[17226\] .* got None"),
+        (
+            "def train(self, start, state, ctx): return Model(start.params[1:], start.buffers)",
+            r"train\(\) must return a Model of float32 \[17226\] and \[0\], got params float32 \[17225\], buffers \[\]",
+        ),
+        ("def merge(self, received, state, ctx): return received.params", r"merge\(\) .* got float32 \[17226\]"),
+        ("def personal(self, model, state, ctx): pass", r"personal\(\) must return a Model"),
+        ("def upload(self, before, after, state, ctx): return after", r"upload\(\) must return an Upload with a Model"),
+        (
+            "def upload(self, *given): return dataclasses.replace(super().upload(*given), extras={'x': 1})",
+            r"upload\(\) must return an Upload whose extras are NumPy arrays of numbers by name, got {'x': 1}",
+        ),
+        (
+            "def upload(self, *given): return dataclasses.replace(super().upload(*given), metrics={'x': None})",
+            r"upload\(\) must return an Upload whose metrics are numbers or texts by name, got {'x': None}",
+        ),
+        (
+            "def keep_local(self, after, state, ctx): state.arrays['x'] = 'text'",
+            r"state.arrays\['x'\] must be a NumPy array of numbers, got str",
+        ),
+    ],
+)
+def test_a_wrong_result_of_the_client_half_is_named(
+    here: Path, raw_config: dict[str, Scalar], client: str, why: str
+) -> None:
+    with pytest.raises(RoundFailed, match=f"client 0: method own:METHOD: {why}"):
+        started(here, raw_config, client=client)
+
+
+@pytest.mark.parametrize(
+    ("shared", "got"),
+    [
+        ('lambda layout, params: {"nosuch"}', "'nosuch'"),
+        ('lambda layout, params: "fc1.bias"', "'fc1.bias'"),
+        ("lambda layout, params: None", "None"),
+    ],
+)
+def test_shared_tensors_are_the_models(here: Path, raw_config: dict[str, Scalar], shared: str, got: str) -> None:
+    with pytest.raises(MethodFault, match=rf"^method own:METHOD: shared\(\) must return names .*fc1.bias.* got {got}"):
+        started(here, raw_config, shared=shared)
+
+
+def test_a_network_around_the_model_is_a_module(here: Path, raw_config: dict[str, Scalar]) -> None:
+    with pytest.raises(MethodFault, match=r"own:METHOD: wrap\(\) must return a torch.nn.Module, got None"):
+        started(here, raw_config, shared="all_tensors, wrap=lambda module, params, seed: None")
+
+
+def test_numpys_numbers_are_numbers(here: Path, raw_config: dict[str, Scalar]) -> None:
+    server = (
+        "def sample(self, client_ids, round): return np.array([2, 0])\n    "
+        + PERSONALIZE
+        + "self.note_round('x', np.float32(0.5)); self.note(0, 'y', {np.int64(2): [np.int64(3)]}); "
+        + "self.note_round('z', np.arange(2))"
+    )
+    keep = "def keep_local(self, after, state, ctx): state.arrays['x'] = 0.5"
+    (record,) = read_metrics(started(here, raw_config, server, keep).path)
+    assert list(record["clients"]) == ["0", "2"]
+    assert record["x"] == 0.5 and record["z"] == [0, 1] and record["clients"]["0"]["y"] == {"2": [3]}
+    json.dumps(record)
+
+
+def test_an_exception_in_a_hook_stays_as_it_is(here: Path, raw_config: dict[str, Scalar]) -> None:
+    with pytest.raises(ZeroDivisionError) as error:
+        started(here, raw_config, "def sample(self, client_ids, round): return 1 / 0")
+    assert Path(error.traceback[-1].path).name == "own.py"
+
+
+def test_a_methods_own_calls_are_checked_too() -> None:
+    class Own(FedAvg[Any]):
+        def weights(self, uploads: Uploads) -> Any:
+            return uploads.sizes - 1e9
+
+    fed = federation("fedavg")
+    server = fed.server
+    fed.server = Own(server.config, server.params, fed.layout, fed.initial, fed.shared, server.folder)
+    with pytest.raises(MethodFault, match=r"^method fedavg: weights\(\) must return a number >= 0 for each of the 3"):
+        fed.round(np.ones((3, 8)))
+
+
+def test_a_half_without_a_config_is_named_by_its_class() -> None:
+    class Bare:
+        def sample(self, client_ids: list[int], round: int) -> list[int]:
+            return [3]
+
+    hooks.checked(Bare, hooks.SERVER)
+    with pytest.raises(MethodFault, match=r"^method class Bare: sample\(\) must return some"):
+        Bare().sample([0, 1], 1)
