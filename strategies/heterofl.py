@@ -21,7 +21,8 @@ Deviations:
 - A narrow network is computed inside the wide one: elements beyond the part are 0 and do not train. Results and messages
   are those of the narrow network. The time and the memory of training are the wide one's.
 - Widths are fixed by client. The paper also redraws them in every round.
-- A client is tested with its own width. The authors test the widest network on every client's test data.
+- A client is tested with its own width, and with the scaling of training: its hidden layers are divided by its rate. The
+  authors test only the widest network, which has none.
 - `mask-classes = false` is the default, and all clients' rows of the classifier count. The authors mask in all runs in which
   clients lack classes, and average a class's row over the clients that have it.
 - BatchNorm's running statistics are averaged as parameters are, over those that hold the channel. The paper gathers them
@@ -310,10 +311,12 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
 
     @classmethod
     def tested(cls, params: HeteroFLParams) -> str:
-        """Return the sentence on masked classes."""
-        if not params.mask_classes:
-            return ""
-        return "before and after training, the logits of classes that the client does not have are 0"
+        """Return the sentence on the scaling and on masked classes."""
+        changes = ["a narrow network's hidden layers are divided by its rate, as in training"] * (
+            params.scale and min(params.widths()) < 1
+        )
+        changes += ["the logits of classes that the client does not have are 0"] * params.mask_classes
+        return f"before and after training, {', and '.join(changes)}" if changes else ""
 
     @classmethod
     def held(cls, layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part:
@@ -326,7 +329,11 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         return self.held(ctx.layout, ctx.extras).put(zeros, received)
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Model:
-        """Return the model; with `mask-classes` its rows of classes that the client does not have are 0."""
+        """Return the network that training computes with, so that it can be tested and exported without the scaling.
+
+        With `mask-classes` its rows of classes that the client does not have are 0.
+        """
+        model = _times(model, 1 / _scaling(ctx), ctx)
         if not ctx.params.mask_classes:
             return model
         classes = class_of(ctx.layout)
@@ -334,8 +341,9 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         return Model(np.where(lacks, np.float32(0), model.params), model.buffers)
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[HeteroFLParams], epochs: int) -> Model:
-        """Return the model after more local epochs, trained as in a round."""
-        return self._trained(start, ctx, epochs=epochs, purpose="finetune")
+        """Return the model after more local epochs, trained as in a round. start: a model from `personal`."""
+        tuned = self._trained(_times(start, _scaling(ctx), ctx), ctx, epochs=epochs, purpose="finetune")
+        return _times(tuned, 1 / _scaling(ctx), ctx)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Model:
         """Train the part; all other elements stay 0."""
@@ -348,7 +356,7 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         if rate == 1:
             return ctx.trainer.train(start, objective=objective, **options)
         part = self.held(ctx.layout, ctx.extras)
-        with scaled(ctx, rate if ctx.params.scale else 1.0):
+        with scaled(ctx, _scaling(ctx)):
             after = ctx.trainer.train(start, objective=objective, frozen=~part.params, **options)
         return within(after, part)
 
@@ -362,21 +370,40 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
 @contextmanager
 def scaled(ctx: RoundContext[Any], rate: float) -> Iterator[None]:
     """Divide the outputs of the network's hidden layers by a rate, in training alone. Rate 1 adds no operation."""
-    from torch import nn
-
-    last = ctx.trainer.classifier()
 
     def divide(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output / rate if module.training else output
 
-    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    hidden = [m for m in ctx.trainer.module.modules() if isinstance(m, kinds) and m is not last]
-    hooks = [m.register_forward_hook(divide) for m in hidden] if rate != 1 else []
+    hooks = [m.register_forward_hook(divide) for m in _hidden(ctx).values()] if rate != 1 else []
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _hidden(ctx: RoundContext[Any]) -> dict[str, nn.Module]:
+    """Return the network's hidden layers by name: those whose outputs the scaling divides."""
+    from torch import nn
+
+    kinds, last = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ctx.trainer.classifier()
+    return {name: m for name, m in ctx.trainer.module.named_modules() if isinstance(m, kinds) and m is not last}
+
+
+def _scaling(ctx: RoundContext[HeteroFLParams]) -> float:
+    """Return the number that divides the outputs of the client's hidden layers in training; 1 without `scale`."""
+    return float(ctx.extras[RATE][0]) if ctx.params.scale else 1.0
+
+
+def _times(model: Model, factor: float, ctx: RoundContext[HeteroFLParams]) -> Model:
+    """Return the model with weights and biases of the hidden layers times a factor: so are the outputs of these layers."""
+    if factor == 1:
+        return model
+    hidden, params = _hidden(ctx), model.params.copy()
+    for slot in ctx.layout.params:
+        if slot.name.rpartition(".")[0] in hidden:
+            params[slot.start : slot.stop] *= np.float32(factor)
+    return Model(params, model.buffers)
 
 
 def known_classes(ctx: RoundContext[Any]) -> Objective:

@@ -18,7 +18,7 @@ from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.wire import WireError
-from strategies.heterofl import METHOD, HeteroFLParams, HeteroFLUpdate, aggregate, part_of, width_slices
+from strategies.heterofl import METHOD, HeteroFLParams, HeteroFLUpdate, aggregate, part_of, scaled, width_slices
 from strategies.parts import Part
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
@@ -176,19 +176,47 @@ def test_rounds_by_hand(tmp_path: Path) -> None:
         assert sent.params.size == part.params.sum() == server.expected_from(i).d
         used = fed.evaluated(i)
         assert (used.params[~part.params] == 0).all() and (used.params[part.params] != 0).any()
-        assert used.params.tobytes() == server.model_for(i).params.tobytes()
+        hidden = np.zeros(len(used.params), bool)
+        for slot in server.layout.params:
+            hidden[slot.start : slot.stop] = slot.name.startswith("features")
+        # tested as trained: a hidden layer is divided by the rate
+        close(used.params, server.model_for(i).params / np.where(hidden, server.rates[i], 1))
 
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_fine_tuning_trains_as_a_round_does(tmp_path: Path, scale: bool) -> None:
     # with all samples in one batch, the order of the batches makes no difference
     fed: Any = Federation(tmp_path, "heterofl", batch_size=100, heterofl={"rates": "0.8", "scale": scale})
-    update, (ctx, _) = fed.method.local_update(), fed.context(0)
+    update, (ctx, _), state = fed.method.local_update(), fed.context(0), fed.states[0]
     start = fed.evaluated(0)
-    tuned = update.finetune(start, fed.states[0], ctx, ctx.config.local_epochs)
-    trained = update.train(start, fed.states[0], ctx)
-    close(tuned.params, trained.params)
+    tuned = update.finetune(start, state, ctx, ctx.config.local_epochs)
+    trained = update.train(update.merge(fed.server.download_for(0, 1, "train").model, state, ctx), state, ctx)
+    close(tuned.params, update.personal(trained, state, ctx).params)
     assert not (tuned.params[~part_of(fed.layout, 0.8).params]).any() and (tuned.params != start.params).any()
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_a_narrow_network_is_tested_as_it_was_trained(tmp_path: Path, batchnorm: bool) -> None:
+    """Its outputs in evaluation are those of the last training step, which divides hidden layers by the rate."""
+    fed: Any = Federation(
+        tmp_path, "heterofl", network=lambda: small(batchnorm=batchnorm), heterofl={"rates": "0.6", "scale": True}
+    )
+    fed.round()
+    update, (ctx, _), state = fed.method.local_update(), fed.context(0), fed.states[0]
+    received = update.merge(fed.server.download_for(0, 2, "train").model, state, ctx)
+    personal = update.personal(received, state, ctx)
+    x = torch.randn(7, 1, 2, 2)
+    outputs = []
+    for model, rate in ((received, 0.6), (personal, 1.0)):
+        network = ctx.trainer.module
+        weights.write(network, model)
+        # statistics as they are, hidden layers as in training
+        network.eval()
+        network.features.training = True
+        with scaled(ctx, rate), torch.no_grad():
+            outputs.append(network(x).numpy())
+    close(*outputs)
+    assert np.abs(personal.params - received.params).max() > 0.01
 
 
 def test_masked_classes_by_hand(tmp_path: Path) -> None:
