@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fl_app import rng
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MethodFault, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Layout, Model
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
@@ -305,6 +305,11 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
     method, n = server.config.method, len(uploads.sizes)
     try:
         weights = np.asarray(server.weights(uploads), np.float64)
+    except MethodFault as fault:
+        raise UserError(
+            f"private: method {method} cannot run private: its weights must be a positive number for each of the {n} "
+            f"uploads' sizes, got another result ({fault})"
+        ) from None
     except UserError:
         raise
     except Exception as error:

@@ -475,10 +475,22 @@ BESIDE: tuple[Beside, ...] = (
         "a plug-in whose module is a path", "config", "refused: no such module", f"{_FILES}test_names_that_are_paths"
     ),
     Beside(
-        "a run's data path with `..` or behind a link",
+        "a run's path (data, state, initial weights) with `..` or behind a link",
         "site with `readable-paths`",
         "refused by name",
         "tests/deploy/test_site.py::test_paths_of_a_run_must_lie_where_the_site_says",
+    ),
+    Beside(
+        "code whose `pyproject.toml` is a zip bomb",
+        "site",
+        "refused before it is unpacked",
+        f"{_GATE}test_little_is_unpacked_before_an_application_is_allowed",
+    ),
+    Beside(
+        "the code of hundreds of refused runs",
+        "site",
+        "kept for no run",
+        f"{_GATE}test_the_code_of_many_runs_is_kept_once_and_of_refused_runs_not_at_all",
     ),
     Beside(
         "a backup whose members lead elsewhere",
