@@ -70,7 +70,7 @@ def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
     assert down.returncode == 0, down.stdout + down.stderr
     assert lab.started() == [] and "lab" not in lab.connections
     left = sorted(path.name for path in (lab.directory / "state" / "clusters" / "lab").iterdir())
-    assert left == ["superlink.log", "supernode-0.log", "supernode-1.log"]
+    assert left == [".lock", "superlink.log", "supernode-0.log", "supernode-1.log"]
     assert "is not up" in lab.cluster("down").stderr.replace("\n", " ")
 
 
