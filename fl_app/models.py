@@ -206,7 +206,8 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(width, extra or num_classes)
         self.classifier = nn.Linear(extra, num_classes) if extra else None
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            # normal numbers on the meta device would import a second and a half of torch (`_bytes_of`)
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
