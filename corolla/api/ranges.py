@@ -15,26 +15,24 @@ def _told(message: str, kind: click.IntRange | click.FloatRange, value: object) 
     return f"must be {number} >= {kind.min}, got {value!r}"
 
 
-class Whole(click.IntRange):
+class _InWords(click.ParamType[Any]):
+    """A range whose refusals state the rule and the value. It stands before one of click's ranges."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number. Raises click.BadParameter for anything else."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            assert isinstance(self, click.IntRange | click.FloatRange)
+            self.fail(_told(error.message, self, value), param, ctx)
+
+
+class Whole(_InWords, click.IntRange):
     """Whole numbers from `min` on."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number. Raises click.BadParameter for anything else."""
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter as error:
-            self.fail(_told(error.message, self, value), param, ctx)
 
-
-class Number(click.FloatRange):
+class Number(_InWords, click.FloatRange):
     """Numbers from `min` on."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number. Raises click.BadParameter for anything else."""
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter as error:
-            self.fail(_told(error.message, self, value), param, ctx)
 
 
 def in_words(parameter: click.Parameter) -> None:

@@ -303,13 +303,11 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
     Raises UserError, with the method's name, unless it is a positive number for each size.
     """
     method, n = server.config.method, len(uploads.sizes)
+    broken = f"private: method {method} cannot run private: its weights must be a positive number for each of the {n} uploads' sizes"
     try:
         weights = np.asarray(server.weights(uploads), np.float64)
     except MethodFault as fault:
-        raise UserError(
-            f"private: method {method} cannot run private: its weights must be a positive number for each of the {n} "
-            f"uploads' sizes, got another result ({fault})"
-        ) from None
+        raise UserError(f"{broken}, got another result ({fault})") from None
     except UserError:
         raise
     except Exception as error:
@@ -318,10 +316,7 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
             f"and params alone, got {type(error).__name__}: {error}"
         ) from error
     if weights.shape != (n,) or not (np.isfinite(weights).all() and (weights > 0).all()):
-        raise UserError(
-            f"private: method {method} cannot run private: its weights must be a positive number for each of the {n} "
-            f"uploads' sizes, got {weights.tolist()}"
-        )
+        raise UserError(f"{broken}, got {weights.tolist()}")
     return weights
 
 
