@@ -303,7 +303,8 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
     Raises UserError, with the method's name, unless it is a positive number for each size.
     """
     method, n = server.config.method, len(uploads.sizes)
-    broken = f"private: method {method} cannot run private: its weights must be a positive number for each of the {n} uploads' sizes"
+    refused = f"private: method {method} cannot run private"
+    broken = f"{refused}: its weights must be a positive number for each of the {n} uploads' sizes"
     try:
         weights = np.asarray(server.weights(uploads), np.float64)
     except MethodFault as fault:
@@ -312,8 +313,8 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
         raise
     except Exception as error:
         raise UserError(
-            f"private: method {method} cannot run private: its weights must follow from the uploads' ids and sizes, config "
-            f"and params alone, got {type(error).__name__}: {error}"
+            f"{refused}: its weights must follow from the uploads' ids and sizes, config and params alone, got "
+            f"{type(error).__name__}: {error}"
         ) from error
     if weights.shape != (n,) or not (np.isfinite(weights).all() and (weights > 0).all()):
         raise UserError(f"{broken}, got {weights.tolist()}")
