@@ -44,6 +44,7 @@ from fl_app.figures import Matrix
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
+from strategies.aggregate import Stack
 from strategies.base import (
     AGE,
     MOVED,
@@ -55,11 +56,14 @@ from strategies.base import (
     Uploads,
     all_but_classifier,
 )
+from strategies.base.uploads import Intake
 from strategies.fedavg import FedAvg
 from strategies.fedproto import (
     COUNTS,
     PROTOTYPES,
     check_counts,
+    compared_prototypes,
+    compared_with_sent,
     extras_of,
     mean_prototypes,
     prototypes_of,
@@ -187,6 +191,14 @@ class FedPAC(FedAvg[FedPACParams]):
         params = self.global_model.params.copy()
         params[self.at_head] = mine[_HEAD]
         return Model(params, self.global_model.buffers)
+
+    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+        """Return the stacks to compare: the model's and the centroids."""
+        return {**super().compared(intake), **compared_prototypes(self, intake)}
+
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the model and the centroids that a client was sent."""
+        return {**super().compared_with(client_id), **compared_with_sent(self)}
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average bodies and centroids, and mix the heads."""

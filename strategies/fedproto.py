@@ -43,6 +43,7 @@ from fl_app.errors import UserError
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
+from strategies.aggregate import Stack
 from strategies.base import (
     ClientState,
     LocalUpdate,
@@ -54,6 +55,7 @@ from strategies.base import (
     Uploads,
     all_but_classifier,
 )
+from strategies.base.uploads import Intake
 from strategies.heads import head_slots
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
 PROTOTYPES, COUNTS = "prototypes", "counts"
 """Both ways: float32 [C, k], and int64 [C], the samples that they are means of. A class without samples has zeros."""
 
+# their name in messages on far uploads
+_COMPARED = "prototypes"
 # the bias of a class without a prototype
 _NEVER = -1e9
 
@@ -160,6 +164,35 @@ def check_counts(upload: Upload) -> None:
         )
 
 
+def filled(P: Stack, counts: ArrayLike, sent: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
+    """Return clients' prototypes for a comparison, float32 [N, C, k], with a value for the classes that a client lacks.
+
+    P: float32 [N, C, k]. counts: [N, C], 0 where a client lacks the class. sent: the prototypes that the clients were sent
+    and their counts; {} before the first. A missing prototype becomes the sent one. Before the class has one, it becomes
+    the median of all classes' prototypes, so that a class of a single client is compared too.
+    """
+    stack, owned = np.asarray(P, np.float32), np.asarray(counts) > 0
+    usual = np.zeros(stack.shape[1:], np.float32)
+    if owned.any():
+        usual[:] = np.median(stack[owned], axis=0)
+    if sent:
+        usual = np.where(np.asarray(sent[COUNTS])[:, None] > 0, sent[PROTOTYPES], usual)
+    return np.where(owned[..., None], stack, usual)
+
+
+def compared_prototypes(server: PersonalizedStrategy[Any], intake: Intake) -> Mapping[str, Stack]:
+    """Return the uploads' prototypes, float32 [N, C, k], as `PersonalizedStrategy.compared` does."""
+    used = np.isin(np.arange(len(intake.ids)), intake.rows)
+    counts = np.where(used[:, None], intake.extras[COUNTS], 0)
+    return {_COMPARED: filled(intake.extras[PROTOTYPES], counts, sent_prototypes(server))}
+
+
+def compared_with_sent(server: PersonalizedStrategy[Any]) -> Mapping[str, NDArray[Any]]:
+    """Return the prototypes that clients were sent, as `PersonalizedStrategy.compared_with` does."""
+    sent = sent_prototypes(server)
+    return {_COMPARED: sent[PROTOTYPES]} if sent else {}
+
+
 def pulled(ctx: RoundContext[Any], weight: float, pull: str) -> Objective | None:
     """Return the loss plus weight times `distance` to the received prototypes; None, no operation at all, without them."""
     import torch
@@ -199,6 +232,14 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the global prototypes, from the second round on."""
         return sent_prototypes(self)
+
+    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+        """Return the stacks to compare: the prototypes alone, because no tensors travel."""
+        return compared_prototypes(self, intake)
+
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the prototypes that a client was sent."""
+        return compared_with_sent(self)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average the prototypes of the round's clients; other classes keep theirs."""

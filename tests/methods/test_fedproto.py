@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.wire import Upload, WireError
-from strategies.fedproto import METHOD, FedProtoParams, check_counts, distance, mean_prototypes, nearest, prototypes_of
+from strategies.fedproto import (
+    COUNTS,
+    METHOD,
+    PROTOTYPES,
+    FedProtoParams,
+    check_counts,
+    distance,
+    filled,
+    mean_prototypes,
+    nearest,
+    prototypes_of,
+)
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome
@@ -48,6 +59,17 @@ def test_the_means_are_those_of_all_samples_together(n: int, classes: int, width
     want, total = prototypes_of(np.concatenate([x for x, _ in data]), np.concatenate([y for _, y in data]), classes)
     close(means, want, atol=1e-5)
     assert counts.tolist() == total.tolist()
+
+
+def test_missing_prototypes_are_filled_for_a_comparison() -> None:
+    """By the sent ones; before a class has one, by the median of all prototypes."""
+    P = np.array([[[1, 2], [0, 0], [9, 9]], [[3, 4], [0, 0], [5, 6]]], np.float32)
+    counts = np.array([[2, 0, 0], [1, 0, 4]])
+    usual = [3, 4]
+    np.testing.assert_array_equal(filled(P, counts, {}), [[[1, 2], usual, usual], [[3, 4], usual, [5, 6]]])
+    sent = {PROTOTYPES: np.array([[7, 7], [0, 0], [8, 8]]), COUNTS: np.array([3, 0, 1])}
+    np.testing.assert_array_equal(filled(P, counts, sent), [[[1, 2], usual, [8, 8]], [[3, 4], usual, [5, 6]]])
+    np.testing.assert_array_equal(filled(P, counts * 0, {}), np.zeros((2, 3, 2)))
 
 
 def test_distances_by_hand() -> None:

@@ -47,6 +47,8 @@ LIES: dict[str, tuple[dict[str, Any], Callable[[Scene], Upload], str]] = {
     "feddwa guidance": ({}, array("guidance", lambda g: -g), "its guidance models lie"),
     "pfedfda means": ({}, array("means", lambda m: m * 1000), "its class means lie"),
     "pfedfda covariance": ({}, array("covariance", lambda c: c * 1000), "its covariances lie"),
+    "fedproto prototypes": ({}, array("prototypes", lambda p: p * 1000), "its prototypes lie"),
+    "fedpac prototypes": ({}, array("prototypes", lambda p: -100 * p), "its prototypes lie"),
     "fedgen counts": ({}, array("class-counts", lambda c: c * 1000), "must be >= 0 and sum to num_examples 24"),
     "fedobp counts": ({}, array("personal-parameters", lambda c: c + 10**9), "a tensor of"),
     "ifca cluster": ({}, array("cluster", lambda c: c + 100), "must be in 0..3, got 10"),
@@ -68,7 +70,10 @@ def test_a_liar_is_dropped_by_name_and_nobody_else(run: Run, raw_config: dict[st
 
 
 def test_every_model_beside_the_model_is_compared() -> None:
-    """Or does not meet a mean over clients: FedFomo's scores choose only what their own client is sent."""
+    """Or does not meet a mean over clients: FedFomo's scores choose only what their own client is sent.
+
+    The prototypes of FedProto and FedPAC are compared class by class, by a hook of their own.
+    """
     compared = {name for name, method in METHODS.items() if method.strategy.compared_extras}
     assert compared == {"feddac", "feddwa", "pfedfda"}
 
