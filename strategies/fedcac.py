@@ -327,11 +327,12 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         )
         statistics = averaging.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
         self.global_model = Model(mean, averaging.mean(uploads.B, weights))
+        ids = np.array(uploads.ids)
         for i, client_id in enumerate(uploads.ids):
             self.keep_for(
                 client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
             )
-            self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
+            self.note(client_id, "collaborators", ids[chosen[i]])
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(overlap, 6))
 
@@ -370,7 +371,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
             self.memory[GROUPS], self.memory[SUMMED] = labels, self.keep_together(ids, labels, found)
         chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)
         for row, client_id in zip(chosen, sums.ids, strict=True):
-            self.note(client_id, "collaborators", ids[row].tolist())
+            self.note(client_id, "collaborators", ids[row])
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(found, 6))
 

@@ -288,9 +288,10 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
             uploads.W, uploads.bits, round, alpha=p.alpha, self_weight=p.self_weight, mixed=weights, out=uploads.W
         )
         statistics = aggregate.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
+        ids = np.array(uploads.ids)
         for i, client_id in enumerate(uploads.ids):
             self.keep_for(client_id, params=params[i], buffers=statistics[i])
-            self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
+            self.note(client_id, "collaborators", ids[chosen[i]])
             if weights.outside is not None:
                 row = weights.outside[i]
                 near = {str(uploads.ids[j]): float(np.round(row[j], 6)) for j in np.flatnonzero(row)}

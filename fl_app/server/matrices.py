@@ -76,7 +76,7 @@ def divided(
                 for own in notes.clients.values():
                     own.pop(name, None)
         elif isinstance(figure, Links):
-            lists = {i: own[name] for i, own in notes.clients.items() if isinstance(own.get(name), list)}
+            lists = {i: own[name] for i, own in notes.clients.items() if isinstance(own.get(name), list | np.ndarray)}
             found = _too_large([*lists]) if len(lists) ** 2 > LARGEST else linked(lists)
             if lists and found is not None:
                 notes.between[name] = found
@@ -140,7 +140,8 @@ def _of_tables(rows: Mapping[int, Any], ids: NDArray[np.int64]) -> Between | Non
 
 
 def linked(lists: Mapping[int, Any]) -> Between | None:
-    """Return lists of other clients as a bool matrix, None if they are no lists of ids."""
+    """Return lists of other clients as a bool matrix, None if they are no lists of ids. Lists may be arrays."""
+    lists = {i: others.tolist() if isinstance(others, np.ndarray) else others for i, others in lists.items()}
     if not all(type(j) is int for others in lists.values() for j in others):
         return None
     rows = np.array(list(lists), np.int64)

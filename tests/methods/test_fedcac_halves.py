@@ -72,7 +72,7 @@ def test_the_golden_round_in_the_strategy() -> None:
     assert strategy.model_for(2).buffers.tolist() == [8, 60]
     assert strategy.global_model.params.tolist() == [g] * 8
     assert strategy.global_model.buffers.tolist() == [5, 37.5]
-    assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
+    assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in range(3)] == [[1], [0], []]
     assert strategy.attempt.round_notes["overlap"].tolist() == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
 
 
@@ -112,7 +112,7 @@ def test_rows_belong_to_the_ids_of_the_round() -> None:
     strategy = server()
     play(strategy, 1, [3, 5, 9], rows=[0, 1, 2])
     assert strategy.model_for(3).params[:4].tolist() == [1, 2, 3, 4]
-    assert [strategy.attempt.client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
+    assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in (3, 5, 9)] == [[5], [3], []]
 
 
 # options
@@ -124,14 +124,14 @@ def test_collaboration_none() -> None:
     assert strategy.model_for(0).params[:4].tolist() == W[0, :4].tolist()
     assert strategy.model_for(0).params[4:].tolist() == [4.25] * 4
     assert strategy.model_for(0).buffers.tolist() == B[0].tolist()
-    assert strategy.attempt.client_notes[0]["collaborators"] == []
+    assert strategy.attempt.client_notes[0]["collaborators"].tolist() == []
 
 
 def test_collaboration_top() -> None:
     # most alike: 0 -> 1, 1 -> 0, 2 -> 1 (1/4 against 0): client 2, alone by threshold, now has client 1; not symmetric
     strategy = server(collaboration="top", num_collaborators=1)
     play(strategy, 9, [0, 1, 2])  # t > beta does not matter
-    assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], [1]]
+    assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in range(3)] == [[1], [0], [1]]
     assert strategy.model_for(2).params[4:].tolist() == ((W[1] + W[2]) / 2)[4:].tolist()
     everyone = server(collaboration="top", num_collaborators=5)
     play(everyone, 9, [0, 1, 2])
@@ -172,7 +172,7 @@ def test_tau_zero_sends_everyone_the_global_model() -> None:
     for i in range(3):
         assert strategy.model_for(i).params.tobytes() == aggregate.weighted_mean(W, WEIGHTS).tobytes()
         # K = 0: nobody, by definition
-        assert strategy.attempt.client_notes[i]["collaborators"] == []
+        assert strategy.attempt.client_notes[i]["collaborators"].tolist() == []
 
 
 # client half

@@ -72,7 +72,7 @@ def test_the_golden_round_in_the_strategy() -> None:
     np.testing.assert_allclose(got, expected(U, V), rtol=1e-6)
     # statistics as in FedCAC: unweighted over the group, client 2's own
     assert [strategy.model_for(i).buffers.tolist() for i in range(3)] == [[2, 15], [2, 15], [8, 60]]
-    assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
+    assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in range(3)] == [[1], [0], []]
     assert strategy.attempt.client_notes[0]["neighbours"] == {"0": 0.444444, "1": 0.444444, "2": 0.111111}
     assert strategy.attempt.round_notes["overlap"].tolist() == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
 
@@ -95,7 +95,7 @@ def test_rows_belong_to_the_ids_of_the_round() -> None:
     strategy = server()
     play(strategy, 1, [3, 5, 9], rows=[0, 1, 2])
     np.testing.assert_allclose(strategy.model_for(9).params, expected(U, V)[2], rtol=1e-6)
-    assert [strategy.attempt.client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
+    assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in (3, 5, 9)] == [[5], [3], []]
     assert set(strategy.attempt.client_notes[3]["neighbours"]) == {"3", "5", "9"}
 
 
@@ -104,7 +104,7 @@ def test_collaboration_none() -> None:
     play(strategy, 1, [0, 1, 2])
     assert strategy.model_for(0).params[:4].tolist() == W[0, :4].tolist()
     assert strategy.model_for(0).buffers.tolist() == B[0].tolist()
-    assert strategy.attempt.client_notes[0]["collaborators"] == []
+    assert strategy.attempt.client_notes[0]["collaborators"].tolist() == []
 
 
 def test_the_time_factor_is_the_configured_one() -> None:
@@ -125,7 +125,7 @@ def test_collaboration_static_is_the_mean_overlap_in_every_round() -> None:
     for round in (1, 99):
         strategy = server(collaboration="static")
         play(strategy, round, [0, 1, 2])
-        assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
+        assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in range(3)] == [[1], [0], []]
 
 
 def test_weighting_none_is_fedavg_on_the_less_important_parameters_bit_for_bit() -> None:
@@ -140,7 +140,7 @@ def test_weighting_none_is_fedavg_on_the_less_important_parameters_bit_for_bit()
     nothing = server(weighting="none", tau=0.0)
     play(nothing, 1, [0, 1, 2], bits=np.zeros((3, 1), np.uint8))
     assert all(nothing.model_for(i).params.tobytes() == fedavg.tobytes() for i in range(3))
-    assert nothing.attempt.client_notes[0]["collaborators"] == []  # K = 0: nobody
+    assert nothing.attempt.client_notes[0]["collaborators"].tolist() == []  # K = 0: nobody
 
 
 def test_one_step_guidance_is_expected_and_used() -> None:
