@@ -283,8 +283,11 @@ class FedGen(FedAvg[FedGenParams]):
             adam.step()
             self.note_round("generator-loss", loss.item())
         if not flat.isfinite().all():
+            largest = np.abs(uploads.W[:, self.layout.indices(self.layout.classifier)]).max(axis=1)
             raise UserError(
-                f"fedgen: the generator diverged in round {round} (fedgen.generator-learning-rate {rate:g} by then)"
+                f"fedgen: the generator diverged in round {round} (fedgen.generator-learning-rate {rate:g} by then); of the "
+                f"classifiers that it learned from, client {uploads.ids[int(largest.argmax())]}'s has the largest weight, "
+                f"{largest.max():.3g}"
             )
         known = np.isin(np.arange(self.num_classes), qualified).astype(np.uint8)
         kept = {"params": flat.detach(), "buffers": statistics, "steps": steps, "first": first, "second": second}

@@ -21,6 +21,7 @@ Deviations:
 - The code's adapted networks apply ReLU to the logits, and its server averages over all clients, stale ones included.
   Ours do not.
 - With s < 1 all of theta travels, not only the kept blocks.
+- The code takes an s below 1 / `blocks`, where the first blocks alone are a larger share. Ours refuses it.
 - s = 1 is not FedAvg: g in (0, 1) scales every block.
 """
 
@@ -35,6 +36,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
@@ -58,10 +60,20 @@ _CHUNK = 512
 class PFedGateParams:
     """Parameters of pFedGate, table `pfedgate`."""
 
-    sparsity: float = key(1.0, "Share of the model that a client uses (s).", POSITIVE_RATIO)
+    sparsity: float = key(
+        1.0, "Share of the model that a client uses (s); at least 1 / `blocks`, a tensor's first block.", POSITIVE_RATIO
+    )
     blocks: int = key(5, "Most sub-blocks of a tensor.", AT_LEAST_ONE)
     gate_learning_rate: float = key(0.1, "Learning rate of the gate; never decays.", POSITIVE)
     alternate: bool = key(False, "Train the gate for an epoch, then the model for one, instead of both on every batch.")
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        """Yield an error for a share of the model below that of the first blocks, which always stay."""
+        if self.sparsity < 1 / self.blocks:
+            yield (
+                f"pfedgate.sparsity: must be at least 1/{self.blocks}, because the first of pfedgate.blocks = {self.blocks} "
+                f"blocks of a tensor stays, got {self.sparsity!r}"
+            )
 
 
 def sub_blocks(size: int, parts: int) -> list[int]:

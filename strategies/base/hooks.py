@@ -153,16 +153,14 @@ def _key(name: object) -> Any:
 def _clients(given: tuple[Any, ...], result: Any) -> list[int]:
     """Return the chosen clients' ids, sorted."""
     connected: list[int] = given[0]
-    rule = f"some of the connected clients {listed([str(i) for i in connected])}, each once"
     try:
-        if any(isinstance(i, bool) for i in result):
-            raise Wrong(rule, result)
-        ids = [operator.index(i) for i in result]
+        no_ids = any(isinstance(i, bool) for i in result)
+        ids = [] if no_ids else [operator.index(i) for i in result]
     except TypeError:
-        raise Wrong(rule, result) from None
+        no_ids, ids = True, []
     chosen = set(ids)
-    if len(chosen) < len(ids) or not chosen <= set(connected) or (connected and not ids):
-        raise Wrong(rule, result)
+    if no_ids or len(chosen) < len(ids) or not chosen <= set(connected) or (connected and not ids):
+        raise Wrong(f"some of the connected clients {listed([str(i) for i in connected])}, each once", result)
     return sorted(ids)
 
 

@@ -237,6 +237,14 @@ def test_a_generator_that_diverges_ends_the_run(tmp_path: Path) -> None:
         fedgen.personalize(1, uploads_of(fedgen.layout))
 
 
+def test_the_error_names_the_client_with_the_largest_classifier(tmp_path: Path) -> None:
+    fedgen = server(tmp_path, network())
+    uploads = uploads_of(fedgen.layout)
+    uploads.W[1, fedgen.layout.indices(fedgen.layout.classifier)] = 3e38
+    with pytest.raises(UserError, match=f"client {uploads.ids[1]}'s has the largest weight, 3e.38"):
+        fedgen.personalize(1, uploads)
+
+
 def test_without_steps_the_first_generator_is_lent(tmp_path: Path) -> None:
     fedgen = server(tmp_path, network(), generator_steps=0)
     fedgen.round = 1

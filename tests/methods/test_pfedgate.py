@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from corolla.experiments.exported.export import export
 from fl_app import models, weights
+from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
@@ -185,6 +186,13 @@ def seeded(module: Any) -> Any:
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return module
+
+
+def test_a_share_below_that_of_the_first_blocks_is_refused() -> None:
+    assert config(method="pfedgate", pfedgate={"sparsity": 0.2}).params.sparsity == 0.2
+    for wrong in ({"sparsity": 0.19}, {"sparsity": 0.9, "blocks": 1}):
+        with pytest.raises(UserError, match=rf"pfedgate.sparsity: must be at least 1/.*, got {wrong['sparsity']}"):
+            config(method="pfedgate", pfedgate=wrong)
 
 
 @pytest.mark.parametrize("sparsity", [1.0, 0.5])
