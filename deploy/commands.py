@@ -141,8 +141,13 @@ def node_config(client_id: int, num_clients: int, data_path: str, private_keys: 
     It holds the client's id, the number of clients, the path of its own data, and the path of its key for private runs.
     """
     paths = {"data-path": data_path, PRIVATE_KEYS: private_keys}
-    given = "".join(f' {name}="{path}"' for name, path in paths.items() if path)
+    given = "".join(f" {name}={_quoted(path)}" for name, path in paths.items() if path)
     return f"partition-id={client_id} num-partitions={num_clients}{given}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a TOML string. Quotation marks are escaped by number, because Flower ends the text at any mark."""
+    return '"' + "".join(f"\\u{ord(c):04x}" if c in '"\\\x7f' or ord(c) < 32 else c for c in text) + '"'
 
 
 def tunnel(inventory: Inventory, ca: str) -> Process:

@@ -353,6 +353,15 @@ def test_node_config_is_read_by_flower_as_meant() -> None:
     }
 
 
+@pytest.mark.parametrize("path", ['/a "b" c', r"/a\b", "/it's", """/it's "a\\b" x=1""", "/Zürich 😀", "/a\tb\x7f.toml"])
+def test_any_path_of_a_site_reaches_flower_unchanged(path: str) -> None:
+    from flwr.common.config import parse_config_args
+
+    config = commands.node_config(3, 6, path, "/keys/own")
+    want = {"partition-id": 3, "num-partitions": 6, "data-path": path, "private-keys": "/keys/own"}
+    assert parse_config_args([config]) == want
+
+
 def test_supernodes_without_gpus_and_their_own_environment() -> None:
     lab = parsed("hosts: [{host: local, environment: {COROLLA_DATA_DIR: /d}}, {host: local, gpus: []}]")
     first, second = (commands.supernode(lab, node, PLACE, k) for k, node in enumerate(lab.supernodes))
