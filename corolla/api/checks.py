@@ -133,7 +133,7 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
     for key in given:
         if not any(bears_on(key, method) for method in methods):
             owner = key.rpartition(".")[0]
-            warn(f"--set {key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
+            warn(f"{key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
     few = {
         f"robust = {config.robust} cannot exclude an outlier among {asked} clients a round; it needs {ABLE} or more"
         for config, _ in runs

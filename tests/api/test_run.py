@@ -181,9 +181,7 @@ def words(text: str) -> str:
 
 def test_settings_without_effect_are_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     start(fedcac={"beta": 5})
-    assert "--set fedcac.beta has no effect: it is a key of method fedcac, not of fedavg" in words(
-        capsys.readouterr().err
-    )
+    assert "fedcac.beta has no effect: it is a key of method fedcac, not of fedavg" in words(capsys.readouterr().err)
 
 
 def test_progress_is_lines_or_nothing(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -309,7 +309,7 @@ def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # 
     dry = ("--dry-run", "--set", "fedcac.tau=0.3")
     code, _, err = corolla("run", *dry, "--set", "method=fedavg")
     assert code == 0
-    assert err == "warning: --set fedcac.tau has no effect: it is a key of method fedcac, not of fedavg"
+    assert err == "warning: fedcac.tau has no effect: it is a key of method fedcac, not of fedavg"
     assert corolla("run", *dry)[2] == ""
     # files may be for several methods
     (tmp_path / "all.toml").write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
