@@ -22,8 +22,6 @@ IN_MEMORY, SQL = "InMemoryCoreState", "SqlCoreState"
 # sets how long Flower's state waits for the process with a token
 WaitUntil = Callable[[Any, str, datetime], None]
 
-_MODULES = {IN_MEMORY: "in_memory_corestate", SQL: "sql_corestate"}
-
 
 def allow_slow_starts(*kinds: str) -> None:
     """Let Flower wait longer for a process that it started. Warn if Flower has no place for it.
@@ -32,11 +30,12 @@ def allow_slow_starts(*kinds: str) -> None:
     """
     for kind in kinds:
         with changing("starts tasks", "a busy machine may start a task twice"):
-            _wait_longer(importlib.import_module(f"flwr.supercore.corestate.{_MODULES[kind]}"), kind)
+            name, waiting_in = _STATES[kind]
+            module = importlib.import_module(f"flwr.supercore.corestate.{name}")
+            _wait_longer(getattr(module, kind), module.now, waiting_in(module))
 
 
-def _wait_longer(module: Any, kind: str) -> None:
-    state, now, wait_until = getattr(module, kind), module.now, _WAIT_UNTIL[kind](module)
+def _wait_longer(state: Any, now: Callable[[], datetime], wait_until: WaitUntil) -> None:
     claim: Callable[..., str | None] = state.claim_task
 
     @functools.wraps(claim)
@@ -67,4 +66,5 @@ def _in_database(module: Any) -> WaitUntil:
     return wait_until
 
 
-_WAIT_UNTIL = {IN_MEMORY: _in_memory, SQL: _in_database}
+# by kind: its module, and the function that returns its WaitUntil
+_STATES = {IN_MEMORY: ("in_memory_corestate", _in_memory), SQL: ("sql_corestate", _in_database)}
