@@ -6,13 +6,14 @@ archive is an uncompressed tar file that only its owner can read: it holds priva
 `manifest.json`, has the parts and their paths. A restore puts every part back at its path, or changes nothing.
 
 Symbolic links are followed: the archive has the files that they lead to, so that no part depends on a path outside the
-archive. Links in client state are left out. Corolla makes none there, and an application that leads one to another file
-must not find that file's content in its state after a restore.
+archive. Links in client state are left out, also those that an application makes while its state is copied. Corolla makes none
+there, and an application that leads one to another file must not find that file's content in its state after a restore.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -25,12 +26,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deploy import site
 from deploy.inventory import LOCAL, Inventory
 from deploy.processes import state_home
-from fl_app.errors import UserError
+from fl_app.errors import UserError, parsed_json
 from fl_app.files import explain_full_disk, make_directory, publish
 from fl_app.machine import versions
 from fl_app.site import VARIABLE, site_directory, user_state
@@ -88,7 +88,8 @@ def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Part
     usual = Path(os.environ.get("COROLLA_STATE_DIR") or user_state())
     for root in dict.fromkeys(path.expanduser().absolute() for path in (usual, *states)):
         experiments = sorted(root.iterdir()) if root.is_dir() else []
-        found += [Part(_CLIENT_STATE, path) for path in experiments if _EXPERIMENT.fullmatch(path.name)]
+        named = [path for path in experiments if _EXPERIMENT.fullmatch(path.name) and not path.is_symlink()]
+        found += [Part(_CLIENT_STATE, path) for path in named]
     return _existing(found)
 
 
@@ -154,9 +155,12 @@ def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
             _copy_database(part.path, copy)
             tar.add(copy, name, filter=_plain)
         return
+    if part.what == _CLIENT_STATE:
+        _pack_without_links(tar, name, part.path)
+        return
     tar.add(part.path, name, recursive=False, filter=_plain)
     if part.path.is_dir():
-        for path in _ordered(part.path, follow=part.what != _CLIENT_STATE):
+        for path in _ordered(part.path):
             if path.is_symlink() and path.is_dir():
                 _refuse_inside(archive, path)
             # a run that goes on deletes files
@@ -164,24 +168,54 @@ def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
                 tar.add(path, f"{name}/{path.relative_to(part.path).as_posix()}", recursive=False, filter=_plain)
 
 
-def _ordered(directory: Path, follow: bool = True) -> Iterator[Path]:
-    """Yield everything in a directory: files of checkpoints first, also those that appear meanwhile. follow: see _all."""
+def _pack_without_links(tar: tarfile.TarFile, name: str, directory: Path) -> None:
+    """Add a directory without its links, also if a file or a directory in it becomes one meanwhile.
+
+    Each directory and file is opened from the open directory above it, and a link cannot be opened.
+    """
+
+    def add_directory(name: str) -> None:
+        member = tarfile.TarInfo(name)
+        member.type, member.mode = tarfile.DIRTYPE, 0o700
+        tar.addfile(member)
+
+    add_directory(name)
+    for folder, below, files, above in os.fwalk(directory):
+        here = f"{name}/{Path(folder).relative_to(directory).as_posix()}".removesuffix("/.")
+        if here != name:
+            add_directory(here)
+        below.sort()
+        for file in sorted(files):
+            try:
+                opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+            except OSError as error:
+                # it was deleted, or is a link, or a socket
+                if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+                    continue
+                raise
+            with open(opened, "rb") as content:
+                member = tar.gettarinfo(arcname=f"{here}/{file}", fileobj=content)
+                if member.isfile():
+                    tar.addfile(member, content)
+
+
+def _ordered(directory: Path) -> Iterator[Path]:
+    """Yield everything in a directory: files of checkpoints first, also those that appear meanwhile."""
     seen: set[Path] = set()
-    while new := [p for p in _all(directory, follow) if p.parent.name == _FIRST and p not in seen]:
+    while new := [p for p in _all(directory) if p.parent.name == _FIRST and p not in seen]:
         for folder in (above for path in new for above in reversed(path.relative_to(directory).parents[:-1])):
             if (folder := directory / folder) not in seen:
                 seen.add(folder)
                 yield folder
         seen.update(new)
         yield from new
-    yield from (path for path in list(_all(directory, follow)) if path not in seen)
+    yield from (path for path in list(_all(directory)) if path not in seen)
 
 
-def _all(directory: Path, follow: bool, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+def _all(directory: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
     """Yield everything in a directory, by name, each directory before its content.
 
-    follow: also links, except those that lead back to a directory above. Otherwise no links. Raises UserError for a link
-    that leads nowhere.
+    Links are followed, except those that lead back to a directory above. Raises UserError for a link that leads nowhere.
     """
     above = (*above, directory.resolve())
     try:
@@ -191,14 +225,12 @@ def _all(directory: Path, follow: bool, above: tuple[Path, ...] = ()) -> Iterato
         return
     for path in found:
         if path.is_symlink():
-            if not follow:
-                continue
             _refuse_dangling(path)
             if path.resolve() in above:
                 continue
         yield path
         if path.is_dir():
-            yield from _all(path, follow, above)
+            yield from _all(path, above)
 
 
 def _refuse_dangling(path: Path) -> None:
@@ -260,7 +292,7 @@ def _parts(tar: tarfile.TarFile, archive: Path) -> list[Part]:
     head = tar.next()
     file = tar.extractfile(head) if head is not None and head.name == MANIFEST else None
     try:
-        about: dict[str, Any] = json.loads(file.read()) if file else {}
+        about = parsed_json(file.read()) if file else {}
         found = [Part(str(part["what"]), Path(part["path"])) for part in about["parts"]]
         sound = about["format"] == FORMAT and all(part.path.is_absolute() for part in found)
     except (ValueError, KeyError, TypeError):

@@ -16,7 +16,7 @@ from deploy.commands import METRICS, SUPERLINK, TUNNEL
 from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode, warm_process
 from deploy.node import Json
 from deploy.processes import cluster_directory
-from fl_app.errors import UserError
+from fl_app.errors import MALFORMED, UserError
 from fl_app.files import explain_full_disk, lock, publish_text
 from fl_app.log_format import TEXT
 
@@ -121,19 +121,22 @@ def find(name: str) -> Cluster | None:
 def load(name: str) -> Cluster:
     """Read a cluster's record. Raises UserError if the cluster is not up."""
     try:
-        raw = json.loads(record_path(name).read_text(encoding="utf-8"))
+        return _read(json.loads(record_path(name).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"cluster {name} is not up: there is no {record_path(name)}") from None
     # an earlier Corolla left half a record on a full disk, before it started anything
-    except ValueError:
+    except MALFORMED:
         raise UserError(f"cluster {name} is not up: {record_path(name)} is not a record") from None
-    inventory = raw["inventory"]
+
+
+def _read(record: dict[str, Any]) -> Cluster:
+    inventory = record["inventory"]
     superlink = SuperLink(**{**inventory["superlink"], "names": tuple(inventory["superlink"]["names"])})
     # older records have true or false for `warm`, and no `joined`
     nodes = tuple(SuperNode(**{**node, "warm": warm_process(node.get("warm"))}) for node in inventory["supernodes"])
     joined = tuple(inventory.get("joined", ()))
-    raw["inventory"] = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
-    return Cluster(**raw)
+    whole = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
+    return Cluster(**{**record, "inventory": whole})
 
 
 def database_here(name: str) -> Path | None:

@@ -142,8 +142,15 @@ def _frames_note(names: Sequence[str]) -> list[str]:
 
 
 def _has_frames(image: Image.Image) -> bool:
-    """Return whether an image has several frames or pages. A camera's previews (MPO) are none."""
-    return getattr(image, "n_frames", 1) > 1 and image.format != "MPO"
+    """Return whether an image has several frames or pages. A camera's previews (MPO) are none.
+
+    Call it after the image is read: Pillow goes through all frames.
+    """
+    try:
+        return getattr(image, "n_frames", 1) > 1 and image.format != "MPO"
+    # of many kinds: a later frame is damaged. Only the first is taken, and it was read.
+    except Exception:
+        return True
 
 
 def _largest(file: Path) -> int:

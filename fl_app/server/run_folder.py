@@ -25,7 +25,7 @@ from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
-from fl_app.errors import MALFORMED, UserError, counted, listed, plain
+from fl_app.errors import MALFORMED, UserError, counted, listed, parsed_json, plain
 from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar, own, show, table_of
@@ -152,7 +152,7 @@ class RunFolder:
         check_unchanged(path, config)
         plugins.read(config.plugins)
         try:
-            run = json.loads((path / RUN).read_text(encoding="utf-8"))
+            run = parsed_json((path / RUN).read_text(encoding="utf-8"))
             figures = from_json(run.get("figures", []))
             folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1, config.num_clients, figures)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -505,13 +505,16 @@ class _Unpacked(io.RawIOBase):
 
 
 def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
-    """Return a file of an archive. Raises FileNotFoundError if the archive has none of that name.
+    """Return a file of an archive. Raises FileNotFoundError if the archive has none of that name, ValueError for no file.
 
     The members are tried in turn. A look-up by name would read the whole archive first, and fail if its end is missing.
     """
     for member in archive:
-        file = archive.extractfile(member) if member.name == name else None
-        if file is not None:
+        if member.name == name:
+            # the holes of a sparse file are not among the bytes that _Unpacked counts
+            file = None if member.issparse() else archive.extractfile(member)
+            if file is None:
+                raise ValueError(f"{name} must be a plain file in {PACKED}")
             return file
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
@@ -690,7 +693,7 @@ def _read_lines(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rounds of metrics.jsonl, without rows from separate files."""
     for number, line in enumerate(_lines(run, METRICS), 1):
         try:
-            record = json.loads(line.decode("utf-8", "replace"))
+            record = parsed_json(line.decode("utf-8", "replace"))
         except ValueError:
             record = None
         if _is_record(record):
@@ -779,10 +782,11 @@ def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
 def read_clients(run: Path) -> dict[str, dict[str, Any]]:
     """Return clients.json, facts by client id; {} if it is missing or cannot be read."""
     try:
-        clients: dict[str, dict[str, Any]] = json.loads((run / CLIENTS).read_text(encoding="utf-8"))
+        clients = parsed_json((run / CLIENTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return clients
+    sound = isinstance(clients, dict) and all(isinstance(facts, dict) for facts in clients.values())
+    return clients if sound else {}
 
 
 def read_about(run: Path) -> dict[str, Any]:
@@ -794,7 +798,7 @@ def read_about(run: Path) -> dict[str, Any]:
     the normalization of inputs.
     """
     try:
-        about = json.loads(read_file(run, RUN))
+        about = parsed_json(read_file(run, RUN))
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}
@@ -803,7 +807,7 @@ def read_about(run: Path) -> dict[str, Any]:
 def read_summary(run: Path) -> dict[str, Any]:
     """Return summary.json. Raises UserError if the run is not complete."""
     try:
-        result = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        result = parsed_json((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{run} has no {SUMMARY}: not a run folder, or the run did not finish") from None
     except (OSError, ValueError) as error:

@@ -40,18 +40,24 @@ def fault(name: str, what: str, rule: str, got: object) -> MethodFault:
     return MethodFault(f"{name}: {what} {rule}, got {shown(got)}")
 
 
-def checked(cls: type, rules: Mapping[str, Rule]) -> None:
-    """Let the hooks that a class defines itself check their results. rules: by hook."""
+def checked(cls: type, half: type, rules: Mapping[str, Rule]) -> None:
+    """Let the hooks that a class adds to a half check their results: its own, and those of classes that are no halves.
+
+    rules: by hook.
+    """
     for hook, rule in rules.items():
-        own = vars(cls).get(hook)
-        if callable(own):
-            setattr(cls, hook, _checking(own, hook, rule))
+        owner = next((each for each in cls.__mro__ if hook in vars(each)), None)
+        if owner is not None and (owner is cls or not issubclass(owner, half)):
+            setattr(cls, hook, _checking(vars(owner)[hook], hook, rule))
 
 
-def _checking(own: Callable[..., Any], hook: str, rule: Rule) -> Callable[..., Any]:
+def _checking(own: Any, hook: str, rule: Rule) -> Callable[..., Any]:
+    """Return a hook that checks its result. own: the hook as a class holds it: a function, or a static method."""
+
     @functools.wraps(own)
     def called(self: Any, *args: Any, **keywords: Any) -> Any:
-        result = own(self, *args, **keywords)
+        bound = own.__get__(self, type(self)) if hasattr(own, "__get__") else own
+        result = bound(*args, **keywords)
         given = (*args, *keywords.values())
         try:
             return rule(given, result)
@@ -105,7 +111,8 @@ def check_kept(method: str, where: str, arrays: Mapping[str, object], *, convert
 def _converted(value: object) -> object:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError):
+    # RuntimeError: a tensor with a gradient
+    except (RuntimeError, TypeError, ValueError):
         return None
 
 

@@ -305,9 +305,9 @@ class LocalUpdate(Generic[P]):
     local_from_file: ClassVar[bool] = True
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Let the class's own hooks check what they return."""
+        """Let the hooks that the class overrides check what they return."""
         super().__init_subclass__(**keywords)
-        hooks.checked(cls, hooks.CLIENT)
+        hooks.checked(cls, LocalUpdate, hooks.CLIENT)
 
     @classmethod
     def held(cls, layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part | None:

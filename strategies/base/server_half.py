@@ -128,9 +128,9 @@ class ServerHalf(ABC, Generic[P]):
     kept_stacks: int = 0
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Let the class's own hooks check what they return."""
+        """Let the hooks that the class overrides check what they return."""
         super().__init_subclass__(**keywords)
-        hooks.checked(cls, hooks.SERVER)
+        hooks.checked(cls, ServerHalf, hooks.SERVER)
 
     def __init__(
         self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder

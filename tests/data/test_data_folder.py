@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,18 @@ def test_images_with_several_frames_are_counted(tmp_path: Path) -> None:
     rows, notes = decode.as_array(["column i, row 0 of train"], [files[1].read_bytes()])
     assert (rows == 50).all()
     assert notes == ["1 image has several frames, such as column i, row 0 of train: its first frame is taken"]
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.parametrize(("kind", "part"), [("GIF", 0.7), ("TIFF", 0.5)])
+def test_an_image_whose_later_frames_are_damaged_is_read(kind: str, part: float) -> None:
+    frames = [Image.fromarray(np.random.default_rng(k).integers(0, 256, (64, 64), np.uint8)) for k in range(3)]
+    written = io.BytesIO()
+    frames[0].save(written, kind, save_all=True, append_images=frames[1:])
+    whole = written.getvalue()
+    rows, notes = decode.as_array(["x"], [whole[: int(len(whole) * part)]])
+    np.testing.assert_array_equal(rows, decode.as_array(["x"], [whole])[0])
+    assert notes == ["1 image has several frames, such as x: its first frame is taken"]
 
 
 @pytest.mark.parametrize(("largest", "bits"), [(200, 8), (1000, 10), (4095, 12), (4000, 12), (9000, 14), (40_000, 16)])

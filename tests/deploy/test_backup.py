@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -210,6 +211,39 @@ def test_links_are_kept_as_what_they_lead_to(machine: Path, tmp_path: Path) -> N
     same = {"runs/r2/one": b"the same", "runs/r2/two": b"the same"}
     assert contents(machine) == {"lab.yaml": hosts, "runs/r1/checkpoints/round-1.json": b"{}", **same}
     assert not any(path.is_symlink() for path in machine.rglob("*"))
+
+
+def test_no_link_that_an_application_makes_meanwhile_is_followed(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces a file, a directory and the whole state by links to a secret, while the first file is packed."""
+    secret = tmp_path / "secrets"
+    secret.mkdir()
+    (secret / "node.key").write_text("secret")
+    root = machine / "client-state"
+    state, other = root / "0123456789ab", root / "fedcba987654"
+    for path in (state / "d" / "node.key", state / "f0", state / "f1", other / "node.key"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("own")
+    (root / "aaaaaaaaaaaa").symlink_to(secret)
+    add = tarfile.TarFile.addfile
+
+    def and_then(self: tarfile.TarFile, member: tarfile.TarInfo, content: Any = None) -> None:
+        add(self, member, content)
+        if member.name.endswith("f0"):
+            (state / "f1").unlink()
+            (state / "f1").symlink_to(secret / "node.key")
+            for directory in (state / "d", other):
+                shutil.rmtree(directory)
+                directory.symlink_to(secret)
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", and_then)
+    archive = tmp_path / "a.tar"
+    backup.write(archive, backup.of_site([root]))
+    assert b"secret" not in archive.read_bytes()
+    shutil.rmtree(root)
+    backup.read(archive)
+    assert contents(root) == {"0123456789ab/f0": b"own"} and other.is_dir()
 
 
 def test_a_link_that_cannot_be_kept_is_named(machine: Path, tmp_path: Path) -> None:

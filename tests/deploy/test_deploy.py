@@ -410,7 +410,7 @@ def test_a_record_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.Mon
         load("other")
 
 
-@pytest.mark.parametrize("left", ["", '{"inventory": {"na', "\udcff"])
+@pytest.mark.parametrize("left", ["", '{"inventory": {"na', "\udcff", "[" * 10**5, "[]", "{}", "null"])
 def test_half_a_record_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
     monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
     record_path("lab").parent.mkdir(parents=True)

@@ -191,6 +191,28 @@ def test_the_command(runs: Path, tmp_path: Path, command: Command) -> None:
     assert {p.name for p in (tmp_path / "kept").iterdir()} == {"a", "c"}
 
 
+def test_holes_of_a_sparse_file_are_not_unpacked(tmp_path: Path) -> None:
+    """They are not in the archive's bytes: a member of 272 bytes may have any size."""
+    head = tarfile.TarInfo(run_folder.CONFIG)
+    head.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(10**12)}
+    head.pax_headers["GNU.sparse.name"] = run_folder.CONFIG
+    content = b"1\n999999999999\n1\n".ljust(512, b"\0") + b"x".ljust(512, b"\0")
+    head.size = 513
+    archive = head.tobuf(tarfile.PAX_FORMAT) + content + bytes(1024)
+    (tmp_path / run_folder.PACKED).write_bytes(lzma.compress(archive))
+    with tarfile.open(tmp_path / run_folder.PACKED) as members:
+        assert members.getmember(run_folder.CONFIG).size == 10**12
+    with pytest.raises(ValueError, match=r"config.toml must be a plain file in run.tar.xz"):
+        run_folder.read_file(tmp_path, run_folder.CONFIG)
+
+
+def test_tables_nested_too_deeply_are_damage(runs: Path, command: Command) -> None:
+    for name in ("run.json", "summary.json", "clients.json", "metrics.jsonl"):
+        (runs / "a" / name).write_text("[" * 10**5 + "\n")
+        code, out, err = command("runs", runs)
+        assert code == 0 and str(runs / "b") in out and str(runs / "c") in out, (name, out, err)
+
+
 @pytest.mark.parametrize("kind", ["size", "header", "gzip"])
 def test_what_unpacks_to_too_much_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A downloaded run's archive of 300 KB may unpack to gigabytes."""

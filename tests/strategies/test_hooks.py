@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,10 @@ def test_a_wrong_result_of_the_server_half_is_named(
             "def keep_local(self, after, state, ctx): state.arrays['x'] = 'text'",
             r"state.arrays\['x'\] must be a NumPy array of numbers, got str",
         ),
+        (
+            "def keep_local(self, after, state, ctx): state.arrays['x'] = list(ctx.trainer.module.parameters())[0]",
+            r"state.arrays\['x'\] must be a NumPy array of numbers, got Parameter",
+        ),
     ],
 )
 def test_a_wrong_result_of_the_client_half_is_named(
@@ -173,11 +178,53 @@ def test_a_methods_own_calls_are_checked_too() -> None:
         fed.round(np.ones((3, 8)))
 
 
+class Mixin:
+    """Not a half itself."""
+
+    def weights(self, uploads: Uploads) -> Any:
+        return "rubbish"
+
+
+class Mixed(Mixin, FedAvg[Any]):
+    """A half with the mixin's hook."""
+
+
+class Below(Mixed):
+    """It inherits the hook, which is checked once."""
+
+
+def test_hooks_of_a_mixin_are_checked() -> None:
+    fed = federation("fedavg")
+    server = fed.server
+    own = Below(server.config, server.params, fed.layout, fed.initial, fed.shared, server.folder)
+    with pytest.raises(
+        MethodFault, match=r"^method fedavg: weights\(\) must return a number >= 0 for each of the 1 upl"
+    ):
+        own.weights(Uploads([0], np.zeros((1, 8)), np.zeros((1, 0)), np.ones(1), None, {}, []))
+    assert "weights" not in vars(Below)
+
+
+@pytest.mark.parametrize("kind", [staticmethod, lambda hook: functools.partial(hook)])
+def test_a_hook_may_do_without_self(kind: Any) -> None:
+    def sample(client_ids: list[int], round: int) -> list[int]:
+        return client_ids[:round]
+
+    own = type("Own", (FedAvg,), {"sample": kind(sample)})
+    fed = federation("fedavg")
+    server = fed.server
+    half = own(server.config, server.params, fed.layout, fed.initial, fed.shared, server.folder)
+    assert half.sample([4, 7, 9], 2) == [4, 7]
+    with pytest.raises(
+        MethodFault, match=r"sample\(\) must return some of the connected clients 4, 7, each once, got \[\]"
+    ):
+        half.sample([4, 7], 0)
+
+
 def test_a_half_without_a_config_is_named_by_its_class() -> None:
     class Bare:
         def sample(self, client_ids: list[int], round: int) -> list[int]:
             return [3]
 
-    hooks.checked(Bare, hooks.SERVER)
+    hooks.checked(Bare, Bare, hooks.SERVER)
     with pytest.raises(MethodFault, match=r"^method class Bare: sample\(\) must return some"):
         Bare().sample([0, 1], 1)
