@@ -32,6 +32,7 @@ Readings and deviations:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -164,33 +165,37 @@ def check_counts(upload: Upload) -> None:
         )
 
 
-def filled(P: Stack, counts: ArrayLike, sent: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
-    """Return clients' prototypes for a comparison, float32 [N, C, k], with a value for the classes that a client lacks.
+def comparable(P: ArrayLike, counts: ArrayLike, sent: ArrayLike) -> NDArray[np.float32]:
+    """Return a client's prototypes for a comparison with others', float32 [C, k].
 
-    P: float32 [N, C, k]. counts: [N, C], 0 where a client lacks the class. sent: the prototypes that the clients were sent
-    and their counts; {} before the first. A missing prototype becomes the sent one. Before the class has one, it becomes
-    the median of all classes' prototypes, so that a class of a single client is compared too.
+    Its distance from the sent ones is the root mean square over its classes: clients have classes of different number. A
+    class that it lacks has the sent prototype. P, sent: [C, k]. counts: [C], 0 where the client lacks the class.
     """
-    stack, owned = np.asarray(P, np.float32), np.asarray(counts) > 0
-    usual = np.zeros(stack.shape[1:], np.float32)
-    if owned.any():
-        usual[:] = np.median(stack[owned], axis=0)
-    if sent:
-        usual = np.where(np.asarray(sent[COUNTS])[:, None] > 0, sent[PROTOTYPES], usual)
-    return np.where(owned[..., None], stack, usual)
+    owned, found = np.asarray(counts) > 0, np.array(sent, np.float32)
+    found[owned] += (np.asarray(P, np.float32)[owned] - found[owned]) / np.float32(math.sqrt(max(1, owned.sum())))
+    return found
 
 
 def compared_prototypes(server: PersonalizedStrategy[Any], intake: Intake) -> Mapping[str, Stack]:
     """Return the uploads' prototypes, float32 [N, C, k], as `PersonalizedStrategy.compared` does."""
-    used = np.isin(np.arange(len(intake.ids)), intake.rows)
-    counts = np.where(used[:, None], intake.extras[COUNTS], 0)
-    return {_COMPARED: filled(intake.extras[PROTOTYPES], counts, sent_prototypes(server))}
+    stack, counts = intake.extras[PROTOTYPES], intake.extras[COUNTS]
+    found, sent = server.stack_like(stack), compared_with_sent(server)[_COMPARED]
+    for row in intake.rows:
+        found[row] = comparable(stack[row], counts[row], sent)
+    return {_COMPARED: found}
 
 
 def compared_with_sent(server: PersonalizedStrategy[Any]) -> Mapping[str, NDArray[Any]]:
-    """Return the prototypes that clients were sent, as `PersonalizedStrategy.compared_with` does."""
-    sent = sent_prototypes(server)
-    return {_COMPARED: sent[PROTOTYPES]} if sent else {}
+    """Return the prototypes that clients were sent, as `PersonalizedStrategy.compared_with` does.
+
+    A class that has none yet counts as sent with the mean of the others: features of all classes lie in one region.
+    Before the first prototypes it is 0.
+    """
+    shape, sent = head_slots(server.full_layout)[0].shape, sent_prototypes(server)
+    known = sent[COUNTS] > 0 if sent else np.zeros(shape[0], bool)
+    if not known.any():
+        return {_COMPARED: np.zeros(shape, np.float32)}
+    return {_COMPARED: np.where(known[:, None], sent[PROTOTYPES], sent[PROTOTYPES][known].mean(axis=0))}
 
 
 def pulled(ctx: RoundContext[Any], weight: float, pull: str) -> Objective | None:

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.errors import UserError
-from fl_app.layout import Layout
-from fl_app.wire import Upload, WireError
+from fl_app.layout import NO_TENSORS, Layout
+from fl_app.wire import Expected, Upload, WireError
+from strategies.base.uploads import Intake
+from strategies.engine.screening import USUAL, Screening
 from strategies.fedproto import (
-    COUNTS,
     METHOD,
-    PROTOTYPES,
     FedProtoParams,
     check_counts,
+    comparable,
     distance,
-    filled,
     mean_prototypes,
     nearest,
     prototypes_of,
@@ -61,15 +61,31 @@ def test_the_means_are_those_of_all_samples_together(n: int, classes: int, width
     assert counts.tolist() == total.tolist()
 
 
-def test_missing_prototypes_are_filled_for_a_comparison() -> None:
-    """By the sent ones; before a class has one, by the median of all prototypes."""
-    P = np.array([[[1, 2], [0, 0], [9, 9]], [[3, 4], [0, 0], [5, 6]]], np.float32)
-    counts = np.array([[2, 0, 0], [1, 0, 4]])
-    usual = [3, 4]
-    np.testing.assert_array_equal(filled(P, counts, {}), [[[1, 2], usual, usual], [[3, 4], usual, [5, 6]]])
-    sent = {PROTOTYPES: np.array([[7, 7], [0, 0], [8, 8]]), COUNTS: np.array([3, 0, 1])}
-    np.testing.assert_array_equal(filled(P, counts, sent), [[[1, 2], usual, [8, 8]], [[3, 4], usual, [5, 6]]])
-    np.testing.assert_array_equal(filled(P, counts * 0, {}), np.zeros((2, 3, 2)))
+def test_prototypes_for_a_comparison_by_hand() -> None:
+    """A missing class does not differ from the sent one, and the others count by their root mean square."""
+    sent = np.array([[1, 1], [2, 2], [0, 0], [5, 5]], np.float32)
+    P = np.array([[1, 5], [0, 0], [3, 4], [0, 0]])
+    found = comparable(P, [2, 0, 1, 0], sent)
+    np.testing.assert_allclose(found, [[1, 1 + 4 / np.sqrt(2)], [2, 2], 3 / np.sqrt(2) * np.array([1, 4 / 3]), [5, 5]])
+    assert np.square(found - sent).sum() == pytest.approx((16 + 25) / 2) and found.dtype == np.float32
+    np.testing.assert_array_equal(comparable(P, [0, 0, 0, 0], sent), sent)
+
+
+def test_a_client_with_all_classes_is_not_far() -> None:
+    """Nine clients have one class each, one has all ten: distances over classes would add up to more than the bound."""
+    random = np.random.default_rng(0)
+    centres, counts = random.standard_normal((10, 32)), np.vstack([np.eye(10), np.ones(10)])[1:]
+    sent, screening = np.zeros((10, 32), np.float32), Screening()
+    for round in (1, 2):
+        P = np.where(counts[..., None] > 0, centres + 0.5 * random.standard_normal((10, 10, 32)), 0)
+        stack = np.stack([comparable(*own, sent) for own in zip(P, counts, strict=True)])
+        intake = Intake.of(list(range(10)), Expected.of(NO_TENSORS))
+        for i in range(10):
+            intake.metrics[i], intake.sizes[i] = {}, 100
+        known = {"prototypes": sent}
+        assert screening.measure(round, intake, {"prototypes": stack}, USUAL, lambda _: known) == []  # noqa: B023
+        screening.accept(round, range(10))
+        sent = mean_prototypes(P, counts)[0].astype(np.float32)
 
 
 def test_distances_by_hand() -> None:
