@@ -9,6 +9,7 @@ overwritten without `force`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import stat
@@ -35,6 +36,10 @@ WARNING_DAYS = 30
 _MISMADE = "put the right one back, or make all anew with `corolla cluster keys --force CLUSTER.yaml`"
 # names of the control API, which listens on loopback only
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
+
+
+class _Locked(UserError):
+    """A key has a passphrase."""
 
 
 def server_names(inventory: Inventory) -> tuple[str, ...]:
@@ -135,7 +140,8 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
     except Exception:
         raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
     _require_key_of(certificate, directory / SERVER, directory / SERVER_KEY, again)
-    if (directory / CA_KEY).exists():
+    # the CA's key may be away, locked or another user's: a cluster starts without it
+    with contextlib.suppress(OSError, _Locked):
         _require_key_of(ca, directory / CA, directory / CA_KEY, _MISMADE)
     for node in inventory.supernodes if nodes is None else nodes:
         key, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
@@ -291,14 +297,17 @@ def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.C
 
 
 def _require_key_of(certificate: x509.Certificate, at: Path, path: Path, remedy: str) -> PrivateKeyTypes:
-    """Return a certificate's private key. Raises UserError if the file holds none or another's, and OSError.
+    """Return a certificate's private key. Raises UserError for none, another's, or one with a passphrase, and OSError.
 
     at: the certificate's file. path: the key's.
     """
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    # it is encrypted
+    except TypeError:
+        raise _Locked(f"keys: {path} has a passphrase, and none is asked for; store the key without one") from None
     # UnsupportedAlgorithm: the same for a user
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except (ValueError, UnsupportedAlgorithm):
         key = None
     if key is None or key.public_key() != certificate.public_key():
         raise UserError(f"keys: {path} does not belong to {at.name}; {remedy}")

@@ -28,7 +28,8 @@ Deviations:
 - BatchNorm's running statistics are averaged as parameters are, over those that hold the channel. The paper gathers them
   anew after training. GroupNorm's groups lie in the wide network, so a narrow one's may be partly empty.
 - It is for networks of Linear layers, convolutions and normalisation, whose layers' widths follow from the tensors. Shortcuts
-  may add layers, and concatenations are refused.
+  may add layers, and concatenations are refused. So are attention, recurrent layers, and layers whose weight is
+  computed from other tensors, as by spectral normalisation.
 """
 
 from __future__ import annotations
@@ -423,12 +424,19 @@ def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
     """Return the names of all tensors.
 
     Raises UserError for a model without a classifier, for one that cannot be narrowed, and for constants in a network that
-    would be narrowed.
+    would be narrowed. Raises UserError also for tensors of layers that cannot be narrowed, as of attention.
     """
     all_but_classifier(layout)
     if params.mask_classes:
         head_slots(layout)
     width_slices(layout, min(params.widths()))
+    # attention and recurrent layers hold several layers' weights in one tensor; normalised weights do not grow with theirs
+    other = [slot.name for slot in layout.params if len(slot.shape) > 1 and not slot.name.endswith(".weight")]
+    if other and min(params.widths()) < 1:
+        raise UserError(
+            f"model: heterofl narrows layers whose weight is one tensor `weight`, such as Linear layers and convolutions; the "
+            f"model has {other[0]}"
+        )
     if layout.constants and min(params.widths()) < 1:
         raise UserError(
             "train: heterofl narrows all layers, so all must train; leave the key unset, or set heterofl.rates = 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -12,7 +13,16 @@ def _told(message: str, kind: click.IntRange | click.FloatRange, value: object) 
     if kind.max is not None or kind.min_open or kind.min is None:
         return message
     number = "a whole number" if isinstance(kind, click.IntRange) else "a number"
-    return f"must be {number} >= {kind.min}, got {value!r}"
+    return f"must be {number} >= {kind.min}, got {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    """Return a number as the user wrote it, anything else in quotation marks."""
+    try:
+        float(str(value))
+    except ValueError:
+        return repr(value)
+    return str(value)
 
 
 class _InWords(click.ParamType[Any]):
@@ -21,7 +31,11 @@ class _InWords(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number. Raises click.BadParameter for anything else."""
         try:
-            return super().convert(value, param, ctx)
+            number = super().convert(value, param, ctx)
+            # no comparison with NaN fails
+            if not math.isfinite(number):
+                self.fail(f"{value} is not finite", param, ctx)
+            return number
         except click.BadParameter as error:
             assert isinstance(self, click.IntRange | click.FloatRange)
             self.fail(_told(error.message, self, value), param, ctx)

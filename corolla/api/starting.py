@@ -34,15 +34,15 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
 
 # the command's options, as errors name them
 _OPTIONS = "|".join(re.escape(field.name.replace("_", "-")) for field in dataclasses.fields(How))
-_HINT = re.compile(r" \(--[a-z-]+\)")
+_HINT = re.compile(rf" \(--(?:{_OPTIONS})\)")
 _SET = re.compile(r"(?<!\S)--set (?=[\w.-]+=)")
-_OPTION = re.compile(rf"(?<![\w/.=-])(?<!corolla run )--({_OPTIONS})(?![\w/-])")
+_OPTION = re.compile(rf"(?<![\w/.='\"-])(?<!corolla run )--({_OPTIONS})(?![\w/-])")
 
 
 def in_python(message: str) -> str:
     """Return an error's message with keywords in place of the command's options: `in_process` for `--in-process`.
 
-    Options in parentheses are hints for the command, and left out.
+    Options in parentheses are hints for the command, and left out. What stands in quotation marks is the user's.
     """
     message = _SET.sub("", _HINT.sub("", message))
     return _OPTION.sub(lambda found: found[1].replace("-", "_"), message)

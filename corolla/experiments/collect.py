@@ -22,6 +22,7 @@ from fl_app.errors import UserError
 from fl_app.files import explain_full_disk, make_directory, publish, publish_text
 from fl_app.keys import Scalar, own, specs
 from fl_app.metrics import FINETUNED, GLOBAL, METRIC_ERRORS, VALIDATION, Record
+from fl_app.server import run_folder
 from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY
 from fl_app.toml import to_toml
 
@@ -35,7 +36,7 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
     """Write compact copies of finished runs into folders with the runs' names, and return these.
 
     Earlier copies are replaced. Raises UserError, before anything is written, if a target folder is another run, the
-    run itself, or a run that was not collected.
+    run itself, or a run that was not collected. Raises UserError also for a run that is too large to be read again.
     """
     targets: dict[Path, RecordedRun] = {}
     for run in runs:
@@ -58,6 +59,12 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
         config = to_toml(settings(run.settings, target.name))
         files = {CONFIG: config, RUN: json.dumps(run.about) + "\n", METRICS: rounds}
         summary = json.dumps(without_path(run.summary), indent=2) + "\n"
+        # in an archive: a header per file, and whole blocks of 512
+        if (size := sum(1024 + len(text) for text in files.values())) > run_folder.MOST_UNPACKED:
+            raise UserError(
+                f"--collect: {run.path} has {size:,} bytes, and a copy of more than {run_folder.MOST_UNPACKED:,} is not read; "
+                "copy the folder itself"
+            )
         with explain_full_disk("--collect", directory):
             make_directory(target)
             publish(target / PACKED, functools.partial(Path.write_bytes, data=packed(files)))

@@ -277,8 +277,10 @@ def _divide(
     A group's rows have the same draw alone, in the file of a site, and in a table with other groups.
     """
     test: list[NDArray[np.int64]] = []
-    for value in np.unique(whose):
-        mine = rng.generator(seed, "table-test-rows").permutation(np.flatnonzero(whose == value))
+    groups = np.unique(whose, return_inverse=True)[1]
+    order = np.argsort(groups, kind="stable")
+    for own in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+        mine = rng.generator(seed, "table-test-rows").permutation(own)
         test.append(mine[: min(round(len(mine) * test_ratio), len(mine) - 1)])
     chosen = np.sort(np.concatenate(test)).astype(np.int64)
     return np.setdiff1d(np.arange(rows), chosen), chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -121,9 +122,12 @@ def test_what_only_python_can_get_wrong(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for keywords, message in (
         ({"in_process": "yes"}, "in_process: must be True or False, got 'yes'"),
-        ({"clients": np.int64(0)}, "^clients: must be a whole number >= 1, got '0'$"),
-        ({"clients": 2.5}, "^clients: must be a whole number >= 1, got '2.5'$"),
-        ({"cpus_per_client": 0}, "^cpus_per_client: must be a number >= 0.1, got '0'$"),
+        ({"clients": np.int64(0)}, "^clients: must be a whole number >= 1, got 0$"),
+        ({"clients": 2.5}, "^clients: must be a whole number >= 1, got 2.5$"),
+        ({"cpus_per_client": 0}, "^cpus_per_client: must be a number >= 0.1, got 0$"),
+        ({"cpus_per_client": math.nan}, "^cpus_per_client: must be a number >= 0.1, got nan$"),
+        ({"gpus_per_client": math.inf}, "^gpus_per_client: must be a number >= 0, got inf$"),
+        ({"clients": "many"}, "^clients: must be a whole number >= 1, got 'many'$"),
     ):
         with pytest.raises(UserError, match=message):
             corolla.run(**keywords)  # type: ignore[arg-type]
@@ -159,6 +163,8 @@ def test_errors_are_the_commands(
         ),
         ("--clients 3 and --set num-clients=4 contradict", "clients 3 and num-clients=4 contradict"),
         ("overwrite = true replaces it (--overwrite)", "overwrite = true replaces it"),
+        ("dataset: must be one of these, got '--clients'", "dataset: must be one of these, got '--clients'"),
+        ("dataset: /tmp/x (--foo): no such file", "dataset: /tmp/x (--foo): no such file"),
         ("set by `corolla run --scale`", "set by `corolla run --scale`"),
         ("runs/--resume: no such file; --resumed", "runs/--resume: no such file; --resumed"),
     ],

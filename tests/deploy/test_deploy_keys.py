@@ -206,6 +206,20 @@ def test_keys_and_certificates_of_two_makings_are_refused(tmp_path: Path, monkey
     assert (keys / "server.crt").read_bytes() == server
 
 
+def test_a_cluster_starts_without_the_authoritys_key(tmp_path: Path) -> None:
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    path = tmp_path / "keys" / "ca.key"
+    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    kinds = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(key.private_bytes(*kinds, serialization.BestAvailableEncryption(b"secret")))
+    certificates.require_usable(lab)
+    with pytest.raises(UserError, match=r"ca.key has a passphrase, and none is asked for; store the key without one"):
+        certificates.renew(lab)
+    path.unlink()
+    certificates.require_usable(lab)
+
+
 def later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
     """Let certificates be looked at some days from now."""
     then = certificates.now() + datetime.timedelta(days=days)

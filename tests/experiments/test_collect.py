@@ -184,6 +184,15 @@ def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path, cap
         find([kept])
 
 
+def test_a_run_too_large_to_be_read_again_is_not_collected(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "MOST_UNPACKED", 2000)
+    with pytest.raises(UserError, match=r"runs/a has .* bytes, and a copy of more than 2,000 is not read"):
+        collect(find([runs]), tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
 def test_the_command(runs: Path, tmp_path: Path, command: Command) -> None:
     (runs / "b" / "summary.json").unlink()
     code, out, _ = command("runs", runs, "--collect", tmp_path / "kept")

@@ -116,6 +116,28 @@ def test_networks_and_rates_that_cannot_be_narrowed_are_refused() -> None:
             width_slices(Layout.of(Shortcuts()), rate)
 
 
+class Attention(nn.Module):
+    """Attention: one tensor holds three layers' weights, and its output layer is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.classifier = nn.Linear(8, 3)
+
+
+def test_layers_whose_weight_is_not_one_tensor_are_refused() -> None:
+    computed = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 3))
+    for network, tensor in (
+        (Attention(), "attention.in_proj_weight"),
+        (computed, "0.parametrizations.weight.original"),
+    ):
+        layout = Layout.of(network)
+        with pytest.raises(UserError, match=f"model: heterofl narrows layers .*; the model has {tensor}"):
+            METHOD.shared(layout, HeteroFLParams(rates="1, 0.5"))
+        assert METHOD.shared(layout, HeteroFLParams(rates="1")) == layout.names
+
+
 LAYOUTS = {
     name: Layout.of(models.build(name, in_channels=1, num_classes=10, image_size=8))
     for name in ("mlp", "cnn", "resnet8")
