@@ -11,7 +11,7 @@ import re
 import socket
 import ssl
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,21 @@ def add(path: Path, name: str, table: dict[str, Any]) -> None:
 
 def remove(path: Path, name: str, table: dict[str, Any]) -> None:
     """Remove our table if it still exists unchanged. Raises UserError if it cannot be cut out."""
-    if path.exists():
+    # a lock is a file beside it: a directory that is read only keeps no cluster from ending whose table is gone
+    if path.exists() and _holds(_parse(path, path.read_text(encoding="utf-8")), name, table):
         with _locked(path):
             _remove(path, name, table)
+
+
+def _holds(config: Mapping[str, Any], name: str, table: dict[str, Any]) -> bool:
+    found = config.get("superlink", {}).get(name)
+    return isinstance(found, dict) and all(found.get(key) == value for key, value in table.items())
 
 
 def _remove(path: Path, name: str, table: dict[str, Any]) -> None:
     text = path.read_text(encoding="utf-8")
     before = _parse(path, text)
-    found = before.get("superlink", {}).get(name)
-    if not isinstance(found, dict) or any(found.get(key) != value for key, value in table.items()):
+    if not _holds(before, name, table):
         return
     kept: list[str] = []
     inside = False

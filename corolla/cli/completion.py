@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import click
 from click.shell_completion import split_arg_string
 
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, plain
 from fl_app.keys import KeySpec, specs, table_of
 from fl_app.known_names import MODELS, PARTITIONS, TASKS, TRACKERS
 from fl_app.sources import SOURCES
@@ -73,12 +74,13 @@ def completed(context: click.Context, parameter: click.Parameter, incomplete: st
 
 
 def clients_of(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the clients of the typed runs, by name if they have names, else by number."""
-    names = [
-        str(facts.get("name", number))
-        for run in _runs(context)
-        for number, facts in sorted(run.clients.items(), key=lambda one: int(one[0]))
-    ]
+    """Return the clients of the typed runs: by name if they have names, else by number, or by id if that has two meanings."""
+    names: list[str] = []
+    for run in _runs(context):
+        clients = sorted(run.clients.items(), key=lambda one: int(one[0]))
+        called = {number: plain(str(facts.get("name", ""))) or number for number, facts in clients}
+        meanings = Counter(word for number, name in called.items() for word in {number, name})
+        names += [name if meanings[name] == 1 else f"id:{number}" for number, name in called.items()]
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 

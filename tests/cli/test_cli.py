@@ -513,6 +513,9 @@ def test_zsh_is_given_whole_words(line: str, completes: list[str]) -> None:
     ("words", "completes"),
     [
         ("export one --client B", ["Basel", "Bern"]),
+        # client 3 is called 2
+        ("export one --client i", ["id:2", "id:3"]),
+        ("export one --client 2", []),
         ("export runs/one --output x.pt --client Be", ["Bern"]),
         ("export nothing --client B", []),
         ("compare runs/one --metric a", ["accuracy", "auc"]),
@@ -525,7 +528,9 @@ def test_clients_and_metrics_of_the_runs_that_are_typed(words: str, completes: l
     (folder / "config.toml").write_text('method = "fedavg"\n')
     measured = [{"name": name, "ratio": True} for name in ("accuracy", "balanced-accuracy", "auc")]
     (folder / "run.json").write_text(json.dumps({"metrics": measured}))
-    (folder / "clients.json").write_text(json.dumps({"0": {"name": "Basel"}, "1": {"name": "Bern"}, "2": {}}))
+    (folder / "clients.json").write_text(
+        json.dumps({"0": {"name": "Basel"}, "1": {"name": "Bern"}, "2": {}, "3": {"name": "2"}})
+    )
     line = {
         "COMP_WORDS": f"corolla {words}",
         "COMP_CWORD": str(len(words.split())),
