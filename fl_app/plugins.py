@@ -198,9 +198,13 @@ def load(key: str, reference: str) -> Any:
     except UserError as error:
         raise UserError(f"{key} {reference}: {error}") from None
     except Exception as error:
+        hint = (
+            "; put its file beside the config file, in the current directory or in the app directory, or make the module "
+            "importable on every node"
+        )
+        lacks = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
         raise UserError(
-            f"{key} {reference}: cannot import {module_name} ({describe(error)}{at(error)}); put its file beside "
-            "the config file, in the current directory or in the app directory, or make the module importable on every node"
+            f"{key} {reference}: cannot import {module_name} ({describe(error)}{at(error)}){hint if lacks else ''}"
         ) from error
     try:
         return getattr(module, attribute)

@@ -126,7 +126,8 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         """Log the run's settings; warn that clients receive each other's models."""
         super().summary()
         count = self.params.models or self.config.num_training - 1
-        log.warning("apple: clients are sent other clients' models, up to %d each and round", count)
+        if count:
+            log.warning("apple: clients are sent other clients' models, up to %d each and round", count)
 
     def expected(self) -> Expected:
         """Return the form of an upload: the core model and p."""

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fl_app import plugins
@@ -84,9 +85,33 @@ def _check(method: Method[Any], table: str) -> None:
         made_of = getattr(half, "__origin__", half)  # FedAvg[Params] is FedAvg
         if not isinstance(made_of, type) or not issubclass(made_of, base):
             raise UserError(f"{part} must be a class made of {base.__name__}, got {half!r}")
+        if misfits := list(_misfits(made_of, base)):
+            raise UserError("; ".join(misfits))
     if hasattr(method.strategy, "counts_alike"):
         raise UserError("strategy: counts_alike is never called; weights(uploads) returns the uploads' weights")
     _check_params(method.params, table)
+
+
+def _misfits(half: type, base: type) -> Iterator[str]:
+    """Yield a line for each hook of a half that cannot be called with the arguments of the base's: its place, and these."""
+    for name, declared in inspect.getmembers(base, inspect.isfunction):
+        hook = inspect.getattr_static(half, name)
+        # hooks.checked wraps a hook
+        own = getattr(hook, "__wrapped__", hook) if inspect.isfunction(hook) else hook
+        if name.startswith("_") or own is declared or not (inspect.isfunction(own) or isinstance(own, staticmethod)):
+            continue
+        _, *parameters = inspect.signature(declared).parameters.values()
+        needed = [
+            p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        given = [None] * (len(needed) + (not isinstance(own, staticmethod)))
+        function = own.__func__ if isinstance(own, staticmethod) else own
+        try:
+            inspect.signature(function).bind(*given)
+        except TypeError:
+            code = inspect.unwrap(function).__code__
+            where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+            yield f"{where}: {name}() must take ({', '.join(p.name for p in needed)})"
 
 
 def _check_params(params: type, table: str) -> None:
@@ -99,8 +124,15 @@ def _check_params(params: type, table: str) -> None:
     undeclared = {field.name for field in dataclasses.fields(params)} - {spec.field for spec in declared}
     problems = [f"{name}: must be declared, as in `{name}: float = key(0.5, ...)`" for name in sorted(undeclared)]
     for spec in declared:
-        if spec.type not in (bool, int, float, str) or spec.about != "training":
-            problems.append(f"{spec.name}: must be a bool, int, float, str or Literal of words, and about training")
+        if spec.type not in (bool, int, float, str):
+            kind = getattr(spec.type, "__name__", spec.type)
+            problems.append(f"{spec.name}: must be a bool, int, float, str or Literal of words, got {kind}")
+        elif spec.about != "training":
+            problems.append(f"{spec.name}: `about` of key() must be 'training', got {spec.about!r}")
+        elif not isinstance(spec.doc, str) or not spec.doc.strip():
+            problems.append(f"{spec.name}: the second value of key() must be its sentence, got {spec.doc!r}")
+        elif spec.rule is not None and not hasattr(spec.rule, "admits"):
+            problems.append(f"{spec.name}: the third value of key() must be a Rule, got {spec.rule!r}")
         else:
             spec.read(spec.default, problems)
     if problems:

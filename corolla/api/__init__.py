@@ -90,7 +90,9 @@ def run(
 
 
 @brief
-def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run, metric: str = "", reference: str = "") -> pandas.DataFrame:
+def compare(
+    runs: Iterable[AnyPath | Run] | AnyPath | Run, metric: str = "", reference: AnyPath | Run = ""
+) -> pandas.DataFrame:
     """Compare finished runs, as `corolla compare` does: one row per group of runs that differ only in the seed.
 
     - `runs`: runs, run folders, or folders of run folders (a sweep's).
@@ -119,4 +121,5 @@ def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run, metric: str = "", ref
 
     if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable):
         runs = [runs]
-    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in runs], metric, reference)
+    first = os.fspath(reference.path if isinstance(reference, Run) else reference)
+    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in runs], metric, first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from fl_app import extras
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.files import refuse_unreadable, refuse_unwritable
-from fl_app.keys import bears_on
+from fl_app.keys import Scalar, bears_on
 from fl_app.server.run_folder import check_data, check_state, read_about, read_hashes, refuse_fewer_rounds
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
@@ -122,6 +122,41 @@ def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
             )
 
 
+# A key has an effect with one of these values of another key. No values: with all but its default.
+_NEEDS: Mapping[str, tuple[str, tuple[Scalar, ...]]] = {
+    "server-learning-rate": ("server-optimizer", ()),
+    "server-beta1": ("server-optimizer", ()),
+    "server-beta2": ("server-optimizer", ("adam", "yogi")),
+    "server-tau": ("server-optimizer", ("adagrad", "adam", "yogi")),
+    "dp-delta": ("dp-epsilon", ()),
+    "dp-clip": ("dp-epsilon", ()),
+    "private-range": ("private", ()),
+    "private-absent": ("private", ()),
+    "private-sketch": ("private", ()),
+    "private-regroup": ("private", ()),
+    "staleness-decay": ("staleness", ()),
+    "staleness-rule": ("staleness", ()),
+    "robust-liars": ("robust", ("trimmed-mean", "krum")),
+    "finetune-learning-rate": ("finetune-epochs", ()),
+}
+
+
+def _without_its_switch(config: RunConfig, chosen: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield each chosen key that another key makes void, with the reason. A key with its default value is none."""
+    # `--scale small` also cuts numbers of rounds that nobody chose
+    cut = {key.name for key, _ in config.own_keys() if key.counts_rounds and config.scale == "small"}
+    values = {key.name: (value, key.default) for key, value in config.own_keys()}
+    for name, (switch, works) in _NEEDS.items():
+        (value, default), (is_set, off) = values[name], values[switch]
+        if (
+            name in chosen
+            and name not in cut
+            and value != default
+            and (is_set not in works if works else is_set == off)
+        ):
+            yield name, f"{switch} = {str(is_set).lower()}"
+
+
 def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Collection[str]]]) -> None:
     """Print warnings on standard error about settings without the expected effect. No setting is refused.
 
@@ -139,8 +174,12 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
         for config, _ in runs
         if config.robust != "none" and config.num_clients and (asked := config.drawn(config.num_training)) < ABLE
     }
-    late = {line for config, chosen in runs for line in _never_reached(config, chosen)}
-    for text in sorted(few | late | _without_effect(runs)):
+    void = [dict(_without_its_switch(config, chosen)) for config, chosen in runs]
+    # a sweep may vary the switch
+    never = {name: why for own in void for name, why in own.items() if all(name in other for other in void)}
+    off = {f"{name} has no effect with {why}" for name, why in never.items()}
+    late = {line for config, chosen in runs for line in _never_reached(config, {*chosen} - never.keys())}
+    for text in sorted(few | late | off | _without_effect(runs)):
         warn(text)
 
 

@@ -10,6 +10,7 @@ from corolla.api.console import say_partial, say_unfinished
 from corolla.experiments import compare, significance
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import columns
+from fl_app.errors import UserError
 from strategies import METHOD_PARAMS
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ def frame(paths: Sequence[Path], metric: str = "", reference: str = "") -> panda
     found, unfinished = compare.load(paths, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
     say_partial(found)
-    return Comparison(rows_of(compare.with_reference(compare.group(found), reference)))
+    try:
+        groups = compare.with_reference(compare.group(found), reference)
+    except UserError as error:
+        raise UserError(str(error).removeprefix("--")) from None
+    return Comparison(rows_of(groups))
 
 
 def rows_of(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Any]]:

@@ -122,6 +122,10 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
             "--gpus-per-client: not with --in-process: set the key device for where clients train, and --clients-at-once for "
             f"how many train together, got {how.gpus_per_client:g}"
         )
+    if how.in_process and how.cpus_per_client != 1:
+        raise UserError(
+            f"--cpus-per-client: not with --in-process, where all clients run in one process, got {how.cpus_per_client:g}"
+        )
     base: dict[str, Scalar] = {}
     if how.resume:
         base = saved_config(how.resume)

@@ -47,7 +47,7 @@ EXAMPLES: Mapping[str, str] = {
     "data show": "my-experiment.toml",
     "data verify": "",
     "state list": "",
-    "state remove": "fedcac-3f2a9c",
+    "state remove": "3f2a9c4b7d10",
     "state prune": "--older-than 30d --dry-run",
 }
 """Arguments of each command's example; "" if it needs none."""

@@ -139,6 +139,9 @@ def sweep(
     choosing.check(points, by)
     warn_of_settings(given, [(point.parsed, point.config) for point in points])
     name_plugins(point.config for point in points)
+    if only is not None:
+        one = chosen(points, only, asked.given)
+        points = [one] if dry_run else points
     if dry_run:
         typer.echo("\n".join(point.name for point in points))
         return
@@ -164,7 +167,7 @@ def sweep(
         how = Simulation(found, cpus_per_client, gpus_per_client)
     if only is not None:
         with sweeping.locked(directory, shared=True):
-            run_alone(directory, chosen(points, only, asked.given), how, verbose)
+            run_alone(directory, one, how, verbose)
             finished, _ = sweeping.scan(directory, METHOD_PARAMS)
             if all(sweeping.identity(point.parsed) in finished for point in points):
                 show_sweep(directory, points, title, plan.scale, {}, by)

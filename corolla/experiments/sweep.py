@@ -151,6 +151,16 @@ def read_sweep(path: Path) -> Sweep:
     for key, values in (pair for grid in grids for pair in grid.items()):
         if not isinstance(values, list) or not values or not all(map(_scalar, values)):
             problems.append(f"grid: {key}: must be a value or a list of values, got {values!r}")
+        elif len({repr(value) for value in values}) < len(values):
+            problems.append(f"grid: {key}: must name every value once, got {values!r}")
+    for key in settings:
+        for part, tables in (("grid", grids), ("variants", variants)):
+            if tables and all(key in table for table in tables):
+                problems.append(
+                    f"settings: {key}: {part} sets it in every run, so this value has no effect; remove one"
+                )
+    if not content:
+        problems.append("must have a preset, presets, settings, a grid or variants, and has nothing")
     for key in ("scale", "run-name", "output-dir"):
         if any(key in table for table in (settings, *grids, *variants)):
             problems.append(f"{key}: cannot be set for single runs of a sweep")

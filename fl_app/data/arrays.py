@@ -199,8 +199,10 @@ def _numbered(
         hint = f"; labels start at 0: subtract 1 from {train[0]} and {test[0]}"
     if classes:
         if top >= len(classes):
+            where = train[0] if y_train.max(initial=0) == top else test[0]
             raise UserError(
-                f"dataset: {path}: class {top} must be below {len(classes)}, the number of classes ({listed(classes)}){hint}"
+                f"dataset: {path}: {where}: class {top} must be below {len(classes)}, the number of classes "
+                f"({listed(classes)}){hint}"
             )
         return y_train, y_test, classes
     empty = np.setdiff1d(np.arange(min(top + 1, len(y_train) + 1)), y_train)

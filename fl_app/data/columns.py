@@ -81,10 +81,17 @@ def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
 def unknown(request: DataRequest, train: Columns) -> list[str]:
     """Return a line for every key that names a column that does not exist, or one that is no feature."""
     problems = []
-    has, targets = listed(list(train)), frozenset(request.targets)
+    has = listed([name if name == name.strip() else repr(name) for name in train])
+    targets = frozenset(request.targets)
+    if len(targets) < len(request.targets):
+        problems.append(f"target: must name every column once, got {request.target!r}")
     for key, name in _named(request, train):
         if name not in train:
-            problems.append(f"{key}: {request.path} has no column {name!r}; it has {has}{nearest(name, train)}")
+            blank = next((repr(own) for own in train if own.strip() == name), "")
+            hint = f"; the name {blank} has a blank at its end: rename the column" if blank else nearest(name, train)
+            problems.append(f"{key}: {request.path} has no column {name!r}; it has {has}{hint}")
+        elif key in ("categorical", "impute") and name in request.exclude:
+            problems.append(f"{key}: {name!r} is left out by exclude")
         elif key not in ("target", "client") and (name in targets or name == request.client):
             role = "target" if name in targets else "client"
             problems.append(f"{key}: {name!r} is the column of {role}")

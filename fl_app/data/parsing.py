@@ -133,6 +133,8 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
     numeric = np.array([none or _is_number(value) for value, none in zip(values, gone, strict=True)])
     dates = gone | _are_dates(values)
     fitting = dates if dates.mean() > max(numeric.mean(), 0.5) else numeric
+    if fitting.all():
+        return ending(f"{'dates' if fitting is dates else 'numbers'} as {type(values[0]).__name__}")
     row = int(np.argmin(fitting))
     text = word(values[row])
     found = f"{text!r}"[:40] + f" in row {places.number(row)}"
@@ -160,6 +162,9 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
 
 
 def _is_number(value: Any) -> bool:
+    # Python also reads 1_000, and digits of other scripts
+    if isinstance(value, str | bytes) and not re.fullmatch(r"[ -^`-~\s]*", word(value)):
+        return False
     try:
         float(value)
     except (TypeError, ValueError):

@@ -7,6 +7,7 @@ other columns. Data without a test part are divided: `test-ratio` of each client
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 from fl_app import extras, rng
 from fl_app.data import arrays, columns, hugging_face, precision, table_files
 from fl_app.data.columns import Columns, Read
-from fl_app.data.encoding import Encoding
-from fl_app.data.parsing import Places
+from fl_app.data.encoding import DATE, Encoding
+from fl_app.data.parsing import Places, no_number, numbers_of
 from fl_app.data.prepared import DataRequest, Facts, Groups, Prepared, Targets, note, open_or_convert, save
 from fl_app.errors import UserError
 
@@ -136,7 +137,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     outputs = None
     if not unusable.intersection(request.targets):
         try:
-            outputs = _outputs(request, parts, known, rows)
+            outputs = _outputs(request, parts, known, rows, places)
         except UserError as error:
             problems.append(str(error).removeprefix(f"dataset: {request.path}: "))
     _refuse(request, problems)
@@ -185,10 +186,16 @@ class Outputs(NamedTuple):
 
 
 def _outputs(
-    request: DataRequest, parts: Sequence[Columns], known: Sequence[str], rows: Sequence[NDArray[np.int64]]
+    request: DataRequest,
+    parts: Sequence[Columns],
+    known: Sequence[str],
+    rows: Sequence[NDArray[np.int64]],
+    places: Places,
 ) -> Outputs:
     """Return the targets. Raises UserError. rows: those of both parts, or training and test rows of the only part."""
     path, task, column = request.path, request.of_task, f"column {request.target}"
+    if not task.has_classes:
+        _require_numbers(request, parts, places)
     y = [_targets(request, part) for part in parts]
     classes = request.classes or tuple(known)
     if task.has_classes and not classes and not request.site:
@@ -216,6 +223,22 @@ def _outputs(
     elif not request.classes:
         names = request.targets
     return Outputs(y_train, y_test, names, stored.shift, remarks)
+
+
+def _require_numbers(request: DataRequest, parts: Sequence[Columns], places: Places) -> None:
+    """Raise UserError, with the first value, for a target that holds no numbers. Targets are not converted."""
+    for part in parts:
+        for name in request.targets:
+            values = part[name]
+            read = numbers_of(values)
+            if read is not None and read[0] == DATE:
+                raise UserError(
+                    f"dataset: {request.path}: column {name} must hold numbers, got dates; write them as days"
+                )
+            if values.dtype.kind not in "biuf":
+                # all remedies but to leave the column out
+                found = no_number(values, name, dataclasses.replace(places, of_model=True))
+                raise UserError(f"dataset: {request.path}: column {name} must hold numbers, got {found}")
 
 
 def _client_spellings(request: DataRequest, groups: Groups | None) -> list[str]:

@@ -394,6 +394,8 @@ def _replaced(config: RunConfig) -> Iterator[None]:
         yield
         return
     aside = path.with_name(f".{path.name}.overwritten-{os.getpid()}")
+    # a run that was not finished has left its clients' state
+    left = "" if (path / SUMMARY).is_file() else str(read_about(path).get("experiment", ""))
     with _held(path):
         path.rename(aside)
         try:
@@ -407,7 +409,8 @@ def _replaced(config: RunConfig) -> Iterator[None]:
             aside.rename(path)
             raise
         shutil.rmtree(aside, ignore_errors=True)
-    log.info("%s was overwritten: the earlier run is removed", path)
+    state = f"; `corolla state remove {left}` removes what its clients kept" if left else ""
+    log.info("%s was overwritten: the earlier run is removed%s", path, state)
 
 
 class _Taken(UserError):
@@ -809,7 +812,8 @@ def read_summary(run: Path) -> dict[str, Any]:
     try:
         result = parsed_json((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{run} has no {SUMMARY}: not a run folder, or the run did not finish") from None
+        why = "the run did not finish" if is_run(run) else "not a run folder, or the run did not finish"
+        raise UserError(f"{run} has no {SUMMARY}: {why}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{run / SUMMARY} cannot be read: {error}") from None
     if not isinstance(result, dict):

@@ -56,6 +56,12 @@ def test_what_is_damaged_is_named(start: Start, case: str) -> None:
         corolla.load(path)
 
 
+def test_a_run_may_be_the_reference(start: Start) -> None:
+    first, second = start(run_name="a"), start(run_name="b", method="local")
+    assert list(corolla.compare([first, second], reference=second)["method"]) == ["local", "fedavg"]
+    assert list(corolla.compare([first, second], reference=first.path)["method"]) == ["fedavg", "local"]
+
+
 def test_an_interrupted_run_has_its_rounds(start: Start) -> None:
     found = start()
     (found.path / "summary.json").unlink()

@@ -190,6 +190,23 @@ def test_settings_without_effect_are_named(start: Start, capsys: pytest.CaptureF
     assert "fedcac.beta has no effect: it is a key of method fedcac, not of fedavg" in words(capsys.readouterr().err)
 
 
+def test_keys_that_another_key_makes_void_are_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start(server_tau=0.1, dp_clip=2.0, private_regroup=9, staleness_rule="fedbuff", robust_liars=0.1, dp_delta=1e-5)
+    said = words(capsys.readouterr().err)
+    for line in (
+        "server-tau has no effect with server-optimizer = none",
+        "dp-clip has no effect with dp-epsilon = 0.0",
+        "private-regroup has no effect with private = false",
+        "staleness-rule has no effect with staleness = 0",
+        "robust-liars has no effect with robust = none",
+    ):
+        assert line in said
+    # the default value
+    assert "dp-delta" not in said and "is never reached" not in said
+    start(server_tau=0.1, server_optimizer="adam", finetune_epochs=1, finetune_learning_rate=0.1, run_name="b")
+    assert "no effect" not in capsys.readouterr().err
+
+
 def test_progress_is_lines_or_nothing(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     start(run_name="a")
     assert "round 2/2: accuracy" in capsys.readouterr().out

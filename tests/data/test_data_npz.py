@@ -62,7 +62,7 @@ def test_npz(tmp_path: Path) -> None:
         ({"y_test": np.zeros(5, int)}, r"y_test must have one label for each of the 6 images, got 5"),
         ({"x_test": np.zeros((6, 7, 7, 3), np.uint8)}, r"x_test must have images like x_train's \(6, 6, 3\), got"),
         ({"y_train": np.array([1, 2, 3, 4] * 3)}, r"y_test must hold labels among 1, 2, 3, 4, got '0'"),
-        ({"y_test": np.full(6, 9)}, r"class 9 must be below 3, the number of classes"),
+        ({"y_test": np.full(6, 9)}, r"y_test: class 9 must be below 3, the number of classes"),
         ({"y_train": np.full(12, 7), "y_test": np.full(6, 7)}, r"must hold at least two classes, got 7"),
         ({"y_train": np.array([{}] * 12)}, r"not a readable npz file"),
         ({"x_train": np.zeros((0, 6, 6), np.uint8), "y_train": np.zeros(0, int)}, r"x_train has no images"),

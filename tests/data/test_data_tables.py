@@ -636,3 +636,35 @@ def test_a_csv_file_is_read_once_for_all_refused_columns(tmp_path: Path, monkeyp
         opened(tmp_path, csv(frame), impute="a")
     # the table, and its header
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "problem"),
+    [
+        ({"h": ["1_03", *range(ROWS - 1)]}, {}, r"column h must hold numbers, got '1_03' in row 2; correct it,"),
+        ({"h": ["１２", *range(ROWS - 1)]}, {}, r"column h must hold numbers, got '１２' in row 2; correct it,"),
+        ({}, {"target": "a,y", "task": "regression"}, r"t.csv: column y must hold numbers, got 'u' in row 2$"),
+        (
+            {"d": pandas.date_range("2024-01-01", periods=ROWS)},
+            {"target": "d", "task": "regression", "categorical": "y"},
+            "column d must hold numbers, got dates; write them as days",
+        ),
+        (
+            {},
+            {"target": "a,a", "task": "regression", "categorical": "y"},
+            "^target: must name every column once, got 'a,a'",
+        ),
+        ({}, {"categorical": "a", "exclude": "a"}, "^categorical: 'a' is left out by exclude"),
+        ({" a ": G.normal(size=ROWS)}, {"target": "x"}, "has no column 'x'; it has a, b, y, ' a '$"),
+        (
+            {" w ": G.normal(size=ROWS)},
+            {"target": "w"},
+            "has no column 'w'; .*the name ' w ' has a blank at its end: rename",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_used_are_named(
+    tmp_path: Path, columns: dict[str, Any], settings: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        opened(tmp_path, csv(FRAME.assign(**columns)), **settings)

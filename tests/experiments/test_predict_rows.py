@@ -179,6 +179,20 @@ def test_json_has_every_class(trained: RunFolder, command: Command, tmp_path: Pa
     np.testing.assert_allclose([list(row.values()) for row in found], expected, rtol=1e-5)
 
 
+def test_a_regressions_model_has_no_probabilities(run: Run, tmp_path: Path) -> None:
+    patients(40).to_csv(tmp_path / "p.csv", index=False)
+    own = {"dataset": f"table:{tmp_path}/p.csv", "target": "age", "client": "hospital", "task": "regression"}
+    model = corolla.load(
+        run(**own, partition="by-column", num_clients=3, categorical="ward,outcome", train_samples=0).path
+    ).model()
+    frame = patients(5)
+    assert model.predict(frame).shape[0] == 5
+    with pytest.raises(UserError, match="probabilities: task regression predicts none; use predict"):
+        model.probabilities(frame)
+    with pytest.raises(UserError, match="predict: takes an array or a data frame; .* got 'x.png'"):
+        model.predict("x.png")
+
+
 def test_answers_need_no_targets(trained: RunFolder, command: Command, tmp_path: Path) -> None:
     """A label that is written in another way leaves the answers unmeasured; it is no reason to give none."""
     file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")

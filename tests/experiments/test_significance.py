@@ -325,7 +325,7 @@ def test_a_row_is_the_reference_by_its_method_its_values_or_its_runs(tmp_path: P
     for reference, why in {"locl": "no row has this name", "fedcac": "names 2 of the rows"}.items():
         code, _, err = command("compare", tmp_path, "--reference", reference)
         assert code == 2 and f"--reference {reference}: {why}" in err and rows in err
-        with pytest.raises(UserError, match=f"--reference {reference}: {why}"):
+        with pytest.raises(UserError, match=f"^reference {reference}: {why}"):
             corolla.compare(tmp_path, reference=reference)
     code, _, err = command("compare", tmp_path, "--reference", "local", "--paper")
     assert code == 2 and "--reference local: not with --paper" in err

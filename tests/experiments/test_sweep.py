@@ -533,3 +533,22 @@ def test_what_a_killed_sweep_left_running_is_ended(tmp_path: Path) -> None:
         for process in (ours, other):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "must have a preset, presets, settings, a grid or variants, and has nothing"),
+        ("[grid]\nseed = [0, 1, 0]\n", r"grid: seed: must name every value once, got \[0, 1, 0\]"),
+        ("[settings]\nseed = 1\n[grid]\nseed = [0, 2]\n", "settings: seed: grid sets it in every run"),
+        ("[settings]\nseed = 1\n[[variants]]\nseed = 2\n", "settings: seed: variants sets it in every run"),
+    ],
+)
+def test_values_that_no_run_would_have_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        sweep.read_sweep(write(tmp_path / "s.toml", text))
+
+
+def test_a_setting_that_one_of_several_grids_changes_is_the_others(tmp_path: Path) -> None:
+    text = "[settings]\nseed = 1\n[[grid]]\nseed = [0]\n[[grid]]\nlocal-epochs = [1, 2]\n"
+    assert [p.parsed.seed for p in points(write(tmp_path / "s.toml", text))] == [0, 1, 1]

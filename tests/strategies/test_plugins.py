@@ -157,6 +157,25 @@ BAD = {
         HEAD + 'METHOD = Method("halves", NoParams, LocalUpdate, LocalUpdate, all_tensors)',
         "strategy must be a class made of",
     ),
+    "arguments": (
+        HEAD
+        + "class S(FedAvg):\n  def personalize(self, uploads): pass\n  @staticmethod\n  def sample(ids): return ids\n"
+        + 'METHOD = Method("arguments", NoParams, S, LocalUpdate, all_tensors)',
+        r"arguments.py:\d+: personalize\(\) must take \(round, uploads\); arguments.py:\d+: sample\(\) must take \(client_ids,",
+    ),
+    "arguments2": (
+        HEAD
+        + "class L(LocalUpdate):\n  def train(self, *given): return given[0]\n  def upload(self, after): pass\n"
+        + 'METHOD = Method("arguments2", NoParams, FedAvg, L, all_tensors)',
+        r"arguments2.py:\d+: upload\(\) must take \(before, after, state, ctx\)$",
+    ),
+    "sentences": (
+        HEAD
+        + "@dataclass\nclass P:\n  a: float = key(1.0, Rule(high=3), 'A')\n  b: int = key(1, '')\n"
+        + "  c: int = key(9, 'C', 'high')\nMETHOD = Method('sentences', P, FedAvg, LocalUpdate, all_tensors)",
+        r"sentences.a: the second value of key\(\) must be its sentence, got Rule\(.*; sentences.b: the second .*; "
+        r"sentences.c: the third value of key\(\) must be a Rule, got 'high'",
+    ),
     "noparams": (
         HEAD + 'METHOD = Method("noparams", int, FedAvg, LocalUpdate, all_tensors)',
         "params must be a dataclass",
@@ -164,7 +183,8 @@ BAD = {
     "params": (
         HEAD + "@dataclass\nclass P:\n  a: float = 0.5\n  b: list = key(1, 'B')\n  c: int = key(9, 'C', Rule(high=3))\n"
         "  d: int = key(1, 'D', about='running')\nMETHOD = Method('params', P, FedAvg, LocalUpdate, all_tensors)",
-        r"params: a: must be declared, as in .*; params.b: must be a bool.*; params.c: must be .* 3.*; params.d: .*about training",
+        r"params: a: must be declared, as in .*; params.b: must be a bool.*; params.c: must be .* 3.*; "
+        r"params.d: `about` of key\(\) must be 'training', got 'running'",
     ),
 }
 

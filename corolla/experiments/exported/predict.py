@@ -276,12 +276,18 @@ class Predictor(nn.Module):
     def probabilities(self, data: Any) -> NDArray[np.float32]:
         """Return the task's predictions, float32 [n, K] in the order of `classes`: probabilities if these are classes.
 
-        data: as in `predict`.
+        data: as in `predict`. Raises UserError for a task whose outputs are its predictions, as regression.
         """
+        if len(self.card["outputs"]) == 1:
+            raise UserError(f"probabilities: task {self.card['task']} predicts none; use predict")
         return self._predictions(data)
 
     def _predictions(self, data: Any) -> NDArray[np.float32]:
         where = Path(type(data).__name__)
+        if isinstance(data, str | bytes | Path):
+            raise UserError(
+                f"predict: takes an array or a data frame; `corolla predict` reads files, got {str(data)!r}"
+            )
         if hasattr(data, "columns"):
             rows = {str(name): np.asarray(data[name]) for name in data.columns}
             samples = from_columns(where, rows, self.card, Places(of_model=True))
