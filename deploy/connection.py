@@ -157,7 +157,7 @@ def _text(path: Path) -> str:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (RecursionError, ValueError) as error:
         raise UserError(f"{path}: not valid TOML ({error}); mend it first") from None
 
 

@@ -158,6 +158,10 @@ class KeySpec:
 
     def read(self, value: Scalar, problems: list[str]) -> Scalar:
         """Return a value in the key's type. If it is not allowed, add a line to `problems` and return the default."""
+        default: Scalar = self.default
+        if isinstance(value, int) and abs(value) >= 2**63:
+            problems.append(f"{self.name}: an integer must have at most 63 bits, got one of {value.bit_length()}")
+            return default
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not self.type:
@@ -170,7 +174,6 @@ class KeySpec:
             problems.append(f"{self.name}: must be {self.rule}{finite}, got {value!r}")
         else:
             return value
-        default: Scalar = self.default
         return default
 
 

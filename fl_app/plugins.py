@@ -202,7 +202,7 @@ def load(key: str, reference: str) -> Any:
             "; put its file beside the config file, in the current directory or in the app directory, or make the module "
             "importable on every node"
         )
-        lacks = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        lacks = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         raise UserError(
             f"{key} {reference}: cannot import {module_name} ({describe(error)}{at(error)}){hint if lacks else ''}"
         ) from error

@@ -26,7 +26,7 @@ def parse_toml(content: bytes, path: Path) -> dict[str, Any]:
     """Parse the content of a TOML file. path: its place, for errors. Raises UserError if it is not TOML."""
     try:
         return tomllib.loads(content.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (RecursionError, ValueError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 

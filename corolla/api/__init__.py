@@ -97,8 +97,8 @@ def compare(
 
     - `runs`: runs, run folders, or folders of run folders (a sweep's).
     - `metric`: the metric to compare, such as "auc"; empty: each run's headline.
-    - `reference`: the row to compare with, which becomes the first: its method, its values, or one of its runs; empty:
-      the first.
+    - `reference`: the row to compare with, which becomes the first: its method, its values, or one of its runs, also as
+      a Run; empty: the first.
 
     Columns of the result:
 

@@ -33,7 +33,7 @@ class _InWords(click.ParamType[Any]):
         try:
             number = super().convert(value, param, ctx)
             # no comparison with NaN fails
-            if not math.isfinite(number):
+            if isinstance(number, float) and not math.isfinite(number):
                 self.fail(f"{value} is not finite", param, ctx)
             return number
         except click.BadParameter as error:

@@ -106,7 +106,7 @@ def _keys(name: str, text: str) -> dict[str, Scalar]:
     """Return a key and its value, or the keys of an inline table. Raises UserError for text that is neither."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (RecursionError, ValueError):
         value = text
         if text.strip().startswith("{") and not _is_text(name):
             raise UserError("not an inline TOML table, as in 'fedcac={beta=3, selection=\"random\"}'") from None

@@ -292,3 +292,12 @@ def test_a_command_is_suggested_once(corolla: Command, wrong: list[str], meant: 
 def test_a_number_of_clients_is_refused_in_words(corolla: Command, value: str) -> None:
     code, _, err = corolla("run", "--clients", value.strip("'"))
     assert code == 2 and f"'--clients': must be a whole number >= 1, got {value}" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("words", [("--clients",), ("--set", "num-clients="), ("--set", "learning-rate=")])
+def test_huge_integers_are_refused(corolla: Command, words: tuple[str, ...]) -> None:
+    *before, last = words
+    number = "9" * 400
+    arguments = [*before, last + number] if before else [last, number]
+    code, _, err = corolla("run", "--in-process", *arguments)
+    assert code == 2 and "an integer must have at most 63 bits, got one of 1329" in " ".join(err.split()), err
