@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from deploy.certificates import CA, SERVER, SERVER_KEY
 from deploy.inventory import Inventory, SuperLink, SuperNode, is_loopback
 from deploy.peers import KEY_SUFFIX
 from deploy.superlink import address as parsed_address
+from fl_app.shell import MARK
 from fl_app.wire import PRIVATE_KEYS
 
 SUPERLINK, TUNNEL, METRICS = "superlink", "tunnel", "metrics"
@@ -147,7 +149,8 @@ def node_config(client_id: int, num_clients: int, data_path: str, private_keys: 
 
 def _quoted(text: str) -> str:
     """Return a text as a TOML string. Quotation marks are escaped by number, because Flower ends the text at any mark."""
-    return '"' + "".join(f"\\u{ord(c):04x}" if c in '"\\\x7f' or ord(c) < 32 else c for c in text) + '"'
+    # a shell's variable stays one
+    return '"' + re.sub(rf'(?!{MARK})["\\\x00-\x1f\x7f]', lambda found: f"\\u{ord(found[0]):04x}", text) + '"'
 
 
 def tunnel(inventory: Inventory, ca: str) -> Process:

@@ -7,17 +7,17 @@ import shlex
 from collections.abc import Iterable, Mapping
 
 # No path, name or setting contains this character.
-_MARK = "\x01"
+MARK = "\x01"
 
 
 def variable(name: str) -> str:
     """Return the placeholder, inside a word, for the value of a script's own variable."""
-    return f"{_MARK}{name}{_MARK}"
+    return f"{MARK}{name}{MARK}"
 
 
 def word(text: str) -> str:
     """Quote a word."""
-    pieces = re.split(f"{_MARK}(\\w+){_MARK}", text)
+    pieces = re.split(f"{MARK}(\\w+){MARK}", text)
     if len(pieces) == 1:
         return shlex.quote(text)
     return "".join(f'"${{{piece}}}"' if k % 2 else shlex.quote(piece) * bool(piece) for k, piece in enumerate(pieces))

@@ -218,7 +218,7 @@ def test_messages_of_clients_that_take_turns_wait_for_each_other(
 def test_the_option_needs_one_process_and_a_number() -> None:
     with pytest.raises(UserError, match="clients_at_once needs in_process, got 3 without it"):
         corolla.run(method="fedavg", clients_at_once=3)
-    with pytest.raises(UserError, match="clients_at_once: must be a whole number >= 0, got '-1'"):
+    with pytest.raises(UserError, match="clients_at_once: must be a whole number >= 0, got -1"):
         corolla.run(method="fedavg", in_process=True, clients_at_once=-1)
 
 
