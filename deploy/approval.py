@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fl_app.errors import UserError, parsed_json
+from fl_app.errors import MALFORMED, UserError
 from fl_app.files import make_directory, publish_text
 from fl_app.keys import Scalar
 
@@ -56,8 +56,8 @@ def ask(directory: Path, request: Request) -> None:
 def answer(directory: Path, request: Request) -> Answer | None:
     """Return the answer to a request, or None. An answer for another application or config does not count."""
     try:
-        found = Answer(**parsed_json((directory / DECIDED / f"{request.run}.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = Answer(**json.loads((directory / DECIDED / f"{request.run}.json").read_text(encoding="utf-8")))
+    except (OSError, *MALFORMED):
         return None
     return found if found.digest == request.digest else None
 

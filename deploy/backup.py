@@ -30,7 +30,7 @@ from pathlib import Path
 from deploy import site
 from deploy.inventory import LOCAL, Inventory
 from deploy.processes import state_home
-from fl_app.errors import UserError, parsed_json
+from fl_app.errors import MALFORMED, UserError
 from fl_app.files import explain_full_disk, make_directory, publish
 from fl_app.machine import versions
 from fl_app.site import VARIABLE, site_directory, user_state
@@ -292,10 +292,10 @@ def _parts(tar: tarfile.TarFile, archive: Path) -> list[Part]:
     head = tar.next()
     file = tar.extractfile(head) if head is not None and head.name == MANIFEST else None
     try:
-        about = parsed_json(file.read()) if file else {}
+        about = json.loads(file.read()) if file else {}
         found = [Part(str(part["what"]), Path(part["path"])) for part in about["parts"]]
         sound = about["format"] == FORMAT and all(part.path.is_absolute() for part in found)
-    except (ValueError, KeyError, TypeError):
+    except MALFORMED:
         sound = False
     if not sound:
         raise UserError(f"{archive}: is no backup of this version of Corolla (no {MANIFEST} of format {FORMAT})")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from fl_app.errors import UserError, parsed_json
+from fl_app.errors import MALFORMED, UserError
 from fl_app.files import publish_text
 from fl_app.processes import LAUNCH, end_processes, flower_environment, processes_with, start_mark
 from fl_app.site import user_state
@@ -90,8 +90,8 @@ def start(
 def read_record(directory: Path, name: str) -> Record | None:
     """Return a process's record, or None, also for a file that is no record. `stop` finds its process by the token."""
     try:
-        return Record(**parsed_json(_record_path(directory, name).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+        return Record(**json.loads(_record_path(directory, name).read_text(encoding="utf-8")))
+    except (FileNotFoundError, *MALFORMED):
         return None
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 DIVERGED = "training diverged"
 _MAX_LISTED = 5
 # C0, DEL and C1; then marks that change the direction of text or end a line
@@ -40,14 +37,6 @@ class Diverged(UserError):
 def diverged(what: str, value: float, learning_rate: float) -> Diverged:
     """Return the error of a diverged training. what: the name of the number with this value."""
     return Diverged(f"{DIVERGED}: its {what} is {value:.4g} (learning-rate {learning_rate:g})")
-
-
-def parsed_json(text: str | bytes) -> Any:
-    """Return what a JSON text from elsewhere holds. Raises ValueError if it is no JSON, or nested too deeply to read."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
 
 
 def listed(names: list[str], separator: str = ", ", most: int = _MAX_LISTED) -> str:

@@ -122,7 +122,7 @@ def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
             )
 
 
-# A key has an effect with one of these values of another key. No values: with all but its default.
+# A key has an effect with one of these values of another key. No values: with all that do not turn that key off.
 _NEEDS: Mapping[str, tuple[str, tuple[Scalar, ...]]] = {
     "server-learning-rate": ("server-optimizer", ()),
     "server-beta1": ("server-optimizer", ()),
@@ -143,17 +143,14 @@ _NEEDS: Mapping[str, tuple[str, tuple[Scalar, ...]]] = {
 
 def _without_its_switch(config: RunConfig, chosen: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield each chosen key that another key makes void, with the reason. A key with its default value is none."""
-    # `--scale small` also cuts numbers of rounds that nobody chose
-    cut = {key.name for key, _ in config.own_keys() if key.counts_rounds and config.scale == "small"}
-    values = {key.name: (value, key.default) for key, value in config.own_keys()}
+    keys = {key.name: (key, value) for key, value in config.own_keys()}
     for name, (switch, works) in _NEEDS.items():
-        (value, default), (is_set, off) = values[name], values[switch]
-        if (
-            name in chosen
-            and name not in cut
-            and value != default
-            and (is_set not in works if works else is_set == off)
-        ):
+        (key, value), (other, is_set) = keys[name], keys[switch]
+        # `--scale small` also cuts numbers of rounds that nobody chose
+        is_cut = key.counts_rounds and config.scale == "small"
+        if name not in chosen or value == key.default or is_cut:
+            continue
+        if is_set not in works if works else other.is_off(is_set):
             yield name, f"{switch} = {str(is_set).lower()}"
 
 

@@ -25,7 +25,7 @@ from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
-from fl_app.errors import MALFORMED, UserError, counted, listed, parsed_json, plain
+from fl_app.errors import MALFORMED, UserError, counted, listed, plain
 from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar, own, show, table_of
@@ -152,10 +152,10 @@ class RunFolder:
         check_unchanged(path, config)
         plugins.read(config.plugins)
         try:
-            run = parsed_json((path / RUN).read_text(encoding="utf-8"))
+            run = json.loads((path / RUN).read_text(encoding="utf-8"))
             figures = from_json(run.get("figures", []))
             folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1, config.num_clients, figures)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *MALFORMED) as error:
             raise UserError(f"resume: {path / RUN} cannot be read: {error!r}") from None
         folder.lock()
         return folder
@@ -696,8 +696,8 @@ def _read_lines(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rounds of metrics.jsonl, without rows from separate files."""
     for number, line in enumerate(_lines(run, METRICS), 1):
         try:
-            record = parsed_json(line.decode("utf-8", "replace"))
-        except ValueError:
+            record = json.loads(line.decode("utf-8", "replace"))
+        except MALFORMED:
             record = None
         if _is_record(record):
             yield record
@@ -785,8 +785,8 @@ def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
 def read_clients(run: Path) -> dict[str, dict[str, Any]]:
     """Return clients.json, facts by client id; {} if it is missing or cannot be read."""
     try:
-        clients = parsed_json((run / CLIENTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        clients = json.loads((run / CLIENTS).read_text(encoding="utf-8"))
+    except (OSError, *MALFORMED):
         return {}
     sound = isinstance(clients, dict) and all(isinstance(facts, dict) for facts in clients.values())
     return clients if sound else {}
@@ -801,8 +801,8 @@ def read_about(run: Path) -> dict[str, Any]:
     the normalization of inputs.
     """
     try:
-        about = parsed_json(read_file(run, RUN))
-    except (OSError, ValueError):
+        about = json.loads(read_file(run, RUN))
+    except (OSError, *MALFORMED):
         return {}
     return about if isinstance(about, dict) else {}
 
@@ -810,11 +810,11 @@ def read_about(run: Path) -> dict[str, Any]:
 def read_summary(run: Path) -> dict[str, Any]:
     """Return summary.json. Raises UserError if the run is not complete."""
     try:
-        result = parsed_json((run / SUMMARY).read_text(encoding="utf-8"))
+        result = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         why = "the run did not finish" if is_run(run) else "not a run folder, or the run did not finish"
         raise UserError(f"{run} has no {SUMMARY}: {why}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, *MALFORMED) as error:
         raise UserError(f"{run / SUMMARY} cannot be read: {error}") from None
     if not isinstance(result, dict):
         raise UserError(f"{run / SUMMARY} cannot be read: must hold a table, got {type(result).__name__}")

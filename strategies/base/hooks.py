@@ -53,11 +53,11 @@ def checked(cls: type, half: type, rules: Mapping[str, Rule]) -> None:
 
 def _checking(own: Any, hook: str, rule: Rule) -> Callable[..., Any]:
     """Return a hook that checks its result. own: the hook as a class holds it: a function, or a static method."""
+    binds = hasattr(own, "__get__")
 
     @functools.wraps(own)
     def called(self: Any, *args: Any, **keywords: Any) -> Any:
-        bound = own.__get__(self, type(self)) if hasattr(own, "__get__") else own
-        result = bound(*args, **keywords)
+        result = (own.__get__(self, type(self)) if binds else own)(*args, **keywords)
         given = (*args, *keywords.values())
         try:
             return rule(given, result)
