@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample, pad
 
+from client_app.draws import Draws
+
 MAX_DEGREES = 15
 # angles are drawn in millionths of a degree
 _PER_DEGREE = 10**6
@@ -22,19 +24,19 @@ _PER_DEGREE = 10**6
 class Augmentation:
     """A random change, as two functions.
 
-    draws: (n images, their side, generator) -> int64 [n, k] on the CPU; apply: (float32 [n, C, S, S], draws) -> the
+    draws: (n images, their side, source) -> int64 [n, k] on the CPU; apply: (float32 [n, C, S, S], draws) -> the
     same shape.
     """
 
-    draws: Callable[[int, int, torch.Generator], Tensor]
+    draws: Callable[[int, int, Draws], Tensor]
     apply: Callable[[Tensor, Tensor], Tensor]
 
 
-def crop_flip_draws(n: int, side: int, generator: torch.Generator) -> Tensor:
+def crop_flip_draws(n: int, side: int, source: Draws) -> Tensor:
     """Draw the changes of `crop_flip` for n images: int64 [n, 3], rows to skip, columns to skip, 1 to flip."""
     margin = max(1, side // 8)
-    top, left = (torch.randint(0, 2 * margin + 1, (n,), generator=generator) for _ in range(2))
-    flip = torch.rand(n, generator=generator) < 0.5
+    top, left = (source.integers(0, 2 * margin + 1, n) for _ in range(2))
+    flip = source.coins(n)
     return torch.stack([top, left, flip.long()], dim=1)
 
 
@@ -54,14 +56,14 @@ def crop_flip(x: Tensor, draws: Tensor) -> Tensor:
     return padded[image, channel, rows[:, None, :, None], across[:, None, None, :]]
 
 
-def crop_flip_rotate_draws(n: int, side: int, generator: torch.Generator) -> Tensor:
+def crop_flip_rotate_draws(n: int, side: int, source: Draws) -> Tensor:
     """Draw the changes of `crop_flip_rotate` for n images, int64 [n, 4].
 
     The columns are those of crop_flip_draws and an angle in millionths of a degree.
     """
     limit = MAX_DEGREES * _PER_DEGREE
-    moves = crop_flip_draws(n, side, generator)
-    return torch.cat([moves, torch.randint(-limit, limit + 1, (n, 1), generator=generator)], dim=1)
+    moves = crop_flip_draws(n, side, source)
+    return torch.cat([moves, source.integers(-limit, limit + 1, n)[:, None]], dim=1)
 
 
 def crop_flip_rotate(x: Tensor, draws: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from client_app.augment import AUGMENTATIONS
+from client_app.draws import SecretDraws, SeededDraws, hide_globals, seed_globals
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -76,8 +77,8 @@ class Batches:
         self._ready = self._made_ready()
         # positions of the training samples in use, on the CPU; None: all
         self._used: Tensor | None = None
-        # Set if batches are drawn at random: each sample's probability, batches per epoch, the generator.
-        self.poisson: tuple[float, int, torch.Generator] | None = None
+        # Set if batches are drawn at random: each sample's probability, batches per epoch, the source.
+        self.poisson: tuple[float, int, SecretDraws] | None = None
 
     def _resident(self, array: np.ndarray) -> Tensor:
         # an array of its own, not a view into a data set's file
@@ -118,35 +119,32 @@ class Batches:
 
     def epochs(self, epochs: int, purpose: str) -> Iterator[Batch]:
         """Yield the batches of shuffled epochs. purpose: names the random stream."""
+        # a user's model may have dropout, which uses the global generators
+        source: SeededDraws | SecretDraws
         if self.poisson:
-            # With a public seed, a record's augmentation would reveal the other records of its batch.
-            generator = self.poisson[2]
-            seed = int(torch.randint(2**63 - 1, (), generator=generator))
+            source = self.poisson[2]
+            hide_globals(source.stream, self.device)
         else:
             seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
-            generator = torch.Generator().manual_seed(seed)
-        # a user's model may have dropout, which uses the global generators
-        if self.device.type == "cpu":
-            # Only the CPU's generator: `torch.manual_seed` also queues the call for accelerators that have not started.
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
-        rng.seed_global(seed)
+            source = SeededDraws(seed)
+            seed_globals(seed, self.device)
         n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
         for _ in range(epochs):
             if self.poisson:
                 order, bounds = _poisson_batches(n, *self.poisson)
-            else:
-                order = torch.randperm(n, generator=generator)
+            elif isinstance(source, SeededDraws):
+                order = torch.randperm(n, generator=source.generator)
             plan = (order if self._used is None else self._used[order])[: bounds[-1][1], None]
             if augment is not None:
                 side = self._x_train.shape[-1]
-                draws = [augment.draws(stop - start, side, generator) for start, stop in bounds]
+                draws = [augment.draws(stop - start, side, source) for start, stop in bounds]
                 plan = torch.cat([plan, torch.cat(draws)], dim=1)
             plan = self._moved(plan)
             for batch, (start, stop) in enumerate(bounds):
                 chosen = plan[start:stop, 0]
+                if self.poisson and self.device.type != "cpu":
+                    hide_globals(self.poisson[2].stream, self.device)
                 x = self._training_inputs(chosen)
                 if augment is not None:
                     x = augment.apply(x, plan[start:stop, 1:])
@@ -217,13 +215,11 @@ class Batches:
         return self._prepared(images).contiguous(memory_format=self._format)
 
 
-def _poisson_batches(
-    n: int, rate: float, batches: int, generator: torch.Generator
-) -> tuple[Tensor, list[tuple[int, int]]]:
+def _poisson_batches(n: int, rate: float, batches: int, source: SecretDraws) -> tuple[Tensor, list[tuple[int, int]]]:
     """Draw batches in which each of n samples is included independently with probability `rate`.
 
     Returns (samples int64 [m], first and last + 1 position of every batch).
     """
-    parts = [(torch.rand(n, generator=generator) < rate).nonzero()[:, 0] for _ in range(batches)]
+    parts = [source.included(n, rate) for _ in range(batches)]
     ends = np.cumsum([0, *map(len, parts)]).tolist()
     return torch.cat(parts), list(zip(ends, ends[1:], strict=False))

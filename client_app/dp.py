@@ -12,13 +12,12 @@ import copy
 import functools
 import logging
 import math
-import secrets
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,13 +29,16 @@ from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
+from client_app.draws import SecretDraws
+from client_app.noise import noisy
 from client_app.notes import Notes, Training
 from client_app.state import SUFFIX
 from client_app.trainer import LocalTrainer
-from fl_app import rng, tasks
+from fl_app import tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, describe
 from fl_app.layout import Model
+from fl_app.privacy.secure_random import SecureRandom
 from strategies.base import Correction, Objective
 
 log = logging.getLogger("corolla")
@@ -289,6 +291,20 @@ def _by_kind(trainings: Iterable[Training]) -> Mapping[Kind, int]:
     return steps
 
 
+class _NoisyOptimizer(DPOptimizer):  # type: ignore[misc]
+    """Opacus's optimizer, with noise from a secure stream (client_app/noise.py)."""
+
+    def __init__(self, stream: SecureRandom, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+        super().__init__(optimizer, **settings)
+        self._stream = stream
+
+    def add_noise(self) -> None:
+        """Put the noisy sum of clipped gradients into each parameter's `grad`."""
+        deviation = self.noise_multiplier * self.max_grad_norm
+        for p in self.params:
+            p.grad = noisy(p.summed_grad, deviation, self._stream).view_as(p)
+
+
 class NoisyTrainer:
     """A strategies.base.Trainer that reads training records only in noisy steps, each within the budget.
 
@@ -351,21 +367,20 @@ class NoisyTrainer:
             raise self._refusal("its own objective, or by parts of epochs")
         local, config, plan = self._local, self._local.config, self.plan
         steps = plan.steps * (config.local_epochs if epochs is None else epochs)
-        sampling = self._generator(purpose)
         self._trainings += 1
         self.epsilon = self.budget.spend(f"{local.round}-{self._trainings}-{purpose}", plan, steps)
         log.debug("client %d: epsilon %.4g of %g spent", local.client_id, self.epsilon, config.dp_epsilon)
         # a frozen parameter gets no gradient: it would count in the norm of each record's gradient
         local.flat.freeze(frozen)
-        local.data.poisson = plan.rate, plan.steps, sampling
+        local.data.poisson = plan.rate, plan.steps, SecretDraws(self._stream(purpose))
         try:
             with quiet(), self._gradients_by_record():
-                noise = DPOptimizer(
+                noise = _NoisyOptimizer(
+                    self._stream(f"{purpose}-noise"),
                     torch.optim.SGD(self.module.parameters(), lr=0.0),
                     noise_multiplier=plan.noise,
                     max_grad_norm=config.dp_clip,
                     expected_batch_size=max(1, round(plan.rate * local.data.num_used)),
-                    generator=self._generator(f"{purpose}-noise", local.device),
                 )
                 trained = local.train(
                     start,
@@ -400,7 +415,7 @@ class NoisyTrainer:
     samples = indices = sample_losses = leave_out = features = class_counts
     fisher = loss_gradient = alternate = step = class_counts
 
-    def _noisy_gradient(self, noise: DPOptimizer, x: Tensor, y: Tensor) -> None:
+    def _noisy_gradient(self, noise: _NoisyOptimizer, x: Tensor, y: Tensor) -> None:
         """Leave the noisy mean of the records' clipped gradients in `gradient`. x, y: a batch, which may be empty."""
         noise.zero_grad()
         if len(y):
@@ -446,13 +461,12 @@ class NoisyTrainer:
                 f"dp-epsilon: model {self._local.config.model} does not keep records apart: its output for one changes with others"
             )
 
-    def _generator(self, purpose: str, device: torch.device | None = None) -> torch.Generator:
+    def _stream(self, purpose: str) -> SecureRandom:
+        """Return a secret stream. In a simulation it follows from the seed, and hides nothing."""
         local = self._local
         if self.budget.repeatable:
-            seed = rng.torch_seed(local.config.seed, f"dp-{purpose}", local.round, local.client_id)
-        else:
-            seed = secrets.randbits(63)
-        return torch.Generator(device or "cpu").manual_seed(seed)
+            return SecureRandom.of_seed(local.config.seed, f"dp-{purpose}", local.round, local.client_id)
+        return SecureRandom.of_secret()
 
     def _refusal(self, way: str) -> UserError:
         return UserError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from deploy.inventory import LOCAL, Inventory
 from deploy.node import Json
 from fl_app import log_format
 from fl_app.errors import UserError
+from fl_app.privacy import secure_random
 from fl_app.privacy.keyring import PEERS
 
 Say = Callable[[str], None]
@@ -43,7 +43,7 @@ def up(
     listen = commands.host_port(*commands.listen_address(metrics)) if metrics else ""
     cluster = Cluster(
         inventory,
-        secrets.token_hex(16),
+        secure_random.secret(16).hex(),
         str(connection.config_path()),
         time.strftime("%Y-%m-%d %H:%M:%S"),
         listen,

@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from deploy.processes import state_home
 from fl_app import machine
 from fl_app.files import lock, make_directory, opener, publish_text
 from fl_app.forking import Link
+from fl_app.privacy import secure_random
 from fl_app.processes import LAUNCH
 
 log = logging.getLogger("corolla")
@@ -128,7 +128,7 @@ def _connected(command: Sequence[str]) -> Link:
                 control.connect(f"{short}/{name}")
             # none has been started, or it has ended
             except (FileNotFoundError, ConnectionRefusedError):
-                publish_text(kept, secrets.token_hex(_SECRET_BYTES // 2))
+                publish_text(kept, secure_random.secret(_SECRET_BYTES // 2).hex())
                 _start(command, f"{short}/{name}", kept)
                 control.connect(f"{short}/{name}")
             control.sendall(kept.read_bytes())

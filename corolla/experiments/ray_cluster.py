@@ -11,10 +11,10 @@ import json
 import logging
 import os
 import re
-import secrets
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def check(address: str, shared: Mapping[str, Path], cpus_per_client: float, gpus
     into each, and read on every machine.
     """
     _connect(address)
-    tokens = {key: directory / f".shared-{secrets.token_hex(8)}" for key, directory in shared.items()}
+    tokens = {key: directory / f".shared-{uuid.uuid4().hex}" for key, directory in shared.items()}
     try:
         for key, path in tokens.items():
             try:

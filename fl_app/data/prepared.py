@@ -21,7 +21,6 @@ import hmac
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from fl_app.data.moments import Moments, Sums
 from fl_app.errors import UserError, describe
 from fl_app.files import build_once, cache_key, expanded, lock, make_directory, publish_text
 from fl_app.known_names import SCALING
+from fl_app.privacy import secure_random
 from fl_app.site import site_directory
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
@@ -284,7 +284,7 @@ def keyed_hash(sha256: str) -> str:
     path = directory / HASH_KEY
     with lock(directory / f".{HASH_KEY}.lock", wait=True):
         if not path.exists():
-            publish_text(path, secrets.token_hex(32))
+            publish_text(path, secure_random.secret().hex())
         key = path.read_text(encoding="utf-8").strip()
     name = hashlib.sha256(key.encode()).hexdigest()[: checksums.KEY_DIGITS]
     return name + hmac.new(key.encode(), sha256.encode(), "sha256").hexdigest()[checksums.KEY_DIGITS :]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 import stat
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fl_app.errors import UserError
+from fl_app.privacy import secure_random
 from fl_app.privacy.masking import derived
 from fl_app.wire import SEED_KEYS
 
@@ -65,7 +65,7 @@ class Keyring:
         """Return the sketches' key as text, encrypted for each client in order, this one included."""
         sealed = []
         for j in range(self.num_clients):
-            nonce = os.urandom(_NONCE)
+            nonce = secure_random.secret(_NONCE)
             cipher = ChaCha20Poly1305(derived(self._shared(j), "seal"))
             sealed.append(_text(nonce + cipher.encrypt(nonce, self.secret, f"{self.client_id}-{j}".encode())))
         return sealed
@@ -134,7 +134,7 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
         raise UserError(f"private: {path} is not the key that {peers} has for client {client_id}")
     if len(set(keys.values())) < num_clients:
         raise UserError(f"private: {peers} has the same key for two clients")
-    return Keyring(client_id, num_clients, private, keys.__getitem__, os.urandom(32))
+    return Keyring(client_id, num_clients, private, keys.__getitem__, secure_random.secret())
 
 
 def read_private_key(path: Path) -> X25519PrivateKey:

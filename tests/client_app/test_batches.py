@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from client_app.augment import MAX_DEGREES, crop_flip, crop_flip_draws, crop_flip_rotate, crop_flip_rotate_draws, rotate
 from client_app.batches import Batches
+from client_app.draws import SeededDraws
 from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.data import ClientData, DatasetInfo
@@ -135,7 +136,7 @@ def test_normalize_leaves_the_samples_as_they_are() -> None:
 @pytest.mark.parametrize(("side", "channels"), [(8, 1), (28, 1), (32, 3), (5, 2)])
 def test_crop_flip_equals_a_loop(side: int, channels: int) -> None:
     x = torch.rand(20, channels, side, side)
-    got = crop_flip(x, crop_flip_draws(20, side, torch.Generator().manual_seed(1)))
+    got = crop_flip(x, crop_flip_draws(20, side, SeededDraws(1)))
     generator = torch.Generator().manual_seed(1)
     margin = max(1, side // 8)
     top = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
@@ -150,7 +151,7 @@ def test_crop_flip_equals_a_loop(side: int, channels: int) -> None:
 
 def test_crop_flip_is_random_and_repeatable() -> None:
     x = torch.rand(50, 1, 8, 8)
-    a, b, c = (crop_flip(x, crop_flip_draws(50, 8, torch.Generator().manual_seed(seed))) for seed in (1, 1, 2))
+    a, b, c = (crop_flip(x, crop_flip_draws(50, 8, SeededDraws(seed))) for seed in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(a, x)
 
 
@@ -168,8 +169,8 @@ def test_rotate_is_torchvisions(side: int, channels: int) -> None:
 
 
 def test_crop_flip_rotate_draws() -> None:
-    draws = crop_flip_rotate_draws(5000, 32, torch.Generator().manual_seed(1))
-    assert torch.equal(draws[:, :3], crop_flip_draws(5000, 32, torch.Generator().manual_seed(1)))
+    draws = crop_flip_rotate_draws(5000, 32, SeededDraws(1))
+    assert torch.equal(draws[:, :3], crop_flip_draws(5000, 32, SeededDraws(1)))
     degrees = draws[:, 3] / 1e6
     assert degrees.abs().max() <= MAX_DEGREES and degrees.abs().mean() == pytest.approx(MAX_DEGREES / 2, rel=0.05)
     assert degrees.mean() == pytest.approx(0, abs=0.5)

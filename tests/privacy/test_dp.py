@@ -15,6 +15,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
 from client_app.dp import Budget, NoisyTrainer, Plan, Spent, epsilon_of
+from client_app.draws import SecretDraws
 from client_app.notes import Notes, OwnData, _read
 from client_app.state import State, StateStore
 from client_app.trainer import LocalTrainer
@@ -337,6 +338,36 @@ def test_secret_noise_is_another_every_time(tmp_path: Path) -> None:
     assert not np.array_equal(results[2], results[3]) and not np.array_equal(results[0], results[2])
 
 
+def test_noise_and_batches_come_from_the_secure_stream_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's generator keeps 32 bits of a seed: a core tries them all in an hour, and subtracts the noise."""
+    keys: list[bytes] = []
+    monkeypatch.setattr("fl_app.privacy.secure_random.secret", lambda nbytes=32: keys[-1])
+    for name in ("normal", "rand", "randint", "randperm", "randn", "bernoulli"):
+        monkeypatch.setattr(torch, name, None)
+    start, results = weights.read(mlp()), []
+    first = bytes(32)
+    # keys that agree in their first or last 124 bits and more
+    for key in (first, first, bytes(31) + b"\1", b"\x80" + bytes(31), bytes(15) + b"\1" + bytes(16)):
+        keys.append(key)
+        trainer = noisy(tmp_path, mlp, Plan(0.5, 4, 5.0), augment="crop-flip-rotate")
+        trainer.budget.repeatable = False
+        results.append(trainer.train(start, epochs=1).params - start.params)
+    assert np.array_equal(results[0], results[1])
+    for other in results[2:]:
+        assert abs(np.corrcoef(results[0], other)[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize("far", [32, 40, 62])
+def test_a_simulations_noise_follows_from_the_whole_seed(tmp_path: Path, far: int) -> None:
+    start = weights.read(mlp())
+    results = []
+    for seed in (3, 3, 3 + 2**far):
+        trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 50.0), seed=seed)
+        results.append(trainer.train(start, epochs=1).params - start.params)
+    assert np.array_equal(results[0], results[1])
+    assert abs(np.corrcoef(results[0], results[2])[0, 1]) < 0.1
+
+
 def test_a_record_whose_gradient_is_no_number_counts_nothing(tmp_path: Path) -> None:
     """A server could send weights that overflow for some records alone: a step that fails would tell that one of them is here."""
     results = []
@@ -363,7 +394,7 @@ def test_what_befalls_a_record_is_as_secret_as_who_is_in_a_batch(tmp_path: Path,
     for run in seen:
         trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1.0), augment="crop-flip")
         trainer.budget.repeatable = repeatable
-        trainer._local.data.poisson = 1.0, 1, trainer._generator("train")
+        trainer._local.data.poisson = 1.0, 1, SecretDraws(trainer._stream("train"))
         run.extend(
             (batch.x.numpy().tobytes(), float(torch.rand(()))) for batch in trainer._local.data.epochs(1, "train")
         )
