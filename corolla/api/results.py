@@ -125,7 +125,9 @@ class Run:
         return Predictor(
             model.module,
             model.config,
-            lambda: {"file": model.name, **model_card.about(model), **loading.described(model, "")},
+            lambda: model_card.of_no_file(
+                {"file": model.name, **model_card.about(model), **loading.described(model, "")}
+            ),
         )
 
     @brief

@@ -21,7 +21,7 @@ def export(
     *,
     onnx: bool = False,
     data_path: str = "",
-) -> tuple[Path, model_card.Card]:
+) -> tuple[Path, model_card.Entries]:
     """Write the global model or a client's model, its card, and copies of the run's plugins.
 
     Return the model's path and the card. The model is as in `run_models.load`: for a client that is evaluated with the

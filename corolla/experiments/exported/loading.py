@@ -14,14 +14,14 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from corolla.experiments.exported.model_card import FILE_HASH, Card
+from corolla.experiments.exported.model_card import FILE_HASH, Card, Entries
 from corolla.experiments.exported.run_models import Trained, networks
 from fl_app import config as configs
 from fl_app import data, plugins, tasks
@@ -32,6 +32,7 @@ from fl_app.data import DatasetInfo
 from fl_app.data.encoding import Encoding
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
+from fl_app.keys import Scalar
 from fl_app.server.run_folder import DATA, NORMALIZED_BY, READ_BY
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
@@ -75,7 +76,7 @@ def predicts(task: Task) -> bool:
 # The card's description of a model's use ------------------------------------------------------------------------------
 
 
-def described(trained: Trained, data_path: str) -> Card:
+def described(trained: Trained, data_path: str) -> Entries:
     """Return the card's description of samples and predictions: `input`, `outputs`, `classes`.
 
     For tables it also has `features`, the features' names, and `table`, the conversion of columns into features.
@@ -146,7 +147,7 @@ def described(trained: Trained, data_path: str) -> Card:
     }
 
 
-def data_hashes(trained: Trained) -> Card:
+def data_hashes(trained: Trained) -> Entries:
     """Return the hash of a run's data, and that of their file if it is one file and still holds these data.
 
     Empty for data that stay on the clients. `predict` recognizes the run's own file by its hash.
@@ -154,7 +155,7 @@ def data_hashes(trained: Trained) -> Card:
     run, config = trained.run, trained.config
     if not run.data_sha256:
         return {}
-    found: Card = {"sha256": run.data_sha256}
+    found: Entries = {"sha256": run.data_sha256}
     file = Path(path_in("dataset", config.dataset))
     if not file.is_file():
         return found
@@ -187,7 +188,7 @@ def require_onnx() -> None:
         raise UserError(f"onnx: {error.name} is missing; pip install 'corolla[onnx]'") from None
 
 
-def write_onnx(trained: Trained, facts: Card, output: Path) -> None:
+def write_onnx(trained: Trained, facts: Entries, output: Path) -> None:
     """Write a model as ONNX, from samples to predictions, with a free batch size.
 
     facts: the model's card; some of its entries are also stored in the file. Raises UserError if the model cannot be
@@ -275,7 +276,9 @@ def _silence() -> Iterator[None]:
 
 def config_of(card: Card, methods: Mapping[str, Any]) -> RunConfig:
     """Return the config in a card. Raises UserError if this version does not accept it."""
-    return configs.parse_recorded(card["settings"], {name: method.params for name, method in methods.items()})
+    return configs.parse_recorded(
+        cast(dict[str, Scalar], card["settings"]), {name: method.params for name, method in methods.items()}
+    )
 
 
 def open_file(file: Path, card: Card, methods: Mapping[str, Any]) -> Answers:

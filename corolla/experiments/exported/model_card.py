@@ -1,27 +1,119 @@
 """The card of an exported model, FILE.json beside FILE: its origin, metrics, inputs and outputs.
 
-The card holds the SHA-256 of FILE and of itself, so that a change of either is detected.
+The card holds the SHA-256 of FILE and of itself, so that a change of either is detected. `Card` is its form: `read`
+returns, and `write` writes, nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
+from corolla.experiments.exported import json_form
 from corolla.experiments.exported.run_models import Trained
 from fl_app import tasks
 from fl_app.checksums import sha256_of
+from fl_app.data.encoding import Encoding
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import no_such, publish_text
+from fl_app.keys import Scalar
 from fl_app.server.properties import SAMPLES
 from fl_app.server.run_folder import NAME
 
-Card = dict[str, Any]
+Entries = dict[str, Any]
+"""Entries of a card that is being made."""
+
+
+class _RunEntry(TypedDict):
+    name: str
+    digest: str
+
+
+_InputEntry = TypedDict(
+    "_InputEntry",
+    {
+        "dtype": Literal["uint8", "int64", "float32"],
+        "shape": list[int],
+        "image-size": int,
+        "normalize": Literal["unit", "mean-std", "symmetric"],
+        "mean": list[float],
+        "std": list[float],
+        # absent from cards of earlier versions
+        "bits": NotRequired[int],
+        "shift": NotRequired[list[float]],
+        "scale": NotRequired[list[float]],
+    },
+)
+_DataEntry = TypedDict("_DataEntry", {"dataset": str, "sha256": NotRequired[str], "file-sha256": NotRequired[str]})
+
+
+class _TableEntry(TypedDict, total=False):
+    encodings: list[dict[str, Any]]
+    others: list[str]
+
+
+_SettingsEntry = TypedDict(
+    "_SettingsEntry",
+    {
+        "dataset": str,
+        "task": str,
+        "headline": str,
+        "target": str,
+        "separator": str,
+        "na-values": str,
+        "test-ratio": float,
+    },
+    total=False,
+)
+
+
+class _ShapeEntry(TypedDict):
+    num_classes: int
+    in_channels: int
+    image_size: int
+    input_shape: list[int]
+
+
+Card = TypedDict(
+    "Card",
+    {
+        "file": str,
+        "format": int,
+        "made-by": str,
+        "run": _RunEntry,
+        "model": str,
+        "method": str,
+        "data": _DataEntry,
+        "task": str,
+        "settings": _SettingsEntry,
+        "shape": _ShapeEntry,
+        "input": _InputEntry,
+        "outputs": list[Literal["outputs", "predictions"]],
+        "classes": list[str],
+        "has-classes": bool,
+        "features": list[str],
+        "table": NotRequired[_TableEntry],
+        "target-shift": NotRequired[list[float]],
+        "missing": NotRequired[list[str]],
+        "metrics": dict[str, Any],
+    },
+)
+"""A model's card. It may have more entries than these, that no code reads."""
+
+
+class Sealed(Card):
+    """The card of a file: with the file's SHA-256 and its bytes."""
+
+    sha256: str
+    bytes: int
+
 
 FORMAT = 1
+_MOST_BITS = 16
 _OWN = "card-sha256"
 # key of `data`: the hash of the run's data file
 FILE_HASH = "file-sha256"
@@ -36,7 +128,7 @@ def beside(file: Path) -> Path:
     return file.with_name(f"{file.name}.json")
 
 
-def about(trained: Trained) -> Card:
+def about(trained: Trained) -> Entries:
     """Return the card's description of a model's run: the model, its training, its metrics and its data."""
     run, config = trained.run, trained.config
     client = None if trained.client is None else str(trained.client)
@@ -78,7 +170,7 @@ def about(trained: Trained) -> Card:
     }
 
 
-def measured(trained: Trained) -> Card:
+def measured(trained: Trained) -> Entries:
     """Return the last metrics of exactly this model: means over the clients evaluated with it, and their number.
 
     Empty if there are none: for example, a global model that no client uses unchanged.
@@ -87,14 +179,14 @@ def measured(trained: Trained) -> Card:
     rows = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
     mine = rows if trained.client is None else {i: row for i, row in rows.items() if i == str(trained.client)}
     same = [row for row in mine.values() if trained.is_of(row)]
-    found: Card = {"clients": len(same)} if same else {}
+    found: Entries = {"clients": len(same)} if same else {}
     for metric in tasks.of(trained.config).metrics:
         if values := [row[metric.name] for row in same if row.get(metric.name) is not None]:
             found[metric.name] = sum(values) / len(values)
     return found
 
 
-def _class_counts(clients: list[Card]) -> Card:
+def _class_counts(clients: list[Entries]) -> Entries:
     """Return the sum of training samples per class; empty unless all clients sent theirs."""
     counts = [facts.get("class-counts") for facts in clients]
     if not counts or not all(counts):
@@ -111,43 +203,105 @@ def _without_path(value: str) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def write(file: Path, facts: Card) -> Card:
-    """Write a file's card and return it. facts: entries other than those about the file itself."""
-    card = {"file": file.name, "sha256": sha256_of(file), "bytes": file.stat().st_size, **facts}
+def write(file: Path, facts: Entries) -> Entries:
+    """Write a file's card and return its entries. facts: entries other than those about the file itself.
+
+    Raises UserError if they are not a card.
+    """
+    card: Entries = {"file": file.name, "sha256": sha256_of(file), "bytes": file.stat().st_size, **facts}
     card[_OWN] = _own_hash(card)
-    publish_text(beside(file), _text(card))
+    text = _text(card)
+    _typed(beside(file), json.loads(text))
+    publish_text(beside(file), text)
     return card
 
 
-def read(file: Path) -> Card:
-    """Read a card, and check it and its file. Raises UserError if either is missing or has changed."""
+def read(file: Path) -> Sealed:
+    """Read a card, and check it and its file.
+
+    Raises UserError if either is missing or has changed, if the card has another form, or if it is another file's.
+    """
     path = beside(file)
     for needed in (file, path):
         if not needed.is_file():
             more = f"{needed}: no such file or directory; {file.name} needs its card beside it"
             raise UserError(more if needed is path else no_such(needed))
-    card: Card = {}
+    card: Any = None
     try:
         text = path.read_text(encoding="utf-8")
         card = json.loads(text)
-        intact = isinstance(card, dict) and text == _text(card) and card[_OWN] == _own_hash(card)
+        intact = text == _text(card) and card[_OWN] == _own_hash(card)
     except (OSError, *MALFORMED):
         intact = False
     if not intact:
         raise UserError(f"{path} is not a card, or has changed since it was written")
-    if card["format"] != FORMAT:
-        raise UserError(f"{path} was written by {card['made-by']}: this version cannot read its cards")
-    if (sha256 := sha256_of(file)) != card["sha256"]:
+    if type(known := card.get("format")) is int and known != FORMAT and isinstance(maker := card.get("made-by"), str):
+        raise UserError(f"{path} was written by {maker:.60}: this version cannot read its cards")
+    found = _typed(path, card)
+    if found["file"] != file.name:
+        raise UserError(f"{path} is the card of {found['file']}, not of {file.name}: give the file its name back")
+    if (sha256 := sha256_of(file)) != found["sha256"]:
         raise UserError(
             f"{file} has changed since it was exported: its sha256 is {sha256} ({file.stat().st_size} bytes), in its card "
-            f"{card['sha256']} ({card['bytes']} bytes)"
+            f"{found['sha256']} ({found['bytes']} bytes)"
         )
-    return card
+    return found
 
 
-def _own_hash(card: Card) -> str:
+def of_no_file(facts: Entries) -> Card:
+    """Return the card of a model in memory. Raises UserError as `write`."""
+    return _typed(facts["file"], json.loads(_text(facts)), Card)
+
+
+def _typed(name: object, card: Entries, form: type = Sealed) -> Sealed:
+    """Return JSON as a card. name: of the card in an error. Raises UserError naming the entry that is wrong."""
+    why = json_form.problem(card, form, "") or json_form.problem(card["settings"], dict[str, Scalar], "settings")
+    why = why or _unfit(cast(Card, card))
+    if not why:
+        try:
+            json.dumps(card, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            why = "it has a text that is none"
+    if why:
+        raise UserError(f"{name} is not a card: {why}")
+    return cast(Sealed, card)
+
+
+def _unfit(card: Card) -> str:
+    """Return why a card's entries do not fit each other; empty if they do."""
+    inputs, shape = card["input"], card["shape"]
+    sides = [shape["in_channels"], shape["image_size"], shape["image_size"]]
+    counts = [len(inputs["shape"]), len(card["classes"]), len(card["outputs"])]
+    if min(*sides, shape["num_classes"], *inputs["shape"], *counts) < 1:
+        return "shape, input.shape, classes and outputs must not be empty or 0"
+    if inputs["shape"] != (shape["input_shape"] or sides):
+        return f"input.shape must be the model's {shape['input_shape'] or sides}, got {inputs['shape']}"
+    if not 0 <= inputs.get("bits", 0) <= _MOST_BITS:
+        return f"input.bits must be in [0, {_MOST_BITS}], got {inputs['bits']}"
+    width: int = inputs["shape"][0 if len(inputs["shape"]) == 3 else -1]
+    scaled = [len(inputs[name]) for name in ("mean", "std")] if inputs["normalize"] == "mean-std" else []
+    stored = [len(inputs.get("shift", ())), len(inputs.get("scale", ()))]
+    if any(count not in (1, width) for count in scaled) or stored not in ([0, 0], [width, width]):
+        return f"input's mean, std, shift and scale must hold {width} numbers each"
+    if len(card.get("target-shift", ())) not in (0, len(card["classes"])):
+        return f"target-shift must hold {len(card['classes'])} numbers, got {len(card.get('target-shift', ()))}"
+    if card["settings"].get("task", card["task"]) != card["task"]:
+        return f"task must be the settings' {card['settings'].get('task')!r}, got {card['task']!r}"
+    return _not_encodings(card.get("table", {}).get("encodings", []))
+
+
+def _not_encodings(encodings: list[dict[str, Any]]) -> str:
+    for k, fields in enumerate(encodings):
+        try:
+            Encoding.from_json(fields)
+        except MALFORMED:
+            return f"table.encodings[{k}] must be the encoding of a column, got {reprlib.repr(fields)}"
+    return ""
+
+
+def _own_hash(card: Entries) -> str:
     return hashlib.sha256(_text({name: value for name, value in card.items() if name != _OWN}).encode()).hexdigest()
 
 
-def _text(card: Card) -> str:
+def _text(card: Entries) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in card.items()) + "\n}\n"

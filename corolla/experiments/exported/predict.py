@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corolla.experiments.exported.loading import Answers, answers_of
-from corolla.experiments.exported.model_card import FILE_HASH, Card
+from corolla.experiments.exported.model_card import Card
 from fl_app import tasks
 from fl_app.checksums import sha256_of
 from fl_app.config import RunConfig
@@ -82,8 +82,8 @@ def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] =
 
 def are_own_data(inputs: Sequence[Path], card: Card) -> bool | None:
     """Return whether the samples come from the data file of the model's run; None if the card lacks its hash."""
-    known = card["data"].get(FILE_HASH)
-    return known and any(sha256_of(path) == known for path in inputs)
+    known = card["data"].get("file-sha256", "")
+    return None if not known else any(sha256_of(path) == known for path in inputs)
 
 
 def on_own_data(card: Card) -> str:
@@ -95,8 +95,9 @@ def on_own_data(card: Card) -> str:
 
 
 def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
-    settings = {**card["settings"], **reading}
-    separator, na_values = str(settings.get("separator", "")), split_names(str(settings.get("na-values", "")))
+    settings = card["settings"]
+    separator = reading.get("separator", settings.get("separator", ""))
+    na_values = split_names(reading.get("na-values", settings.get("na-values", "")))
     rows = table_files.read_rows(path, separator, na_values, _names_in(card))
     places = table_files.places_in(path, separator)
     samples = from_columns(path, rows, card, places)
@@ -110,8 +111,8 @@ def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
 
 def _names_in(card: Card) -> dict[str, list[str]]:
     """Return the known names in each column of a model's table that holds names: of categories, of classes."""
-    encodings = [Encoding.from_json(fields) for fields in (card.get("table") or {}).get("encodings", ())]
-    targets = split_names(str(card["settings"].get("target", ""))) if card["has-classes"] else ()
+    encodings = [Encoding.from_json(fields) for fields in card.get("table", {}).get("encodings", ())]
+    targets = split_names(card["settings"].get("target", "")) if card["has-classes"] else ()
     words = {encoding.column: list(encoding.words) for encoding in encodings if encoding.kind == WORDS}
     return words | {name: list(card["classes"]) for name in targets}
 
@@ -122,15 +123,15 @@ def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_Z
     Columns are matched by name, in any order. where, places: name the rows in errors. Raises UserError with both lists
     of columns if one is missing, or if one is not a column of the run's table.
     """
-    known = card.get("table") or {}
-    if not known:
+    known = card.get("table", {})
+    encodings = [Encoding.from_json(fields) for fields in known.get("encodings", ())]
+    if not encodings:
         raise UserError(
             f"{where}: the model takes {_wanted(card)}, not named columns; give samples as x of an .npz file"
         )
-    encodings = [Encoding.from_json(fields) for fields in known["encodings"]]
     needed = [encoding.column for encoding in encodings]
     missing = [name for name in needed if name not in rows]
-    named = {*needed, *known["others"]}
+    named = {*needed, *known.get("others", ())}
     foreign = [name for name in rows if name not in named]
     if missing or foreign:
         wrong = [f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
@@ -150,7 +151,7 @@ def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_Z
 
 def _targets_in(where: Path, rows: Columns, card: Card) -> NDArray[Any] | None:
     """Return the targets of a table's rows; None without a target column, or if a row has no target."""
-    names = split_names(str(card["settings"].get("target", "")))
+    names = split_names(card["settings"].get("target", ""))
     if not names or any(name not in rows or missing(rows[name]).any() for name in names):
         return None
     y = [rows[name] for name in names]
@@ -332,7 +333,7 @@ def predictions_table(names: Sequence[str], predictions: NDArray[np.float32], ca
         rows = [[name, word, f"{value:.4f}"] for name, word, value in zip(names, words, best, strict=True)]
         return [["input", "class", "probability" if len(card["outputs"]) > 1 else "output"], *rows]
     # a shifted target is large compared with its spread, so it needs more digits
-    digits = 12 if any(card.get("target-shift") or []) else 4
+    digits = 12 if any(card.get("target-shift", ())) else 4
     numbers = answers_in_words(predictions, card)
     return [
         ["input", *classes],
@@ -365,6 +366,6 @@ def measure(outputs: NDArray[np.float32], targets: NDArray[Any], card: Card) -> 
     import torch
 
     task = tasks.named(card["task"])
-    task.judged_by = str(card["settings"].get("headline", ""))
+    task.judged_by = card["settings"].get("headline", "")
     metric = task.headline
     return metric, task.measure(torch.from_numpy(outputs), torch.from_numpy(targets), (metric.name,))[metric.name]
