@@ -32,7 +32,8 @@ from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.metrics import EPSILON, FINETUNED, GLOBAL, LOSS, MAX_NUMBER, ONE_CLASS, VALIDATION, range_error
-from fl_app.server.properties import INPUT, NORMALIZATION, SOFTWARE, SUMS, normalization
+from fl_app.model_names import ModelNames, differ
+from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.stopwatch import Stopwatch
@@ -190,7 +191,7 @@ class CorollaClient(NumPyClient):
         own_data = self.config.dataset == NODE
         if (text := self._input_facts()) and len(text) <= wire.MAX_TEXT:
             properties[INPUT] = text
-        if own_data and not self.config.private:
+        if (own_data or self.config.initial_weights) and not self.config.private:
             properties[FEATURES] = json.dumps(self.data.info.facts.features)
         if self._needs_agreement:
             properties[SUMS] = self._sums()
@@ -223,9 +224,10 @@ class CorollaClient(NumPyClient):
     @property
     def _needs_agreement(self) -> bool:
         """Whether sites, each with its own data, must agree on one mean and deviation to scale inputs by."""
-        if self.config.dataset != NODE or self.config.normalizes_by_site:
+        config = self.config
+        if config.dataset != NODE or config.normalizes_by_site or config.normalizes_by_initial:
             return False
-        return tasks.normalization(self.config, self.data.x_train.dtype) == "mean-std"
+        return tasks.normalization(config, self.data.x_train.dtype) == "mean-std"
 
     def _sums(self) -> str:
         """Return sums over this site's training samples, from which all sites' mean and deviation follow.
@@ -246,21 +248,43 @@ class CorollaClient(NumPyClient):
         return sums
 
     def _scaled(self, download: Download) -> ClientData:
-        """Return this client's data, with the mean and deviation that the sites agreed on, if they must agree.
+        """Return this client's data, with the mean and deviation that the server sends: the sites' common or the model's own.
 
         Raises UserError if the server does not send them.
         """
-        if not self._needs_agreement:
+        self._compare_names(download)
+        by_model = self.config.normalizes_by_initial
+        if not by_model and not self._needs_agreement:
             return self.data
         info = self.data.info
+        if by_model and (how := tasks.normalization(self.config, self.data.x_train.dtype)) != "mean-std":
+            raise UserError(
+                f"normalize-over: initial needs inputs scaled by mean and std, and these are scaled by {how}"
+            )
         agreed = normalization(download.method.get(NORMALIZATION))
         if agreed is None or len(agreed["mean"]) != len(info.mean):
+            of = "of the model in initial-weights" if by_model else "that the sites agreed on"
             raise UserError(
-                f"normalize-over: the server must send mean and std of {len(info.mean)} features or channels that the sites agreed "
-                f"on, got {len(agreed['mean']) if agreed else 'none'}"
+                f"normalize-over: the server must send mean and std of {len(info.mean)} features or channels {of}, got "
+                f"{len(agreed['mean']) if agreed else 'none'}"
             )
         own = Scaling.from_json(agreed).stored_with(info.facts.shift, info.facts.scale)
         return dataclasses.replace(self.data, info=dataclasses.replace(info, mean=own.mean, std=own.std))
+
+    def _compare_names(self, download: Download) -> None:
+        """Raise UserError if the model that a private run starts from has features or classes of other names, or another order.
+
+        There only the client can compare them. The error must not contain its own names.
+        """
+        if (text := download.method.get(MODEL_NAMES)) is None:
+            return
+        mine, told = ModelNames.of(self.data.info), json.loads(str(text))
+        for what, ours in (("features", mine.features), ("classes", mine.outputs)):
+            if differ(told[what], ours):
+                raise UserError(
+                    f"initial-weights: the {what} of its card differ in names or order from this client's, and the server of a "
+                    "private run cannot put them in order"
+                )
 
     def _data_hashes(self) -> Config:
         """Return the hashes that identify the data, and the inputs' scaling where no client may hide it."""

@@ -23,6 +23,7 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Metric
+from fl_app.model_names import ModelNames
 from fl_app.site import refuse_within_site
 from fl_app.sources import NODE
 from strategies import METHOD_PARAMS, METHODS
@@ -129,12 +130,13 @@ class Session:
         """
         # taken before the file is read, so that a change in between is noticed the next time
         stamp = stamp_of(Path(weights_file)) if weights_file else None
-        key = tuple(sorted(info.model_arguments.items())), weights_file, stamp
+        names = ModelNames.of(info) if weights_file else None
+        key = tuple(sorted(info.model_arguments.items())), weights_file, stamp, names
         if (left := self._left.pop(key, None)) is not None:
             return left
         module = self._built(info, weights_file)
         layout = Layout.of(module)
-        known = layout, weights_file, stamp
+        known = layout, weights_file, stamp, names
         if known not in self._facts:
             shared = self.method.travelling(self.config, layout)
             self._facts[known] = ModelFacts(
@@ -145,7 +147,8 @@ class Session:
     def initial(self, info: DatasetInfo, weights_file: str, layout: Layout) -> Model:
         """Return the values that a file gives a network of this layout. Raises UserError if the file does not fit."""
         stamp = stamp_of(Path(weights_file))
-        facts = self._facts.get((layout, weights_file, stamp)) or self.network(info, weights_file).facts
+        known = layout, weights_file, stamp, ModelNames.of(info)
+        facts = self._facts.get(known) or self.network(info, weights_file).facts
         return facts.initial()
 
     def leave(self, network: Network, flat: FlatModule) -> None:
@@ -173,7 +176,8 @@ class Session:
         return self.method.reports
 
     def _built(self, info: DatasetInfo, weights_file: str) -> nn.Module:
-        return self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
+        names = ModelNames.of(info)
+        return self.method.network(self.config, **info.model_arguments, initial_weights=weights_file, names=names)
 
     def _initial(self, module: nn.Module, asked: bool, info: DatasetInfo, weights_file: str) -> Callable[[], Model]:
         """Return a function that gives a new network's values. asked: whether the values will be needed in any case."""

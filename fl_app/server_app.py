@@ -47,6 +47,7 @@ from fl_app.server.run_folder import (
     DATA,
     DATA_HASH,
     FROZEN,
+    INITIAL,
     NORMALIZED_BY,
     PARTITION_HASH,
     READ_BY,
@@ -60,6 +61,7 @@ from fl_app.server.run_folder import (
     refuse_fewer_rounds,
     software_before,
 )
+from fl_app.server.start import Start, start_of
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -135,8 +137,16 @@ def run(
     assert roster.shape is not None
     # for the run's log, which begins with its folder
     remarks: list[str] = roster.notes_on_software()
-    weights_file = config.initial_weights
-    module = method.network(config, **roster.shape._asdict(), initial_weights=weights_file, told=remarks.append)
+    scaled = _told_scaling(roster)
+    start = start_of(config, roster, tuple(scaled["target-shift"]) if scaled else ())
+    module = method.network(
+        config,
+        **roster.shape._asdict(),
+        initial_weights=config.initial_weights,
+        told=remarks.append,
+        names=start.names if start else None,
+    )
+    remarks += start.remarks if start else []
     layout, initial = Layout.of(module), weights.read(module)
     # its values are in `initial`, which the strategy keeps as long as it needs it
     del module
@@ -148,7 +158,7 @@ def run(
     place = Path(config.resume) if config.resume else folder_of(config, config.run_name)
     disk.Disks(place, needed_on_disk(trial, trial.protocol.expected())).refuse()
     del trial
-    folder, agreed = _opened_folder(config, roster, layout)
+    folder, agreed = _opened_folder(config, roster, layout, start)
     logs = run_log.begin(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
@@ -159,8 +169,7 @@ def run(
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         del initial
         strategy.reports = Reports(method.reports)
-        if agreed:
-            strategy.told = {NORMALIZATION: json.dumps(agreed)}
+        strategy.told = {**({NORMALIZATION: json.dumps(agreed)} if agreed else {}), **(start.told if start else {})}
         rounds = strategy.rounds(exchange)
         if config.resume:
             _restore(rounds, strategy, folder)
@@ -226,21 +235,22 @@ def _fitted(
 
 
 def _opened_folder(
-    config: RunConfig, roster: Roster, layout: Layout
+    config: RunConfig, roster: Roster, layout: Layout, start: Start | None
 ) -> tuple[RunFolder, dict[str, list[float]] | None]:
-    """Return the run's folder, new or resumed, and the mean and std that sites with their own data agreed on.
+    """Return the run's folder, new or resumed, and the mean and std to send: those that sites agreed on, or the model's own.
 
     Raises UserError as `RunFolder.create` and `RunFolder.resume` do.
     """
     if config.resume:
         folder = RunFolder.resume(config)
-        return folder, _recorded_scaling(folder, roster)
+        return folder, _recorded_scaling(folder, roster, start)
     assert roster.shape is not None
-    method, agreed = METHODS[config.method], roster.agreed_scaling()
+    method, agreed = METHODS[config.method], _sent_scaling(roster, start)
     facts = {
         SHAPE: roster.shape._asdict(),
         FROZEN: layout.constants,
         TESTED: method.tested(config),
+        **({INITIAL: start.names._asdict()} if start else {}),
         **_data_facts(roster, agreed),
     }
     return RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts), agreed
@@ -294,12 +304,17 @@ def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, 
     return {i: {name: said[name] for name in said if counted or name not in SAMPLES} for i, said in properties.items()}
 
 
-def _recorded_scaling(folder: RunFolder, roster: Roster) -> dict[str, list[float]] | None:
-    """Return the scaling that the sites of a resumed run agreed on when it started; None if they send no sums.
+def _sent_scaling(roster: Roster, start: Start | None) -> dict[str, list[float]] | None:
+    """Return the scaling that a run's server sends: the model's own, or that which sites agreed on. None: it sends none."""
+    return (start.scaling if start else None) or roster.agreed_scaling()
+
+
+def _recorded_scaling(folder: RunFolder, roster: Roster, start: Start | None) -> dict[str, list[float]] | None:
+    """Return the scaling that the server of a resumed run sent when it started; None if it sends none.
 
     Raises UserError if the run's folder does not have it.
     """
-    if roster.agreed_scaling() is None:
+    if _sent_scaling(roster, start) is None:
         return None
     recorded = normalization(json.dumps(read_about(folder.path).get(DATA, {}).get(NORMALIZED_BY)))
     if recorded is None:
@@ -312,7 +327,7 @@ def _recorded_scaling(folder: RunFolder, roster: Roster) -> dict[str, list[float
 def _data_facts(roster: Roster, agreed: dict[str, list[float]] | None) -> dict[str, Any]:
     """Return run.json's facts about data: hashes of shared data, and the normalization where it is known.
 
-    agreed: the scaling that sites with their own data agreed on.
+    agreed: the scaling that the server sends.
     """
     known = [input_facts(properties.get(INPUT)) for _, properties in sorted(roster.properties.items())]
     first = next((facts for facts in known if facts), None)
@@ -320,10 +335,15 @@ def _data_facts(roster: Roster, agreed: dict[str, list[float]] | None) -> dict[s
     if roster.hashes is None:
         found = ({NORMALIZED_BY: agreed} if agreed else {}) | read_by
         return {DATA: found} if found else {}
-    told = (properties.get(NORMALIZATION) for _, properties in sorted(roster.properties.items()))
-    constants = normalization(next((text for text in told if text), None))
+    constants = agreed or _told_scaling(roster)
     facts = {DATA_HASH: roster.hashes.data, PARTITION_HASH: roster.hashes.partition}
     return {DATA: facts | ({NORMALIZED_BY: constants} if constants else {}) | read_by}
+
+
+def _told_scaling(roster: Roster) -> dict[str, list[float]] | None:
+    """Return the scaling of the data that clients share; None if none of them sends it."""
+    told = (properties.get(NORMALIZATION) for _, properties in sorted(roster.properties.items()))
+    return normalization(next((text for text in told if text), None))
 
 
 def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> None:

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_app import model_names
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import nearest_path, publish
 from fl_app.layout import Layout, Model, Vector
+from fl_app.model_names import ModelNames, Reordering
 
 _PYTORCH = (".pt", ".pth")  # files of torch.save
 # Usual keys of the state dict in a checkpoint.
@@ -69,7 +71,13 @@ def _unflat(tensors: list[Tensor], vector: Vector) -> None:
 
 
 def initial_model(
-    module: nn.Module, path: str, *, partial: bool = False, told: Callable[[str], None] = lambda line: None
+    module: nn.Module,
+    path: str,
+    *,
+    partial: bool = False,
+    told: Callable[[str], None] = lambda line: None,
+    names: ModelNames | None = None,
+    example: Tensor | None = None,
 ) -> Model:
     """Return the model in the file `initial-weights`, as vectors of `module`, which stays as it is.
 
@@ -81,23 +89,42 @@ def initial_model(
     partial: tensors that the file lacks, or has with another shape, keep the module's values. A tensor whose name is not
     in the file may come from one of another name (`_by_order`). told: takes a line with the names of both kinds.
 
+    names: of the data's features and outputs. If the card beside the file names them in another order, the weights are
+    reordered (fl_app/model_names.py). example: an input of the module, [n, ...], with which it is tried for this.
+
     Raises UserError if the file is missing or unreadable, does not fit (naming the tensors), or holds NaN or infinity.
-    With `partial` it does not fit if no tensor does.
+    With `partial` it does not fit if no tensor does. Raises UserError if the card's names are not the data's.
     """
     layout, state = Layout.of(module), module.state_dict()
     own = {name: torch.from_numpy(array) for name, array in layout.tensors(read(module)).items() if name not in state}
     source = f"initial-weights {path}"
     loaded = _without_prefix(_load(path, source), {*layout.names, *state})
     found = {name: t for name, t in loaded.items() if name in layout.names or name not in state}
+    how, seeded = None, read(module)
+    if names is not None and example is not None:
+        card = model_names.read_card(source, Path(path))
+        if card is not None:
+            own_values = {name: torch.from_numpy(array) for name, array in layout.tensors(seeded).items()}
+            how = model_names.reordering(source, card, names, module, example, own_values, partial=partial)
+        if line := model_names.change_line(source, card, how, names):
+            told(line)
+    given = found
+    if how is not None:
+        found = {name: how.of(name, tensor) for name, tensor in found.items()}
     if partial:
-        return _fit_partly(source, found, layout, read(module), Path(path).suffix in _PYTORCH, told)
+        return _fit_partly(source, found, layout, seeded, Path(path).suffix in _PYTORCH, told, how)
     buffers = [slot.name for slot in layout.buffers if slot.name not in own | found]
     if buffers and all(slot.name in found for slot in layout.params):
         raise UserError(
             f"{source}: holds the parameters but not the buffers {listed(buffers)}; save `module.state_dict()`, which has both, "
             "instead of `named_parameters()`"
         )
-    return _fit(source, own | found, layout, _PARTIAL)
+    fitting = _fit(source, own | found, layout, _PARTIAL)
+    if how is not None and example is not None:
+        both = (layout.tensors(_fit(source, own | given, layout)), layout.tensors(fitting))
+        before, after = ({name: torch.from_numpy(array) for name, array in side.items()} for side in both)
+        model_names.refuse_wrong(source, how, module, before, after, example)
+    return fitting
 
 
 def _fit_partly(
@@ -107,10 +134,11 @@ def _fit_partly(
     seeded: Model,
     ordered: bool,
     told: Callable[[str], None],
+    how: Reordering | None = None,
 ) -> Model:
     """Return the tensors of the file that fit, and the seeded ones elsewhere. Report both.
 
-    ordered: the file has its tensors in the model's order.
+    ordered: the file has its tensors in the model's order. how: what was done to tensors of the model's names.
     """
     slots = {slot.name: slot for slot in layout.params + layout.buffers}
     floating = {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
@@ -129,7 +157,10 @@ def _fit_partly(
     parts = [f"{what} ({len(names)}): {listed(names, ', ')}" for what, names in lists.items() if names]
     told("; ".join([f"{source}: {len(of)} of {len(slots)} tensors are from the file", *parts]))
     rest = {name: torch.from_numpy(array) for name, array in layout.tensors(seeded).items()}
-    return _fit(source, rest | {name: floating[theirs] for name, theirs in of.items()}, layout)
+    taken = {name: floating[theirs] for name, theirs in of.items()}
+    if how is not None:
+        taken |= {name: how.of(name, taken[name]) for name, theirs in of.items() if name != theirs}
+    return _fit(source, rest | taken, layout)
 
 
 def _by_order(

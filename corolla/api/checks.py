@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from corolla.api.console import console, warn
 from corolla.api.waiting import waiting
@@ -14,12 +14,16 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.files import refuse_unreadable, refuse_unwritable
 from fl_app.keys import Scalar, bears_on
+from fl_app.model_names import ModelNames, read_card
 from fl_app.server.run_folder import check_data, check_state, read_about, read_hashes, refuse_fewer_rounds
+from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
 from strategies.robust import ABLE
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fl_app.data import DatasetInfo
 
 
@@ -64,7 +68,10 @@ def check_locally(config: RunConfig) -> None:
             raise UserError(
                 f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}"
             )
-        module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)
+        names = ModelNames.of(info)
+        if config.normalizes_by_initial:
+            refuse_scaling(config, names, data.prepare_for(config).x_train.dtype)
+        module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights, names=names)
         method.travelling(config, Layout.of(module))
         if config.dp_epsilon:
             from client_app.dp import check_module
@@ -73,6 +80,16 @@ def check_locally(config: RunConfig) -> None:
     warn_of_data(info)
     for line in [*remarks, *unknown]:
         warn(line)
+
+
+def refuse_scaling(config: RunConfig, names: ModelNames, dtype: np.dtype[Any]) -> None:
+    """Raise UserError if inputs of a dtype cannot be scaled as the model in `initial-weights` was."""
+    from fl_app import tasks
+
+    source = f"initial-weights {config.initial_weights}"
+    own_scaling(config, source, read_card(source, Path(config.initial_weights)), names)
+    if (how := tasks.normalization(config, dtype)) != "mean-std":
+        raise UserError(f"normalize-over: initial needs inputs scaled by mean and std, and these are scaled by {how}")
 
 
 def check_files(config: RunConfig) -> None:

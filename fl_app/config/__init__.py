@@ -319,6 +319,11 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         return self.normalize_over == "site"
 
     @property
+    def normalizes_by_initial(self) -> bool:
+        """Whether the mean and standard deviation of the model in `initial-weights` scale inputs (`normalize-over`)."""
+        return self.normalize_over == "initial"
+
+    @property
     def unseen(self) -> frozenset[int]:
         """The clients that never train (`holdout-clients`): none if it is 0, else at least one, never all."""
         count = min(share_of(self.num_clients, self.holdout_clients), self.num_clients - 1)

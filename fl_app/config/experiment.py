@@ -234,10 +234,10 @@ class ExperimentKeys:
         "training data's mean and std, per channel or feature. `symmetric`: images are scaled to [-1, 1]. `auto`: `unit` for "
         "8-bit images, `mean-std` for tables, series and other arrays ([details](tasks.md#normalization)).",
     )
-    normalize_over: Literal["auto", "sites", "site"] = key(
+    normalize_over: Literal["auto", "sites", "site", "initial"] = key(
         "auto",
-        "Scope of the mean and std of `mean-std`: the training data of all `sites` together, or of each `site` alone. `auto`: "
-        "`sites`, but `site` with `private` or `dp-epsilon`.",
+        "Scope of the mean and std of `mean-std`: the training data of all `sites` together, or of each `site` alone. `initial`: "
+        "those of the model in `initial-weights`, from its card. `auto`: `sites`, but `site` with `private` or `dp-epsilon`.",
         compared=False,
     )
     augment: Literal["none", "crop-flip", "crop-flip-rotate"] = key(
@@ -293,7 +293,8 @@ class ExperimentKeys:
     initial_weights: str = key(
         "",
         "File with the initial weights: safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). The server reads "
-        "it. If part of the model stays on the clients, they read it too, at the same path. Empty: drawn by `seed`.",
+        "it. If part of the model stays on the clients, they read it too, at the same path. The card beside it, `FILE.json`, is "
+        "[compared](models.md#initial-weights) with the data by name. Empty: drawn by `seed`.",
         checked=True,
     )
     initial_weights_partial: bool = key(

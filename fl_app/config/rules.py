@@ -159,6 +159,8 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
             f"normalize-over: must be site or auto with {hidden[0]}, because each site would send the server sums over its "
             f"training data, got 'sites'"
         )
+    if values["normalize-over"] == "initial" and not values["initial-weights"]:
+        problems.append("normalize-over: initial needs initial-weights, the model whose mean and std are used")
     if values["keep-uploads"] and values["private"]:
         problems.append(
             f"keep-uploads: the server of a private run sees no single upload; leave it empty, got {values['keep-uploads']!r}"

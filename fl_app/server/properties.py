@@ -33,6 +33,8 @@ SUMS = "sums"
 
 All sites' sums give common mean and deviation.
 """
+MODEL_NAMES = "initial-names"
+"""The features and classes of the model that a run starts from, as JSON. A private run's server sends them, to compare."""
 INPUT = "input"
 """How samples are stored, and how a table's columns become features, as JSON. An exported model reads raw rows by it.
 """

@@ -54,6 +54,8 @@ PLUGINS = "plugins"
 MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
+# Key of run.json: the names of the data's features and outputs, by which `initial-weights` was read.
+INITIAL = "initial-names"
 # Key of the entries of `made-with`.
 FROM_ROUND = "from-round"
 # Key of run.json: the path of the SuperLink's database.

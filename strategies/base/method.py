@@ -11,6 +11,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout
+from fl_app.model_names import ModelNames
 from strategies.base import hooks
 from strategies.base.local_update import LocalUpdate
 from strategies.base.overview import Overview
@@ -206,14 +207,20 @@ class Method(Generic[P]):
         input_shape: tuple[int, ...] = (),
         initial_weights: str = "",
         told: Callable[[str], None] = lambda line: None,
+        names: ModelNames | None = None,
     ) -> nn.Module:
         """Build the network that the method trains, with initial weights from the seed.
 
         `initial_weights` is a file with the initial weights of the run's model, before the method wraps it. `told` takes
-        a line about the tensors that a file with only a part of them gives (`initial-weights-partial`).
+        a line about the tensors that a file with only a part of them gives (`initial-weights-partial`). `names` are those
+        of the data, with which the file's card is compared; None: they are not compared.
         Raises UserError if it is given for a method that starts from several models.
         """
+        import torch
+
         from fl_app import models, weights
+
+        shape = input_shape or (in_channels, image_size, image_size)
 
         def drawn(k: int) -> nn.Module:
             module = models.build(
@@ -231,12 +238,18 @@ class Method(Generic[P]):
                     raise UserError(
                         f"initial-weights: {self.name} starts from several models, which one file would make equal"
                     )
-                partial = config.initial_weights_partial
-                model = weights.initial_model(module, initial_weights, partial=partial, told=told)
+                model = weights.initial_model(
+                    module,
+                    initial_weights,
+                    partial=config.initial_weights_partial,
+                    told=told,
+                    names=names,
+                    example=torch.zeros((2, *shape), dtype=getattr(torch, tasks.of(config).input_dtype)),
+                )
                 weights.write(module, model)
             return module
 
-        module = self.around(Drawings(drawn, input_shape or (in_channels, image_size, image_size), config.seed), config)
+        module = self.around(Drawings(drawn, shape, config.seed), config)
         if config.train:
             trainable_tensors.freeze(module, config.train)
         return module

@@ -138,7 +138,7 @@ def described(trained: Trained, data_path: str) -> Entries:
             "shift": scaling.get("shift", []),
             "scale": scaling.get("scale", []),
         },
-        "target-shift": scaling.get("target-shift", []),
+        "target-shift": [*info.facts.target_shift] if info is not None else scaling.get("target-shift", []),
         "outputs": [OUTPUTS, PREDICTIONS] if predicts(task) else [OUTPUTS],
         "classes": names or [str(k) for k in range(trained.shape["num_classes"])],
         "has-classes": task.has_classes,

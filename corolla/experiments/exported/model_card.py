@@ -117,8 +117,9 @@ _MOST_BITS = 16
 _OWN = "card-sha256"
 # key of `data`: the hash of the run's data file
 FILE_HASH = "file-sha256"
-# keys that hold a path on the run's machine
-_PATHS = ("initial-weights",)
+# keys about the file that a run started from, whose path is on the run's machine, and the values that need it
+_OF_START = ("initial-weights", "initial-weights-partial")
+_NEED_START = (("normalize-over", "initial"),)
 # keys with values that may contain a path: `kind:/path`
 _NAMED = ("dataset", "partition")
 
@@ -164,7 +165,7 @@ def about(trained: Trained) -> Entries:
         "settings": {
             key.name: _without_path(str(value)) if key.name in _NAMED else value
             for key, value in config.own_keys()
-            if key.tells_runs_apart and key.name not in _PATHS
+            if key.tells_runs_apart and key.name not in _OF_START and (key.name, value) not in _NEED_START
         },
         "shape": {**trained.shape, "input_shape": list(trained.shape.get("input_shape", ()))},
     }

@@ -16,7 +16,8 @@ from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, plain
 from fl_app.keys import nearest
-from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
+from fl_app.model_names import ModelNames
+from fl_app.server.run_folder import FROZEN, INITIAL, MODELS, SHAPE
 from fl_app.sources import NODE
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
         hint = "" if client is None or config.collect_personal_models else COLLECT
         raise UserError(f"{path} holds no model {file_stem(client)!r}; it holds {', '.join(there) or 'none'}{hint}")
     names, shape = weights.names_in(file), shape_of(run, config)
-    for module in networks(config, shape, methods, names):
+    for module in networks(config, shape, methods, names, _names_of_data(run)):
         layout = Layout.of(module)
         if names <= layout.names:
             break
@@ -211,8 +212,27 @@ def refuse_parts(trained: Trained) -> None:
         )
 
 
-def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names: frozenset[str]) -> Iterator[nn.Module]:
-    """Yield the networks that may have these tensors: the user's own, then those that the method builds around it."""
+def _names_of_data(run: RecordedRun) -> ModelNames | None:
+    """Return the names by which a run read `initial-weights`; None if it did not."""
+    if not isinstance(told := run.about.get(INITIAL), dict):
+        return None
+    lists = (told.get(name) for name in ModelNames._fields)
+    return ModelNames(*(tuple(values) if isinstance(values, list) else None for values in lists))  # type: ignore[arg-type]
+
+
+def networks(
+    config: RunConfig,
+    shape: Shape,
+    methods: Mapping[str, Any],
+    names: frozenset[str],
+    of_data: ModelNames | None = None,
+) -> Iterator[nn.Module]:
+    """Yield the networks that may have these tensors: the user's own, then those that the method builds around it.
+
+    of_data: the names by which the run read `initial-weights`.
+    """
+    import torch
+
     from fl_app import models, tasks, trainable_tensors, weights
 
     # frozen tensors get their values from these weights
@@ -224,12 +244,15 @@ def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names:
 
     module = build()
     if initial:
-        weights.write(module, weights.initial_model(module, initial, partial=config.initial_weights_partial))
+        sample = shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"])
+        example = torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype))
+        partial = config.initial_weights_partial
+        weights.write(module, weights.initial_model(module, initial, partial=partial, names=of_data, example=example))
     if config.train:
         trainable_tensors.freeze(module, config.train)
     yield module
     method = methods[config.method]
-    yield method.network(config, **shape, initial_weights=initial)
+    yield method.network(config, **shape, initial_weights=initial, names=of_data)
     if method.exported is not None:
         yield method.exported(build, names)
 
