@@ -320,6 +320,7 @@ class NoisyTrainer:
         self.weights, self.gradient, self.statistics = local.weights, local.gradient, local.statistics
         self.load, self.read, self.network = local.load, local.read, local.network
         self.tensor, self.vector, self.optimizer = local.tensor, local.vector, local.optimizer
+        self.clip_factor = local.clip_factor
         self.classifier, self.logits, self.forward, self.loss = (
             local.classifier,
             local.logits,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -251,6 +252,11 @@ class LocalTrainer(LoadedModel):
             self._plain = SGD(self.weights, momentum=0, weight_decay=decay, fixed=fixed, clip_norm=clip)
         self._plain.step(self.gradient, self.learning_rate if learning_rate is None else learning_rate)
         self._steps += 1
+
+    def clip_factor(self, gradient: Tensor | NDArray[Any]) -> float:
+        """Return the factor, in (0, 1], that scales a gradient of any shape down to a norm of `clip-norm`. Without the key: 1."""
+        limit = self.config.clip_norm
+        return min(1.0, limit / (float((gradient**2).sum()) ** 0.5 + 1e-6)) if limit else 1.0
 
     def optimizer(self, vector: Tensor, fixed: Tensor | None = None, part: slice = slice(None)) -> Optimizer:
         """Return the run's optimizer for a vector [d] on the device, or a part of it.

@@ -73,13 +73,23 @@ def mixture(v: Values, w: Values, alpha: float) -> Values:
     return w + alpha * (v - w)
 
 
-def next_alpha(alpha: float, v: Values, w: Values, gradient: Values, *, learning_rate: float, decay: float) -> float:
+def next_alpha(
+    alpha: float,
+    v: Values,
+    w: Values,
+    gradient: Values,
+    *,
+    learning_rate: float,
+    decay: float,
+    clip_norm: float = math.inf,
+) -> float:
     """Return the mixing weight after one gradient step, cut to [0, 1] (Eq. 10, and the authors' decay).
 
     v, w: own and shared parameters, arrays or tensors [d]. gradient: of the loss at their mixture, of the same type and
-    shape. All are from before the step.
+    shape. All are from before the step. clip_norm: the steepest slope that the step follows.
     """
     slope = float(((v - w) * gradient).sum()) + decay * alpha
+    slope = min(max(slope, -clip_norm), clip_norm)
     return min(max(alpha - learning_rate * slope, 0.0), 1.0)
 
 
@@ -126,7 +136,16 @@ class APFLUpdate(LocalUpdate[APFLParams]):
             # alpha is the only number of a batch that the host waits for
             if updates:
                 g = trainer.gradient.double()
-                following = next_alpha(alpha, v.double(), w.double(), g, learning_rate=eta, decay=p.alpha_decay)
+                own, shared = v.double(), w.double()
+                following = next_alpha(
+                    alpha,
+                    own,
+                    shared,
+                    g,
+                    learning_rate=eta,
+                    decay=p.alpha_decay,
+                    clip_norm=ctx.config.clip_norm or math.inf,
+                )
             step_v(trainer.gradient.mul_(alpha), eta)
             trainer.weights.copy_(w)
             trainer.statistics.copy_(statistics)

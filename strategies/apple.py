@@ -235,7 +235,8 @@ class APPLEUpdate(LocalUpdate[APPLEParams]):
                 slopes = torch.stack([w @ trainer.gradient for _, w in models]).cpu().numpy()
                 for (ids, _), along in zip(models, slopes, strict=True):
                     slope[ids] = along
-                p -= c.relation_rate * (slope + pull * (p - p0))
+                slope += pull * (p - p0)
+                p -= c.relation_rate * trainer.clip_factor(slope) * slope
             step(trainer.gradient.mul_(share), rate)
         if not np.isfinite(p).all():
             raise UserError(

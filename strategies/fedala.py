@@ -154,7 +154,10 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
             total = own.new_zeros(())
             for size, gradient_at in gradients:
                 loss, gradient = gradient_at(mix(own, received, weights))
-                weights = step(own, received, weights, gradient, p.weight_learning_rate)
+                rate = p.weight_learning_rate
+                if ctx.config.clip_norm:
+                    rate *= ctx.trainer.clip_factor(gradient * (received - own))
+                weights = step(own, received, weights, gradient, rate)
                 total += loss * size
             if once:
                 return weights

@@ -153,8 +153,9 @@ class FedASUpdate(LocalUpdate[FedASParams]):
         trainer.load(start)
         for images, labels in trainer.batches(p.alignment_epochs, "fedas.alignment"):
             trainer.differentiate(images, labels, loss, counted=False)
+            rate = p.alignment_learning_rate * trainer.clip_factor(trainer.gradient)
             with torch.no_grad():
-                trainer.weights.add_(trainer.gradient, alpha=-p.alignment_learning_rate)
+                trainer.weights.add_(trainer.gradient, alpha=-rate)
         return trainer.read()
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Upload:

@@ -136,7 +136,8 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
             slot = weight_of(ctx.layout)
             params = after.params.copy()
             head = torch.from_numpy(params[slot.start : slot.stop].reshape(slot.shape))
-            head -= rate * collapse(head, torch.from_numpy(ctx.trainer.class_counts > 0))[1]
+            slope = collapse(head, torch.from_numpy(ctx.trainer.class_counts > 0))[1]
+            head -= rate * ctx.trainer.clip_factor(slope) * slope
             after = Model(params, after.buffers)
         super().keep_local(after, state, ctx)
 

@@ -22,7 +22,7 @@ Deviations:
 - The paper draws three independent batches per step. Here D and D' are a batch's halves, so that an epoch sees each
   sample once. A single sample serves as both. The Hessian is taken on D: g is then exact for the pair of batches.
 - A client makes `local-epochs` passes over its data, not tau steps.
-- The run's momentum and weight decay act on the outer step. The inner step is plain.
+- The run's momentum and weight decay act on the outer step. The inner step is plain, within `clip-norm`.
 - All forward passes gather BatchNorm's running statistics. The step before evaluation leaves them as they are.
 - The reported training loss is f(w~, D').
 """
@@ -74,11 +74,16 @@ def meta_gradient(
     alpha: float,
     variant: str,
     delta: float = 1e-3,
+    clip_factor: Callable[[Values], float] = lambda _: 1.0,
 ) -> Values:
-    """Return the outer step's gradient, [d] (Algorithm 1). Arguments as for `step`."""
+    """Return the outer step's gradient, [d] (Algorithm 1). Arguments as for `step`.
+
+    clip_factor: gradient [d] -> a factor of the inner step.
+    """
     if variant not in VARIANTS:
         raise UserError(f"perfedavg.variant: must be one of {', '.join(VARIANTS)}, got {variant!r}")
-    g = gradient_fn(w - alpha * gradient_fn(w, x1, y1), x2, y2)
+    inner = gradient_fn(w, x1, y1)
+    g = gradient_fn(w - alpha * clip_factor(inner) * inner, x2, y2)
     if not VARIANTS[variant] or not alpha:
         return g
     difference = gradient_fn(w + delta * g, x1, y1) - gradient_fn(w - delta * g, x1, y1)
@@ -153,7 +158,8 @@ class PerFedAvgUpdate(LocalUpdate[PerFedAvgParams]):
         alpha = ctx.params.alpha
         if not alpha:
             return model
-        return Model(model.params - np.float32(alpha) * mean_gradient(model, ctx), model.buffers)
+        slope = mean_gradient(model, ctx)
+        return Model(model.params - np.float32(alpha * ctx.trainer.clip_factor(slope)) * slope, model.buffers)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PerFedAvgParams]) -> Model:
         """Take an outer step for each batch."""
@@ -173,7 +179,18 @@ class PerFedAvgUpdate(LocalUpdate[PerFedAvgParams]):
                 trainer.differentiate(x, y, counted=y is outer)
                 return trainer.gradient.clone()
 
-            slope = meta_gradient(gradient, w, x1, y1, x2, y2, alpha=p.alpha, variant=p.variant, delta=p.delta)
+            slope = meta_gradient(
+                gradient,
+                w,
+                x1,
+                y1,
+                x2,
+                y2,
+                alpha=p.alpha,
+                variant=p.variant,
+                delta=p.delta,
+                clip_factor=trainer.clip_factor,
+            )
             trainer.weights.copy_(w)
             optimizer.step(slope, trainer.learning_rate)
         return trainer.read()

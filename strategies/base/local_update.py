@@ -181,6 +181,13 @@ class Trainer(Protocol):
         """Take one gradient step on `weights`, with weight decay and without momentum. Default: this round's learning rate."""
         ...
 
+    def clip_factor(self, gradient: Tensor | NDArray[Any]) -> float:
+        """Return the factor, in (0, 1], that scales a gradient of any shape down to a norm of `clip-norm`. Without the key: 1.
+
+        Steps that a method takes without `step` and `optimizer` multiply their size by it.
+        """
+        ...
+
     def optimizer(self, vector: Tensor, *, part: slice = slice(None)) -> Optimizer:
         """Return the run's optimizer for a vector [d] on the device, or for a part of it. Its gradients are as long as that part.
 
