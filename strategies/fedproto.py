@@ -4,7 +4,7 @@ Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning 
 
 Client i keeps its whole model. It receives the global prototypes p_c and trains with (Eq. 7 and 8)
 
-    cross-entropy + lambda sum_c ||p_c - p_ic||
+    cross-entropy + lambda sum_c ||p_c - p_ic||        (`pull = classes`)
 
 p_ic is the mean of the features z of the batch's samples of class c. Features are the last Linear layer's input. After
 training it sends, for its classes, the mean features of all its samples and their number n_ic. Server (Eq. 6):
@@ -20,11 +20,14 @@ Readings and deviations:
 
 - As printed, Eq. 6 also divides by the number of clients, which would shrink the prototypes. The authors' code takes the
   plain mean over clients: `mean = clients`.
-- The authors' code pulls every sample's features to its class's prototype, by the mean squared difference:
-  `pull = samples`.
+- The authors' code pulls every sample's features to its class's prototype, by the mean squared difference. This is the
+  default, `pull = samples`. Eq. 7 (`pull = classes`) adds up distances over classes: with lambda = 1 it outweighs the
+  cross-entropy, and the models stay at chance.
 - The authors' code gathers a client's prototypes during its last epoch. Here they are those of the trained model.
 - A class keeps its last prototype while no client of the round has it.
-- A class without any prototype is never predicted. Before a client's first prototypes arrive, its classifier predicts.
+- A class without any prototype is never predicted, and has a finite loss (`nearest`). Before a client's first prototypes
+  arrive, its classifier predicts.
+- Fine-tuning starts from the prototypes' classifier; classes without a prototype start from the client's own rows.
 - The authors' test looks only among the classes of the client's own training data: `candidates = own`.
 - All clients have the same architecture; the paper's may differ in all but the features' width.
 """
@@ -67,8 +70,8 @@ PROTOTYPES, COUNTS = "prototypes", "counts"
 
 # their name in messages on far uploads
 _COMPARED = "prototypes"
-# the bias of a class without a prototype
-_NEVER = -1e9
+# how far the logit of a class without a prototype stays below the best one: at least, and for each unit of the largest bias
+_BELOW, _ROUNDING = 1.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class FedProtoParams:
 
     weight: float = key(1.0, "Weight of the distance to the global prototypes (lambda); 0: none.", NOT_NEGATIVE)
     pull: Literal["classes", "samples"] = key(
-        "classes", "What is pulled: a batch's mean features per class (paper), or every sample's (authors' code)."
+        "samples",
+        "What is pulled: every sample's features (authors' code), or a batch's mean per class (Eq. 7; needs a small weight).",
     )
     mean: Literal["samples", "clients"] = key(
         "samples", "A class's prototype: the mean weighted by samples (paper), or over its clients (authors' code)."
@@ -123,10 +127,16 @@ def prototypes_of(
 def nearest(prototypes: ArrayLike, counts: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the linear classifier that predicts the nearest prototype: weight float32 [C, k] and bias float32 [C].
 
-    prototypes: [C, k]; counts: [C]. A class with count 0 is never predicted.
+    A class with count 0 is never predicted. Its row is the mean of the others' rows, and its bias is below the mean of
+    theirs: its logit is below their mean, whatever the features, and its loss is of the size of others.
+    prototypes: [C, k]; counts: [C]. Raises ValueError if all counts are 0.
     """
-    P = np.asarray(prototypes, np.float64)
-    bias = np.where(np.asarray(counts) > 0, -(P * P).sum(axis=1) / 2, _NEVER)
+    P, known = np.array(prototypes, np.float64), np.asarray(counts) > 0
+    if not known.any():
+        raise ValueError("counts must be above 0 for a class, got only 0")
+    bias = -(P * P).sum(axis=1) / 2
+    P[~known] = P[known].mean(axis=0)
+    bias[~known] = bias[known].mean() - _BELOW - _ROUNDING * np.abs(bias[known]).max()
     return P.astype(np.float32), bias.astype(np.float32)
 
 
@@ -258,6 +268,25 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
         self.memory[COUNTS] = np.where(total > 0, total, known)
 
 
+def candidates(ctx: RoundContext[FedProtoParams]) -> NDArray[np.int64]:
+    """Return the samples behind the prototypes that predict, int64 [C]; 0 for others. All are 0 if the classifier predicts."""
+    counts: NDArray[np.int64] = ctx.extras.get(COUNTS, np.zeros(0, np.int64))
+    if ctx.params.predict == "classifier":
+        return np.zeros_like(counts)
+    return counts * (ctx.trainer.class_counts > 0) if ctx.params.candidates == "own" and len(counts) else counts
+
+
+def under_prototypes(
+    model: Model, ctx: RoundContext[FedProtoParams], counts: NDArray[np.int64], rows: NDArray[np.bool_]
+) -> Model:
+    """Return a model with rows of the classifier of prototypes. counts: as `candidates` has them; rows: bool [C]."""
+    params = model.params.copy()
+    for slot, values in zip(head_slots(ctx.layout), nearest(ctx.extras[PROTOTYPES], counts), strict=True):
+        if slot is not None:
+            params[slot.start : slot.stop].reshape(slot.shape)[rows] = values[rows]
+    return Model(params, model.buffers)
+
+
 class FedProtoUpdate(LocalUpdate[FedProtoParams]):
     """Client half. It keeps its model, as Local does."""
 
@@ -271,20 +300,16 @@ class FedProtoUpdate(LocalUpdate[FedProtoParams]):
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
         """Return the model under the classifier of the nearest prototype."""
-        if ctx.params.predict == "classifier" or PROTOTYPES not in ctx.extras:
-            return model
-        counts = ctx.extras[COUNTS]
-        if ctx.params.candidates == "own":
-            counts = counts * (ctx.trainer.class_counts > 0)
-            if not counts.any():
-                return model
-        weight, bias = head_slots(ctx.layout)
-        W, b = nearest(ctx.extras[PROTOTYPES], counts)
-        params = model.params.copy()
-        params[weight.start : weight.stop] = W.reshape(-1)
-        if bias is not None:
-            params[bias.start : bias.stop] = b
-        return Model(params, model.buffers)
+        counts = candidates(ctx)
+        return under_prototypes(model, ctx, counts, np.full(len(counts), True)) if counts.any() else model
+
+    def finetune(self, start: Model, state: ClientState, ctx: RoundContext[FedProtoParams], epochs: int) -> Model:
+        """Tune the classifier of prototypes. A class that it never predicts starts from the client's own row."""
+        counts = candidates(ctx)
+        if counts.any():
+            own = state.arrays["local.params"] if "local.params" in state.arrays else ctx.initial().params
+            start = under_prototypes(Model(own, start.buffers), ctx, counts, counts > 0)
+        return super().finetune(start, state, ctx, epochs)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
         """Train the client's model with the pull to the prototypes."""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.errors import UserError
-from fl_app.layout import NO_TENSORS, Layout
+from fl_app.layout import NO_TENSORS, Layout, Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies.base.uploads import Intake
 from strategies.engine.screening import USUAL, Screening
@@ -160,13 +160,37 @@ def test_candidates_by_hand(tmp_path: Path) -> None:
     federation.rounds = 1
     federation.server.memory |= {"prototypes": np.eye(3, 5, dtype=np.float32), "counts": np.array([4, 4, 0])}
     at = federation.layout.indices(federation.layout.classifier)
-    for client, bias in enumerate(([-0.5, -1e9, -1e9], [-0.5, -0.5, -1e9])):
+    one, both = np.eye(5)[0], np.eye(3, 5)[:2].mean(0)
+    for client, rows, bias in (
+        (0, [one, one, one], [-0.5, -1.5005, -1.5005]),
+        (1, [*np.eye(3, 5)[:2], both], [-0.5, -0.5, -1.5005]),
+    ):
         head = federation.evaluated(client).params[at]
-        close(head[:15].reshape(3, 5), np.eye(3, 5))
-        assert head[15:].tolist() == bias
+        close(head[:15].reshape(3, 5), np.array(rows))
+        close(head[15:], np.array(bias))
     # no class of client 0 has a prototype: its classifier predicts
     federation.server.memory["counts"] = np.array([0, 4, 0])
     assert (federation.evaluated(0).params == federation.initial.params).all()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_fine_tuning_starts_from_the_clients_own_row_where_no_prototype_has_come(tmp_path: Path, stored: bool) -> None:
+    federation: Any = Federation(tmp_path, "fedproto", finetune_epochs=1)
+    federation.rounds = 1
+    federation.server.memory |= {"prototypes": np.eye(3, 5, dtype=np.float32), "counts": np.array([4, 4, 0])}
+    own = federation.initial.params + (1 if stored else 0)
+    if stored:
+        federation.states[0].arrays |= {"local.params": own, "local.buffers": federation.initial.buffers}
+    ctx, received = federation.context(0)
+    update, started = federation.method.local_update(), []
+    ctx.trainer.train = lambda start, **_: started.append(start) or start  # type: ignore[func-returns-value]
+    tested = update.personal(update.merge(received, federation.states[0], ctx), federation.states[0], ctx)
+    update.finetune(tested, federation.states[0], ctx, 1)
+    tensors, mine = (federation.layout.tensors(m) for m in (started[0], Model(own, received.buffers)))
+    for name in federation.layout.classifier:
+        want = federation.layout.tensors(tested)[name][:2]
+        assert (tensors[name][:2] == want).all() and (tensors[name][2] == mine[name][2]).all()
+    assert all((tensors[name] == mine[name]).all() for name in tensors if name not in federation.layout.classifier)
 
 
 def test_counts_and_models_that_cannot_be_are_refused() -> None:
