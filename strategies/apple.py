@@ -160,8 +160,11 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         """Return p0, float64 [N]: the clients' shares of all training samples, 0 for clients that never train."""
         declared = self.attempt.declared
         sizes = [float(declared.get(i, {}).get("train-samples", 1)) for i in range(self.config.num_clients)]
+        trains = np.isin(np.arange(len(sizes)), sorted(self.config.unseen), invert=True)
         prior = np.maximum(sizes, 1)
-        prior[sorted(self.config.unseen)] = 0
+        if self.config.max_size_weight:
+            prior = np.minimum(prior, self.config.max_size_weight * float(np.median(prior[trains])))
+        prior[~trains] = 0
         shares: NDArray[np.float64] = prior / prior.sum()
         return shares
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
 from fl_app.errors import UserError
@@ -106,14 +106,15 @@ class FedGenParams(GlobalModelParams):
         return bool(self.alpha or self.beta)
 
 
-def label_weights(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def label_weights(counts: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return each client's share of each class, float64 [N, C], and the qualified classes, int64, sorted.
 
     counts: [N, C], training samples. A class is qualified if any client has it. Its column of shares sums to 1; other
     columns are 0.
     """
-    totals = counts.sum(axis=0)
-    return counts / np.where(totals > 0, totals, 1), np.flatnonzero(totals > 0)
+    samples = np.asarray(counts, np.float64)
+    totals = samples.sum(axis=0)
+    return samples / np.where(totals > 0, totals, 1), np.flatnonzero(totals > 0)
 
 
 def annealed(weight: float, decay: float, round: int) -> float:
@@ -268,7 +269,7 @@ class FedGen(FedAvg[FedGenParams]):
         adam = torch.optim.Adam([flat], rate, weight_decay=_WEIGHT_DECAY)
         steps, first, second = (torch.tensor(last[name]) for name in ("steps", "first", "second"))
         adam.state[flat] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}  # all moved in place
-        shares, qualified = label_weights(uploads.extras[COUNTS])
+        shares, qualified = label_weights(uploads.counts(COUNTS))
         teachers = [torch.from_numpy(array) for array in self.teachers(uploads, shares)]
         stream = rng.generator(self.config.seed, "fedgen", round)
         for _ in range(p.generator_steps):

@@ -281,7 +281,7 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
         params, last = weighted_mean(W), self.chain[-1]
         for slot in (last.weight, *last.others):
             rows = W[:, slot.start : slot.stop].reshape(len(W), last.units, -1)
-            params[slot.start : slot.stop] = class_means(rows, uploads.extras[COUNTS]).reshape(-1)
+            params[slot.start : slot.stop] = class_means(rows, uploads.counts(COUNTS)).reshape(-1)
         return Model(params, weighted_mean(B))
 
     def has_global_model(self) -> bool:

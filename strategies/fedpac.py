@@ -212,7 +212,8 @@ class FedPAC(FedAvg[FedPACParams]):
             if self.params.combine:
                 shown = {str(j): float(np.round(w, 6)) for j, w in zip(uploads.ids, row, strict=True) if w > 0}
                 self.note(client_id, "head-weights", shown)
-        means, counts = mean_prototypes(uploads.extras[PROTOTYPES], uploads.extras[COUNTS])
+        means, _ = mean_prototypes(uploads.extras[PROTOTYPES], uploads.counts(COUNTS))
+        counts = uploads.extras[COUNTS].sum(axis=0)
         before = self.memory.get(PROTOTYPES, np.zeros(means.shape, np.float32))
         known = self.memory.get(COUNTS, np.zeros_like(counts))
         self.memory[PROTOTYPES] = np.where(counts[:, None] > 0, means.astype(np.float32), before)

@@ -259,7 +259,7 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average the prototypes of the round's clients; other classes keep theirs."""
         counts = uploads.extras[COUNTS]
-        weights = counts if self.params.mean == "samples" else (counts > 0).astype(np.int64)
+        weights = uploads.counts(COUNTS) if self.params.mean == "samples" else (counts > 0).astype(np.float64)
         # a late upload counts less
         means = mean_prototypes(uploads.extras[PROTOTYPES], weights * uploads.once[:, None])[0].astype(np.float32)
         total = counts.sum(axis=0)

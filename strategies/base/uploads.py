@@ -34,6 +34,8 @@ class Uploads:
     - `metrics`: each client's numbers by name.
     - `summed`: sums over clients by name (`ServerHalf.summed`), if uploads were added up as they came.
     - `factors`: the factor of each upload's age on its weight, float64 [N]; `sizes` have it already. None: all are 1.
+    - `bounded`: the part of its reported samples that `max-size-weight` leaves each client, float64 [N]; `sizes` have it
+      already. None: all are 1.
 
     The stacks belong to the method: it may change and keep them. If uploads were added up as they came
     (`ServerHalf.streams`), `W` and `B` are `Folded` and have no rows.
@@ -48,6 +50,15 @@ class Uploads:
     metrics: list[Mapping[str, Scalar]]
     summed: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     factors: NDArray[np.float64] | None = None
+    bounded: NDArray[np.float64] | None = None
+
+    def counts(self, name: str) -> NDArray[np.float64]:
+        """Return the clients' numbers of samples by class, extra array `name` [N, C], as weights of means, float64 [N, C].
+
+        Each client's numbers shrink as its size does by `max-size-weight`.
+        """
+        counts = self.extras[name].astype(np.float64)
+        return counts if self.bounded is None else counts * self.bounded[:, None]
 
     @property
     def once(self) -> NDArray[np.float64]:
@@ -59,8 +70,9 @@ class Uploads:
         bits = None if self.bits is None else self.bits[chosen]
         extras = {name: stack[chosen] for name, stack in self.extras.items()}
         ids, metrics = [self.ids[k] for k in chosen], [self.metrics[k] for k in chosen]
-        factors = None if self.factors is None else self.factors[chosen]
-        return Uploads(ids, self.W[chosen], self.B[chosen], self.sizes[chosen], bits, extras, metrics, factors=factors)
+        factors, bounded = (None if values is None else values[chosen] for values in (self.factors, self.bounded))
+        W, B, sizes = self.W[chosen], self.B[chosen], self.sizes[chosen]
+        return Uploads(ids, W, B, sizes, bits, extras, metrics, factors=factors, bounded=bounded)
 
 
 class DeclaredSizes(Uploads):

@@ -94,7 +94,9 @@ class PlainRounds:
         uploads = intake.uploads()
         self._keep(attempt.round, uploads)
         if self.config.max_size_weight:
-            uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
+            sizes = capped(uploads.sizes, self.config.max_size_weight)
+            bounded = np.divide(sizes, uploads.sizes, out=np.ones_like(sizes), where=uploads.sizes > 0)
+            uploads = dataclasses.replace(uploads, sizes=sizes, bounded=bounded)
         if intake.factors:
             factors = np.array([intake.factors.get(i, 1.0) for i in uploads.ids])
             uploads = dataclasses.replace(uploads, sizes=uploads.sizes * factors, factors=factors)
