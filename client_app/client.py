@@ -186,7 +186,7 @@ class CorollaClient(NumPyClient):
             SOFTWARE: json.dumps({**software.announced(), software.WIRE: wire.WIRE_VERSION}),
         }
         names = client_names(self.config, self.data.info)
-        if names and not self.config.private and not self.config.dp_epsilon:
+        if names and not self.config.is_confidential:
             properties[CLIENT_NAME] = names[self.client_id]
         own_data = self.config.dataset == NODE
         if (text := self._input_facts()) and len(text) <= wire.MAX_TEXT:
@@ -212,7 +212,7 @@ class CorollaClient(NumPyClient):
         Empty where the server must not know them, or where another client sends them.
         """
         own_data, info = self.config.dataset == NODE, self.data.info
-        if self.config.private or self.config.dp_epsilon or not (own_data or self.client_id == 0):
+        if self.config.is_confidential or not (own_data or self.client_id == 0):
             return ""
         # The columns that a site leaves out, and the values that it fills in, are its own business.
         found = info.columns_facts()
@@ -317,7 +317,8 @@ class CorollaClient(NumPyClient):
         exported = update.export(model, state, ctx)
         return {
             **self._reported(measured, trainer),
-            **wire.hashes(exported),
+            # by a hash, guesses of the data can be tested: a clone of this client with the right data has the same model
+            **({} if self.config.is_confidential else wire.hashes(exported)),
             **self._fallback,
             **self._failed_metrics(trainer),
         }
@@ -505,7 +506,7 @@ class CorollaClient(NumPyClient):
         parts = {"": "test", VALIDATION: "validation"} if self.config.validation_ratio else {"": "test"}
         found: dict[str, float] = {}
         # together with a perfect accuracy it would reveal that a site has only one class
-        tells_one_class = not end and not self.config.private and not self.config.dp_epsilon
+        tells_one_class = not end and not self.config.is_confidential
         for word, part in parts.items():
             asked = [*names, ONE_CLASS.name] if tells_one_class and part == "test" else names
             loss, values = trainer.measure(model, asked, part)
@@ -569,7 +570,7 @@ class CorollaClient(NumPyClient):
 
         It is empty under privacy too: the ranges are the site's business.
         """
-        if self.config.private or self.config.dp_epsilon:
+        if self.config.is_confidential:
             return ""
         return "".join(f"; {line}" for line in far_values(self.data, self.config))
 
@@ -639,7 +640,7 @@ def data_properties(data: ClientData, config: RunConfig) -> Config:
     # readers of a model's outputs need the names
     if config.report_class_counts or source_of(config.dataset).tells_classes:
         properties["class-names"] = json.dumps(info.classes)
-    if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
+    if config.report_class_counts and not config.is_confidential and tasks.of(config).has_classes:
         counts = np.bincount(data.y_train, minlength=info.num_classes)
         properties["class-counts"] = ",".join(map(str, counts))
     return properties

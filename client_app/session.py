@@ -103,7 +103,7 @@ class Session:
         They are keyed for a site's own data, in private runs, and in runs with a privacy budget.
         """
         opened, config = self._open(data_path), self.config
-        if config.dataset != NODE and not config.private and not config.dp_epsilon:
+        if config.dataset != NODE and not config.is_confidential:
             return opened.hashes
         try:
             return opened.hidden_hashes

@@ -35,6 +35,9 @@ METRIC_ERRORS = "metric-errors"
 # Version of the digest of all personalized models. Version 1 covers parameters only; runs without a version have it.
 # Version 2 also covers BatchNorm statistics and other buffers.
 DIGEST_VERSION = 2
+# Version of the digest of the arrays that the server sends for an evaluation. Clients of private runs and of runs with
+# `dp-epsilon` send no hashes of their models.
+SENT_DIGEST_VERSION = 3
 EPSILON = "dp-epsilon"
 
 # A round's record: one line of metrics.jsonl.

@@ -295,8 +295,11 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     return Upload(Model(params, buffers), mask, extras, metrics, num_examples)  # type: ignore[arg-type]
 
 
-def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar]]:
-    """Return (loss, test samples, metrics) of an evaluate reply. Raises WireError as decode_upload."""
+def decode_evaluation(content: RecordDict, hashed: bool = True) -> tuple[float, int, dict[str, Scalar]]:
+    """Return (loss, test samples, metrics) of an evaluate reply. Raises WireError as decode_upload.
+
+    hashed: whether the metrics must have the hashes of the client's model. Otherwise they are left out.
+    """
     try:
         result = compat.recorddict_to_evaluateres(content)
         metrics = _scalars(result.metrics)
@@ -308,7 +311,9 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
         raise WireError(f"loss must be a number >= 0, got {reprlib.repr(result.loss)}")
     if type(result.num_examples) is not int or result.num_examples < 0:
         raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(result.num_examples)}")
-    for name in (SHA256, BUFFERS_SHA256) if BUFFERS_SHA256 in metrics else (SHA256,):
+    if not hashed:
+        metrics = {name: value for name, value in metrics.items() if name not in (SHA256, BUFFERS_SHA256)}
+    for name in (SHA256, BUFFERS_SHA256)[: 1 + (BUFFERS_SHA256 in metrics)] if hashed else ():
         if not re.fullmatch("[0-9a-f]{64}", str(value := metrics.get(name, ""))):
             raise WireError(f"{name} must be 64 hexadecimal digits, got {reprlib.repr(value)}")
     return number({"loss": result.loss}, "loss", 0), result.num_examples, metrics
@@ -334,6 +339,18 @@ def hashes(model: Model) -> dict[str, str]:
     if model.buffers.size:
         found[BUFFERS_SHA256] = hashlib.sha256(model.buffers.tobytes()).hexdigest()
     return found
+
+
+def sent_hash(download: Download) -> str:
+    """Return the SHA-256 of all arrays that a client is sent: parameters, buffers, and further ones by name."""
+    found = hashlib.sha256()
+    for name, array in [
+        ("params", download.model.params),
+        ("buffers", download.model.buffers),
+        *download.extras.items(),
+    ]:
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
 
 
 def one_line(text: object) -> str:

@@ -13,7 +13,7 @@ from corolla.report.figures import styled
 from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differing, given_name, short
 from fl_app.errors import counted, plain
 from fl_app.keys import show
-from fl_app.metrics import DIGEST_VERSION, Metric
+from fl_app.metrics import DIGEST_VERSION, SENT_DIGEST_VERSION, Metric
 
 # most differing settings that the table of results shows
 BRIEF = 2
@@ -141,6 +141,10 @@ def results_table(groups: Sequence[Group]) -> str:
     text += "".join(f" {escape(note)}." for note in undefined_notes(run for group in groups for run in group.runs))
     if any(run.finished and run.outcome["digest-version"] == 1 for group in groups for run in group.runs):
         text += " Digests of version 1 do not cover BatchNorm statistics, and are not comparable with others."
+    if any(
+        run.finished and run.outcome["digest-version"] == SENT_DIGEST_VERSION for group in groups for run in group.runs
+    ):
+        text += " Digests of version 3 are of the models that the server sent: clients hide the hashes of theirs."
     if seeds:
         text += " Runs that differ only in the seed share a row: mean ± sample standard deviation; bytes and seconds are means."
     return f'<h2 id="results"><a href="#results">Results</a></h2>{sortable_table(head, rows)}<p>{text}</p>'

@@ -312,10 +312,15 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         return divisions(partition, self.dataset, self.test_samples)
 
     @property
+    def is_confidential(self) -> bool:
+        """Whether clients tell the server nothing about their data or models that the run can do without."""
+        return self.private or self.dp_epsilon > 0
+
+    @property
     def normalizes_by_site(self) -> bool:
         """Whether the mean and standard deviation of its own data scale each client's inputs (`normalize-over`)."""
         if self.normalize_over == "auto":
-            return self.private or self.dp_epsilon > 0
+            return self.is_confidential
         return self.normalize_over == "site"
 
     @property

@@ -19,6 +19,7 @@ from fl_app.metrics import (
     DIGEST_VERSION,
     ONE_CLASS,
     POOLED,
+    SENT_DIGEST_VERSION,
     UNSEEN,
     Metric,
     Reports,
@@ -191,9 +192,11 @@ def evaluation_record(
     unseen: frozenset[int] = frozenset(),
     validation: bool = False,
     global_model: bool = False,
+    sent: Mapping[int, str] | None = None,
 ) -> Record:
     """Return the record of an evaluation of all clients. Its digest is None if a client is absent.
 
+    sent: where clients send no hashes of their models, the hash of the arrays that each was sent.
     unseen: clients that never train. Means are over the other clients; those of unseen clients are kept apart.
     `evaluated` is the number of clients in the means. `expected` is the number that should be in them. `undefined`
     lists, by metric, the clients that its mean leaves out.
@@ -209,7 +212,9 @@ def evaluation_record(
         record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}
     if left_out := undefined(rows, table):
         record["undefined"] = left_out
-    return record | {"digest": None if absent else digest(rows.values()), "digest-version": DIGEST_VERSION}
+    version = DIGEST_VERSION if sent is None else SENT_DIGEST_VERSION
+    hashed = list(rows.values()) if sent is None else [{wire.SHA256: sent[i]} for i in sorted(clients)]
+    return record | {"digest": None if absent else digest(hashed), "digest-version": version}
 
 
 def undefined(rows: Mapping[str, Record], table: Iterable[Metric]) -> dict[str, list[int]]:

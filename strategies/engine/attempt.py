@@ -34,9 +34,9 @@ class Attempt(RoundState):
     causes begin. far: far uploads that are used. works: by client, its work on the round. connected: the clients that
     it could ask. working: clients that still worked for an earlier round when it began. held: bytes of the models that
     wait to arrive. ended: clients whose work has ended. missed: works that have not. arrivals: the ends of works.
-    clients: an evaluation's entries. between: the method's notes between clients, after `record`. earlier: attempts at
-    the same round that do not count. spoilt_by: why this attempt does not count. without: clients that the repetition
-    of a private round does not ask.
+    clients: an evaluation's entries. hashes: of the arrays it sent, where clients send no hashes of their models.
+    between: the method's notes between clients, after `record`. earlier: attempts at the same round that do not count.
+    spoilt_by: why this attempt does not count. without: clients that the repetition of a private round does not ask.
     """
 
     generation: int = 0
@@ -56,6 +56,7 @@ class Attempt(RoundState):
     missed: dict[int, Work] = field(default_factory=dict)
     works: dict[int, Work] = field(default_factory=dict)
     clients: dict[int, Record] = field(default_factory=dict)
+    hashes: dict[int, str] = field(default_factory=dict)
     between: dict[str, Between] = field(default_factory=dict)
     earlier: list[Attempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()

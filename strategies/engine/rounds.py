@@ -329,6 +329,8 @@ class Rounds:
             attempt.sent[client_id] = attempt.sent.get(client_id, 0) + wire.payload_bytes(content)
             if task == "train":
                 attempt.works[client_id] = self._begun(client_id, download)
+            if task == "evaluate" and self.config.is_confidential:
+                attempt.hashes[client_id] = wire.sent_hash(download)
             if client_id in self.server.personal:
                 client_arrays.release(self.server.personal[client_id])
             yield self.exchange.message(client_id, content, kind, attempt.round)
@@ -545,6 +547,7 @@ class Rounds:
             self.config.unseen,
             self.validation,
             self.config.evaluate_global,
+            self.attempt.hashes if self.config.is_confidential else None,
         )
         for name, ids in record.get("undefined", {}).items():
             whose = listed(list(map(str, ids)))
@@ -556,7 +559,7 @@ class Rounds:
         """Check a client's metrics and the hash of its model, and take them in."""
         attempt, client_id = self.attempt, reply.client_id
         try:
-            loss, num_examples, metrics = wire.decode_evaluation(reply.usable())
+            loss, num_examples, metrics = wire.decode_evaluation(reply.usable(), hashed=not self.config.is_confidential)
             metrics = records.check_evaluation(
                 metrics,
                 num_examples,
