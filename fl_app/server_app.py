@@ -22,7 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 from fl_app import debugging, flower_patches, log_format, software, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.layout import Layout
+from fl_app.layout import Layout, Model
 from fl_app.machine import available_memory
 from fl_app.metrics import Reports
 from fl_app.server import checkpoint, disk, run_log, trackers
@@ -62,7 +62,7 @@ from fl_app.server.run_folder import (
     software_before,
 )
 from fl_app.server.start import Start, start_of
-from fl_app.wire import SIMULATION
+from fl_app.wire import SIMULATION, hashes
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 from strategies.engine import late
@@ -361,6 +361,18 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
             held = strategy.personal_model(client_id)
             if held is not None:
                 folder.save_model(f"client-{client_id}", layout, held)
+        for client_id, held in _chosen_models(strategy, folder).items():
+            folder.save_model(f"client-{client_id}", layout, held)
+
+
+def _chosen_models(strategy: PersonalizedStrategy[Any], folder: RunFolder) -> dict[int, Model]:
+    """Return the clients' models that the server holds, by the hashes of the last evaluation."""
+    every = strategy.held_models()
+    records = list(read_metrics(folder.path)) if every else []
+    rows = records[-1].get("evaluation", {}).get("clients", {}) if records else {}
+    known = [(hashes(model), model) for model in every]
+    found = ((int(i), of, model) for i, row in rows.items() for of, model in known if of.items() <= row.items())
+    return {client_id: model for client_id, _, model in found}
 
 
 def configure_logging() -> None:

@@ -186,6 +186,10 @@ class CFL(PersonalizedStrategy[CFLParams]):
                     self.keep_for(members[position], cluster=np.array([len(models)]))
                 models.append(models[k])
 
+    def held_models(self) -> list[Model]:
+        """Return the clusters' models."""
+        return self.models()
+
     def has_global_model(self) -> bool:
         """Return True while there is one cluster."""
         return len(self.models()) == 1

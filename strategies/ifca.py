@@ -147,6 +147,11 @@ class IFCA(FedAvg[IFCAParams]):
         """Return the layout of the user's own model."""
         return components.alone(layout, 0)
 
+    def held_models(self) -> list[Model]:
+        """Return the K models."""
+        layout = self.layout
+        return [layout.take(self.global_model, components.tensors_of(layout, k)) for k in range(self.params.clusters)]
+
     def exported_global(self) -> Model:
         """Return the first model; called only where it is the only one."""
         return self.layout.take(self.global_model, components.tensors_of(self.layout, 0))

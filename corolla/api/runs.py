@@ -40,6 +40,7 @@ from fl_app.keys import Scalar, specs, without_others
 from fl_app.server import arrivals
 from fl_app.server.record import lacking
 from fl_app.server.run_folder import (
+    MODELS,
     PLUGINS,
     changed_keys,
     check_free,
@@ -176,8 +177,11 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
             if missing := lacking(parsed, list(read_metrics(how.resume))):
                 raise UserError(f"this run is complete: {missing}")
             early = RecordedRun(how.resume).summary.get("stopped-early")
-            console.print("this run is complete; there is nothing to resume" + (f" ({escape(early)})" if early else ""))
-            return how.resume
+            if not (parsed.collect_personal_models and lacks_models(how.resume)):
+                console.print(
+                    "this run is complete; there is nothing to resume" + (f" ({escape(early)})" if early else "")
+                )
+                return how.resume
         check_resumable(how.resume, parsed, here=how.superlink is None)
     if how.superlink is not None:
         return run_deployed(config, how.superlink, how.verbose)
@@ -264,6 +268,12 @@ def is_finished(run: Path, config: RunConfig) -> bool:
     rounds = recorded.summary["rounds"]
     refuse_fewer_rounds(config, rounds)
     return "stopped-early" in recorded.summary or bool(rounds == config.num_server_rounds)
+
+
+def lacks_models(run: Path) -> bool:
+    """Return whether a finished run's folder lacks a client's model."""
+    count = RecordedRun(run).summary["num-clients"]
+    return not all((run / MODELS / f"client-{i}.safetensors").is_file() for i in range(count))
 
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:

@@ -19,6 +19,7 @@ from corolla.cli.options import JsonOption, QuietOption, checked_set, parse_set
 from corolla.cli.tables import show_table, size
 from corolla.experiments.exported.run_models import client_id
 from corolla.experiments.runs import RecordedRun, existing
+from fl_app import exit_codes
 from fl_app.errors import UserError, counted, listed
 from fl_app.files import no_such
 from fl_app.server.run_folder import PLUGINS
@@ -41,6 +42,12 @@ def export(
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="File to write (default: in the current directory).")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory to write the client's model into; without --client, each client's."
+        ),
+    ] = None,
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Write ONNX, from pixels or rows to predictions (needs corolla[onnx]).")
     ] = False,
@@ -48,6 +55,10 @@ def export(
     quiet: QuietOption = False,
 ) -> None:
     """Write one of a run's final models as a PyTorch state dict or ONNX, with its card."""
+    if to is not None and output is not None:
+        raise UserError("--to and --output exclude each other")
+    if to is not None and data_path and client is None:
+        raise UserError("--data-path is one client's: choose it with --client")
     run = existing(run)
     if client is not None:
         # before the imports, which take seconds
@@ -57,12 +68,21 @@ def export(
         shown.step("writing the model", brief=True)
         # imported here because torch takes seconds
         from corolla.experiments.exported.export import export as write
-        from corolla.experiments.exported.export import own_files
+        from corolla.experiments.exported.export import export_each, own_files
 
-        path, card = write(run, METHODS, client, output, onnx=onnx, data_path=data_path)
-    console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
-    if (own := own_files(path)).is_dir():
-        console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
+        failed: dict[str, str] = {}
+        if to is None:
+            written = [write(run, METHODS, client, output, onnx=onnx, data_path=data_path)]
+        else:
+            written, failed = export_each(run, METHODS, client, to, onnx=onnx, data_path=data_path)
+    for path, card in written:
+        console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
+        if (own := own_files(path)).is_dir():
+            console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
+    for name, why in failed.items():
+        errors.print(escape(f"{name}: not exported: {why}"), soft_wrap=True)
+    if failed:
+        raise typer.Exit(exit_codes.FAILED)
 
 
 def _name_code(files: Sequence[Path]) -> None:

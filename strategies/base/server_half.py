@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -354,6 +354,10 @@ class ServerHalf(ABC, Generic[P]):
         Default: the model that the client is sent.
         """
         return self.model_for(client_id)
+
+    def held_models(self) -> Sequence[Model]:
+        """Return models of which each client uses one unchanged, as exported. The run folder has each client's. Default: none."""
+        return ()
 
     def exported_global(self) -> Model:
         """Return the global model for the run folder."""

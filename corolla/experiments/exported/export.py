@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from corolla.experiments.exported import model_card, run_models
+from corolla.experiments.runs import RecordedRun
 from fl_app import plugins
 from fl_app.errors import UserError
-from fl_app.files import publish
+from fl_app.files import make_directory, publish
 
 
 def export(
@@ -38,7 +41,7 @@ def export(
     if onnx:
         loading.require_onnx()
     model = run_models.load(run, client, methods)
-    if onnx:
+    if onnx or model.client is None:
         run_models.refuse_parts(model)
     suffix = ".onnx" if onnx else ".pt"
     output = output or Path(f"{run.resolve().name}-{model.name}{suffix}")
@@ -57,6 +60,42 @@ def export(
         return output, model_card.write(output, facts)
     except OSError as error:
         raise UserError(f"--output: cannot write {output}: {error.strerror}") from None
+
+
+def export_each(
+    run: Path,
+    methods: Mapping[str, Any],
+    client: int | str | None,
+    directory: Path,
+    *,
+    onnx: bool = False,
+    data_path: str = "",
+) -> tuple[list[tuple[Path, model_card.Entries]], dict[str, str]]:
+    """Write a client's model into a directory, or each client's. Return what was written, and why others were not, by name.
+
+    A file has the client's name, or `client-K`. Raises UserError as `export` does for the chosen client, and if no
+    client's model can be exported.
+    """
+    recorded = RecordedRun(run)
+    each = (
+        [run_models.client_id(recorded, client)] if client is not None else list(range(recorded.summary["num-clients"]))
+    )
+    called = {i: str(recorded.clients.get(str(i), {}).get("name") or f"client-{i}") for i in each}
+    plain = {i: re.sub(r"[^\w.-]|^\.", "_", name) for i, name in called.items()}
+    twice = {name for name, count in Counter(name.casefold() for name in plain.values()).items() if count > 1}
+    written: list[tuple[Path, model_card.Entries]] = []
+    failed: dict[str, str] = {}
+    make_directory(directory)
+    for i in each:
+        stem = f"{plain[i]}-{i}" if plain[i].casefold() in twice else plain[i]
+        file = directory / f"{stem}{'.onnx' if onnx else '.pt'}"
+        try:
+            written.append(export(run, methods, i, file, onnx=onnx, data_path=data_path))
+        except UserError as error:
+            if client is not None or (not written and i == each[-1]):
+                raise
+            failed[called[i]] = str(error)
+    return written, failed
 
 
 def own_files(output: Path) -> Path:

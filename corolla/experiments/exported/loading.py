@@ -25,7 +25,7 @@ from corolla.experiments.exported.model_card import FILE_HASH, Card, Entries
 from corolla.experiments.exported.run_models import Trained, networks
 from fl_app import config as configs
 from fl_app import data, plugins, tasks
-from fl_app.checksums import sha256_of
+from fl_app.checksums import KEY_DIGITS, sha256_of
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import DatasetInfo
@@ -96,6 +96,8 @@ def described(trained: Trained, data_path: str) -> Entries:
             found = data.prepare_for(config, data_path)
             if trained.run.data_sha256 not in ("", found.sha256):
                 raise UserError(f"{config.dataset} has changed since the run started")
+            if data_path:
+                refuse_other_data(trained, data_path)
             info, dtype = found.info, str(found.x_train.dtype)
             scales = tasks.normalization(config, found.x_train.dtype) == "mean-std"
             if scales and config.normalizes_by_site and config.dataset != NODE:
@@ -145,6 +147,31 @@ def described(trained: Trained, data_path: str) -> Entries:
         "features": [name for fields in table["encodings"] for name in Encoding.from_json(fields).names],
         "table": table if table["encodings"] else {},
     }
+
+
+def refuse_other_data(trained: Trained, data_path: str) -> None:
+    """Raise UserError unless a file has the data that the client trained on; without a client, those of one of them.
+
+    A run records no hash if the site's directory cannot keep a key, and runs of earlier versions do not.
+    """
+    recorded = {i: known for i, known in trained.run.hashes.items() if i is not None}
+    mine = {i: known for i, known in recorded.items() if trained.client in (None, i)}
+    if not mine:
+        return
+    found = data.open_data(trained.config, data_path).hidden_hashes
+    if found in mine.values():
+        return
+    whose = "any client" if trained.client is None else f"client {trained.client}"
+    other = next((i for i, known in recorded.items() if found == known), None)
+    if other is not None:
+        why = f"they are those of client {other}"
+    elif any(known.data[:KEY_DIGITS] == found.data[:KEY_DIGITS] for known in mine.values()):
+        why = "their hash differs from that in clients.json"
+    else:
+        why = (
+            "their hash can be compared only at the site, with its key: export there, with the site's COROLLA_SITE_DIR"
+        )
+    raise UserError(f"--data-path: {data_path} is not known as the data of {whose}: {why}")
 
 
 def data_hashes(trained: Trained) -> Entries:

@@ -145,7 +145,8 @@ def about(trained: Trained) -> Entries:
             "digest-version": run.summary.get("digest-version", 1),
             "rounds": run.summary["rounds"],
             "clients": run.summary["num-clients"],
-            f"final-{metric}": run.summary.get(f"final-{metric}"),
+            # the mean over all clients is no client's own
+            **({f"final-{metric}": run.summary.get(f"final-{metric}")} if client is None else {}),
         },
         "model": trained.name,
         **({} if client is None or NAME not in clients[client] else {"client": clients[client][NAME]}),

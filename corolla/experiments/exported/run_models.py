@@ -152,8 +152,14 @@ def _check(model: Trained, client: int) -> None:
         raise UserError(
             f"{file} is not the model that client {client} was evaluated with: {_difference(model.hashes, told)}"
         )
+    if not told:
+        raise UserError(
+            f"{run.path} does not hold client {client}'s personal model, and the client was not in the last evaluation, which "
+            "would show whether it uses the global one; export the global model without --client"
+        )
     raise UserError(
-        f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}"
+        f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}; a finished run "
+        "collects them with --resume, if its clients kept their state"
     )
 
 

@@ -1,0 +1,87 @@
+"""Each client's model as a file of its own, from its own data alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla.experiments.exported import model_card, run_models
+from corolla.experiments.exported.export import export
+from fl_app.errors import UserError
+from fl_app.server.run_folder import read_metrics
+from strategies import METHODS
+from tests.conftest import Command, Run
+from tests.experiments.months import SETTING, cancer, wine
+
+SITES: dict[str, Any] = {
+    "dataset": "node",
+    "classes": "malignant,benign",
+    "target": "kind",
+    "normalize_over": "site",
+    "num_clients": 3,
+    "num_server_rounds": 1,
+    "collect_personal_models": True,
+}
+
+
+def test_only_the_clients_own_data_give_its_scaling(run: Run, tmp_path: Path) -> None:
+    files = [cancer(tmp_path / f"{k}.csv", slice(k, None, 3)) for k in range(3)]
+    folder = run(**SITES, node_configs={k: {"data-path": str(path)} for k, path in enumerate(files)})
+    other = cancer(tmp_path / "other.csv", slice(1, 90, 2))
+    for path, words in ((other, "clients.json"), (files[2], "client 2")):
+        with pytest.raises(UserError, match=words):
+            export(folder.path, METHODS, 1, tmp_path / "1.pt", data_path=str(path))
+    with pytest.raises(UserError, match="data of any client"):
+        export(folder.path, METHODS, None, tmp_path / "g.pt", data_path=str(other))
+    _, card = export(folder.path, METHODS, 1, tmp_path / "1.pt", data_path=str(files[1]))
+    assert card["input"]["mean"]
+
+
+def test_another_sites_key_cannot_prove_the_data(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [cancer(tmp_path / f"{k}.csv", slice(k, None, 3)) for k in range(3)]
+    folder = run(**SITES, node_configs={k: {"data-path": str(path)} for k, path in enumerate(files)})
+    monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match="only at the site"):
+        export(folder.path, METHODS, 1, tmp_path / "1.pt", data_path=str(files[1]))
+
+
+def test_every_client_gets_its_model_and_nothing_of_others(run: Run, tmp_path: Path, command: Command) -> None:
+    table = wine(tmp_path / "june.csv")
+    folder = run(
+        dataset=f"table:{table}", method="fedper", collect_personal_models=True, **SETTING, num_server_rounds=2
+    )
+    code, out, err = command("export", folder.path, "--to", tmp_path / "plants")
+    assert code == 0 and "celle.pt" in out and not err
+    rows = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    for k, name in enumerate(("celle", "uelzen", "verden")):
+        card = model_card.read(tmp_path / "plants" / f"{name}.pt")
+        assert card["client"] == name and card["metrics"]["accuracy"] == rows[str(k)]["accuracy"]  # type: ignore[typeddict-item]
+        text = model_card.beside(tmp_path / "plants" / f"{name}.pt").read_text()
+        assert (
+            not any(other in text for other in {"celle", "uelzen", "verden"} - {name}) and "final-accuracy" not in text
+        )
+    code, out, _ = command("export", folder.path, "--client", "celle", "--to", tmp_path / "one")
+    assert code == 0 and [p.name for p in sorted((tmp_path / "one").iterdir())] == ["celle.pt", "celle.pt.json"]
+
+
+@pytest.mark.parametrize("method", ["ifca", "cfl"])
+def test_a_server_that_holds_the_models_writes_every_clients(run: Run, method: str) -> None:
+    folder = run(method=method, num_clients=4)
+    for client in range(4):
+        assert not run_models.load(folder.path, client, METHODS).missing
+        assert (folder.path / "models" / f"client-{client}.safetensors").is_file()
+
+
+@pytest.mark.parametrize("method", ["fedem", "fedper"])
+def test_a_finished_run_collects_its_models_later(run: Run, tmp_path: Path, command: Command, method: str) -> None:
+    folder = run(method=method, keep_state=True)
+    before = (folder.path / "metrics.jsonl").read_text()
+    code, _, err = command("run", "--in-process", "--resume", folder.path, "--set", "collect-personal-models=true")
+    assert code == 0, err
+    for client in range(3):
+        assert not run_models.load(folder.path, client, METHODS).missing
+    assert (folder.path / "metrics.jsonl").read_text() == before
+    code, out, _ = command("run", "--in-process", "--resume", folder.path, "--set", "collect-personal-models=true")
+    assert code == 0 and "nothing to resume" in out
