@@ -44,6 +44,7 @@ from strategies.parts import Part
 if TYPE_CHECKING:
     from client_app.flat import FlatModule
     from client_app.private import Masker
+    from client_app.run_keys import SiteKeys
     from client_app.session import Network
     from client_app.trainer import LocalTrainer
 
@@ -121,7 +122,7 @@ class CorollaClient(NumPyClient):
         update = self.method.local_update()
         watch = Stopwatch()
         ctx, state, trainer = self._prepare(download)
-        masker = self._claim_attempt(download)
+        masker = self._claim_attempt(download, ctx.num_samples)
         watch.lap("prepare")
         start = update.merge(download.model, state, ctx)
         watch.lap("merge")
@@ -197,9 +198,8 @@ class CorollaClient(NumPyClient):
             properties[SUMS] = self._sums()
         if self.config.private:
             from client_app import private
-            from fl_app.privacy.keyring import open_keyring
 
-            keys = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
+            keys = self._site_keys.keys
             properties |= private.properties(keys)
             if own_data:
                 info = self.data.info
@@ -333,10 +333,15 @@ class CorollaClient(NumPyClient):
         return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples, dtype=wire.WHOLE)
 
     def _forget(self, download: Download) -> Upload:
+        """Remove what is kept of a run; its keys in any case, its state and notes unless the run keeps them."""
+        told: dict[str, Scalar] = {}
         self._open_store(download)
-        self._store.forget()
-        self._notes.forget()
-        return Upload(download.model)
+        if self.config.private:
+            told[wire.CLIPPED] = self._site_keys.forget(download.experiment)
+        if not self.config.keep_state:
+            self._store.forget()
+            self._notes.forget()
+        return Upload(download.model, metrics=told)
 
     # A task's data and state, and the model in a trainer
 
@@ -441,17 +446,20 @@ class CorollaClient(NumPyClient):
         budget.check_state()
         return NoisyTrainer(trainer, budget=budget, epochs=self.method.dp_epochs_of(self.config))
 
-    def _claim_attempt(self, download: Download) -> Masker | None:
+    def _claim_attempt(self, download: Download, samples: int) -> Masker | None:
         """Claim the attempt of a private round. Raises UserError if it must not be answered."""
         if not self.config.private:
             return None
-        from client_app import private
-        from fl_app.privacy.keyring import open_keyring
+        from client_app.private import Masker
 
-        keyring = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
-        masker = private.Masker.of(download, self.config, keyring)
-        self._notes.claim(wire.state_version(download.round, download.attempt))
-        return masker
+        return Masker.of(download, self.config, self._site_keys, samples, self.method.own_weight(self.config))
+
+    @property
+    def _site_keys(self) -> SiteKeys:
+        """The client's keys for this run. Raises UserError if it has none."""
+        from client_app.run_keys import SiteKeys
+
+        return SiteKeys.open(site_directory(), self.keys, self.config, self.client_id, self.run)
 
     def _save(self, state: State, download: Download) -> str:
         hooks.check_kept(self.config.method, "state.arrays", state.arrays, converts=True)

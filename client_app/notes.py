@@ -1,6 +1,5 @@
-"""A site's permanent notes, in its own directory (fl_app/site.py): answers to private rounds, spent privacy budgets.
+"""A site's permanent notes on spent privacy budgets, in its own directory (fl_app/site.py).
 
-- `runs/<experiment>/client-<id>/<attempt>.answered`: a private round that a client has answered.
 - `runs/<experiment>/client-<id>/budget.json`: the trainings of one run on data that anybody may have, and in
   simulations.
 - `data/<hash>.json`: the trainings of all runs on one client's part of the site's own data. The first line names the
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -28,10 +26,10 @@ from fl_app.checksums import Stamp, stamp_of
 from fl_app.config import RunConfig
 from fl_app.data.prepared import absolute
 from fl_app.errors import UserError
-from fl_app.files import lock, make_directory, opener, publish_text, sync
+from fl_app.files import lock, make_directory, publish_text
 from fl_app.sources import NODE, path_in
 
-_RUNS, _DATA, _SPENDING, _ANSWERED = "runs", "data", "spending", ".answered"
+_RUNS, _DATA, _SPENDING = "runs", "data", "spending"
 
 
 class Training(NamedTuple):
@@ -136,23 +134,6 @@ class Notes:
         if self.own and not self.simulated:
             return self.site / _DATA / self.own.file
         return self.directory / "budget.json"
-
-    def claim(self, version: str) -> None:
-        """Note that an attempt at a private round is being answered. Raises UserError if it was answered before.
-
-        A second answer under the same masks would reveal the difference of the two.
-        """
-        path = self.directory / f"{version}{_ANSWERED}"
-        try:
-            make_directory(self.directory)
-            os.close(opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-            sync(self.directory)
-        except FileExistsError:
-            raise UserError(
-                f"client {self.client_id}: private: attempt {version} was answered before, and is answered only once"
-            ) from None
-        except OSError as error:
-            raise UserError(f"client {self.client_id}: cannot note its answer in {path}: {error.strerror}") from None
 
     def trainings(self) -> list[Training]:
         """Return all trainings that may have used one of this client's records. Raises UserError if unreadable."""

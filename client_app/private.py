@@ -2,119 +2,144 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
+from client_app.run_keys import SiteKeys
 from fl_app.config import RunConfig
-from fl_app.config.privacy import LARGEST_PRIVATE_RANGE
 from fl_app.errors import UserError, counted
 from fl_app.keys import Scalar
-from fl_app.layout import NOTHING, Vector
+from fl_app.layout import NOTHING
 from fl_app.privacy import masking, sketch
-from fl_app.privacy.keyring import Keyring
-from fl_app.privacy.masking import BUFFERS_TIMES, Words, derived
+from fl_app.privacy.keyring import RunKeys, exchange
+from fl_app.privacy.masking import derived
+from fl_app.privacy.transcript import SentHashes, Transcript
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Download, Upload, state_version
 
 __all__ = ["Masker", "properties"]
 
+log = logging.getLogger("corolla")
 
-def properties(keys: Keyring) -> dict[str, Scalar]:
+
+def properties(keys: RunKeys) -> dict[str, Scalar]:
     """Return a client's properties for private runs.
 
-    These are the fingerprint of its list of keys, and the sketches' key, sealed for each client.
+    These are its keys for the run, signed, the fingerprint of its list of keys, and the sketches' key, sealed for each
+    client.
     """
-    return {f"{PRIVATE}-list": keys.fingerprint, f"{PRIVATE}-sealed": ",".join(keys.seal())}
+    return {
+        f"{PRIVATE}-keys": keys.announced,
+        f"{PRIVATE}-list": keys.ring.fingerprint,
+        f"{PRIVATE}-sealed": ",".join(keys.seal()),
+    }
 
 
-def tags(keys: Keyring, names: str) -> str:
+def tags(keys: RunKeys, names: str) -> str:
     """Return tags of a client's names, one per client, separated by commas.
 
     Each uses the key that the two clients share. Two clients' tags of each other are equal if their names are. The
     server has none of these keys, so it cannot guess names.
     """
-    found = keys.for_each("names")
+    found = keys.ring.for_each("names", keys.run)
     return ",".join(hmac.new(key, names.encode(), "sha256").hexdigest() for key in found)
 
 
 @dataclass(frozen=True)
 class Masker:
-    """Masks one upload with this client's keys, for the partners that it shares masks with.
+    """Masks one upload with this client's keys, for the members of its sum.
 
-    weight: the client's weight in the sum. clients: the number of clients in the whole sum. limit: the largest absolute
-    value of a parameter that fits. sealed: the sketches' key, encrypted by client `sealer`; "" where the method sends
-    no masks.
+    transcript: of the attempt, without the length of the sum. others: by member, its key for masks. weight: this client's
+    own weight, in (0, 1]. limit: the largest absolute value of a parameter that is not clipped. sealed: the sketches' key,
+    encrypted by client `sealer`, whose keys are `sealers`; "" where the method sends no masks.
     """
 
-    keys: Keyring
-    download: Download
-    partners: tuple[int, ...]
+    site: SiteKeys
+    transcript: Transcript
+    others: dict[int, bytes]
     weight: float
-    clients: int
     limit: float
     sketch_bits: int
     sealed: str
     sealer: int
+    sealers: str
 
     @classmethod
-    def of(cls, download: Download, config: RunConfig, keys: Keyring) -> Masker:
-        """Read the server's request. Raises UserError if the answer would not be hidden."""
-        asked, me = download.method, keys.client_id
+    def of(
+        cls, download: Download, config: RunConfig, site: SiteKeys, samples: int, weigh: Callable[[float], float]
+    ) -> Masker:
+        """Read the server's request, and note that it is answered. Raises UserError if the answer would not be hidden.
+
+        samples: this client's number of training samples. weigh: returns the weight of a number of samples, in (0, 1].
+        """
+        asked, keys, me = download.method, site.keys, site.keys.ring.client_id
         try:
-            members = [int(word) for word in str(asked[f"{PRIVATE}-members"]).split(",")]
-            weight, clients = float(asked[f"{PRIVATE}-weight"]), int(asked[f"{PRIVATE}-clients"])
+            members = tuple(int(word) for word in str(asked[f"{PRIVATE}-members"]).split(","))
+            announced = tuple(str(asked[f"{PRIVATE}-keys"]).split(","))
+            sent = tuple(str(asked[f"{PRIVATE}-sent"]).split(","))
+            most = float(asked[f"{PRIVATE}-most"])
             sealed, sealer = str(asked.get(f"{PRIVATE}-sealed", "")), int(asked.get(f"{PRIVATE}-sealer", 0))
+            sealers = str(asked.get(f"{PRIVATE}-sealer-keys", ""))
         except (KeyError, ValueError):
             raise UserError("private: the server does not name the clients to mask with") from None
-        if len(set(members)) != len(members) or me not in members or not set(members) <= set(range(keys.num_clients)):
-            raise UserError(f"private: the server's group does not fit client {me}: {members}")
-        if len(members) < GROUP_MIN:
+        _check_members(members, me, keys.ring.num_clients)
+        if not len(members) == len(announced) == len(sent) or not (most == 0 or 1 <= most < math.inf):
+            raise UserError("private: the server does not say what each member of the sum is sent")
+        mine = sent[members.index(me)]
+        if mine != SentHashes().of(download, {}) or sent.count(mine) < GROUP_MIN:
             raise UserError(
-                f"private: the server asks for a sum of {counted(len(members), 'client')}, but only "
-                f"{GROUP_MIN} or more hide each other"
+                f"private: fewer than {GROUP_MIN} members of the sum are sent what client {me} is sent; its upload would show"
             )
-        if not (len(members) <= clients <= keys.num_clients and 0 < weight <= clients and math.isfinite(weight)):
-            raise UserError(
-                f"private: the server gives client {me} a weight of {weight:g} among {counted(clients, 'client')}"
-            )
-        partners = tuple(i for i in members if i != me)
-        limit = config.private_range
-        return cls(keys, download, partners, weight, clients, limit, config.private_sketch, sealed, sealer)
+        public = {i: keys.verified(i, text)[0] for i, text in zip(members, announced, strict=True)}
+        if len(set(public.values())) < len(members) or announced[members.index(me)] != keys.announced:
+            raise UserError(f"private: the server's keys of the members do not fit client {me}")
+        attempt = download.experiment, keys.run, keys.config, download.round, download.attempt
+        transcript = Transcript(*attempt, members, sent, announced, keys.ring.fingerprint, most, 0)
+        whole = config.private_absent == "company"
+        site.claim(download.experiment, download.round, download.attempt, config.round_retries, members, whole)
+        weight = weigh(site.count(download.experiment, samples, most))
+        others = {i: key for i, key in public.items() if i != me}
+        bits, limit = config.private_sketch, config.private_range
+        return cls(site, transcript, others, weight, limit, bits, sealed, sealer, sealers)
 
     def mask(self, upload: Upload) -> Upload:
         """Return the upload to send: the model in fixed point under masks, and the sketch of its mask.
 
-        The method's own metrics are left out. Raises UserError if the method would send other arrays, or if the model
-        does not fit the range of the fixed point.
+        The method's own metrics are left out. Values beyond the range are clipped to it. Raises UserError if the method
+        would send other arrays.
         """
         if upload.extras:
             raise UserError(f"private: the method would send {', '.join(upload.extras)} without masks")
-        params = self._fixed_point("parameters", upload.model.params, times=1.0)
-        words = np.concatenate([params, self._fixed_point("statistics", upload.model.buffers, times=BUFFERS_TIMES)])
-        round, attempt, experiment = self.download.round, self.download.attempt, self.download.experiment
-        masking.mask(words, self.keys.client_id, self.keys.masks(self.partners, experiment, round, attempt))
+        told, keys = self.transcript, self.site.keys
+        words, clipped = masking.encode(upload.model, self.weight, keys.ring.num_clients, self.limit)
+        if clipped:
+            log.warning("private: values beyond private-range were clipped in round %d", told.round)
+            self.site.note_clipped(told.experiment)
+        label = self._with_words(words.size).digest
+        shared = {i: derived(exchange(keys.masks, key), "mask", label) for i, key in self.others.items()}
+        masking.mask(words, keys.ring.client_id, shared)
         hidden = None
         if upload.mask is not None:
             d = upload.model.params.size
-            key = derived(self.keys.open(self.sealed, self.sealer), "sketch", experiment, round, attempt)
+            secret = keys.open(self.sealed, self.sealer, self.sealers)
+            key = derived(secret, "sketch", told.experiment, told.round, told.attempt)
             hidden = sketch.sketch(upload.mask, d, sketch.length(d, self.sketch_bits), key)
-        return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: state_version(round, attempt)}, upload.num_examples)
+        version = state_version(told.round, told.attempt)
+        return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: version}, upload.num_examples)
 
-    def _fixed_point(self, what: str, values: Vector, times: float) -> Words:
-        """Encode values within `private-range` times a factor. Raises UserError that names the range they need."""
-        try:
-            return masking.encode(values, self.weight, self.clients, times * self.limit)
-        except ValueError as error:
-            raise UserError(f"private: the {what} cannot be sent: {error}{self._advice(values, times)}") from None
+    def _with_words(self, words: int) -> Transcript:
+        return dataclasses.replace(self.transcript, words=words)
 
-    def _advice(self, values: Vector, times: float) -> str:
-        """Return the end of an error: the `private-range` that values need, a power of two as the server expects."""
-        largest = float(np.abs(values).max()) / times
-        if not self.limit < largest < math.inf:
-            return ""
-        needed = 2.0 ** math.ceil(math.log2(largest))
-        if needed > LARGEST_PRIVATE_RANGE:
-            return f"; no private-range holds them (at most {LARGEST_PRIVATE_RANGE:g}): scale inputs and targets"
-        return f"; set private-range, which is {self.limit:g}, to {needed:g} or more"
+
+def _check_members(members: tuple[int, ...], me: int, num_clients: int) -> None:
+    """Raise UserError unless a sum's members are three clients or more, sorted, with this one."""
+    if list(members) != sorted(set(members)) or me not in members or not set(members) <= set(range(num_clients)):
+        raise UserError(f"private: the server's group does not fit client {me}: {list(members)}")
+    if len(members) < GROUP_MIN:
+        raise UserError(
+            f"private: the server asks for a sum of {counted(len(members), 'client')}, but only "
+            f"{GROUP_MIN} or more hide each other"
+        )

@@ -10,8 +10,8 @@ import json
 import logging
 import math
 import os
-import secrets
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ def _opened_folder(
         **({INITIAL: start.names._asdict()} if start else {}),
         **_data_facts(roster, agreed),
     }
-    return RunFolder.create(config, secrets.token_hex(), method.drawn, facts), agreed
+    return RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts), agreed
 
 
 def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:
@@ -290,7 +290,8 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     stateful = any(rounds.versions.values())
     if not config.keep_state and stateful:
         folder.note_state_removed()
-    if not config.keep_state and (stateful or config.private or config.dp_epsilon):
+    # clients of a private run delete its keys in any case
+    if config.private or (not config.keep_state and (stateful or config.dp_epsilon)):
         rounds.forget()
     if missing := lacking(config, records):
         raise UserError(f"{missing}\nthe rest of the run is in {folder.path}")

@@ -52,8 +52,10 @@ PRIVATE = "private"
 PRINTED, TRACEBACK = "printed", "traceback"
 # Properties of a site with its own data: the names of its features, or in private runs a tag of them for each client.
 FEATURES, FEATURE_TAGS = "feature-names", f"{PRIVATE}-feature-tags"
-# Extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b].
+# Extra array of a private round: params, buffers and weight in fixed point under masks, uint64 [d + b + 1].
 SUM = "masked"
+# Metric of the reply to "forget" in a private run: whether a value was ever clipped to `private-range`.
+CLIPPED = f"{PRIVATE}-clipped"
 # Fewest clients in a sum of a private round: with two, each would know the other's model.
 GROUP_MIN = 3
 # Environment variable, set in a simulation with Ray: the number of clients that train at the same time on this machine;
@@ -94,31 +96,21 @@ class WireError(ValueError):
 class Download:
     """The server's message to one client for one task.
 
-    secret: of the run's server alone. model: the tensors that travel, packed. extras: further arrays of the method.
-    state_version: the generation of client state to load ("" for none). keep: generations that a checkpoint names.
-    method: scalars for the method's client half.
+    model: the tensors that travel, packed. extras: further arrays of the method. state_version: the generation of
+    client state to load ("" for none). keep: generations that a checkpoint names. method: scalars for the method's
+    client half.
     """
 
     # "train", "evaluate", "collect", or "forget" at the run's end: remove the client's state
     task: str
     round: int
     attempt: int
-    secret: str
+    experiment: str
     model: Model
     state_version: str = ""
     keep: tuple[str, ...] = ()
     extras: Mapping[str, Array] = field(default_factory=dict)
     method: Mapping[str, Scalar] = field(default_factory=dict)
-
-    @property
-    def experiment(self) -> str:
-        """The experiment's id, under which clients keep state and notes. Only who has the secret reaches them."""
-        return experiment_of(self.secret)
-
-
-def experiment_of(secret: str) -> str:
-    """Return the id of the experiment with this secret: 128 bits of its hash, from which nobody finds the secret."""
-    return hashlib.sha256(f"corolla experiment {secret}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -228,7 +220,7 @@ def encode_download(download: Download, shared: SharedBytes | None = None) -> Re
         "task": download.task,
         "round": download.round,
         "attempt": download.attempt,
-        "experiment": download.secret,
+        "experiment": download.experiment,
         "state-version": download.state_version,
         "keep": ",".join(download.keep),
         ARRAYS: ",".join(arrays),
@@ -486,7 +478,7 @@ def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Do
         task=str(scalars["task"]),
         round=int(scalars["round"]),
         attempt=int(scalars["attempt"]),
-        secret=str(scalars["experiment"]),
+        experiment=str(scalars["experiment"]),
         model=model,
         state_version=str(scalars["state-version"]),
         keep=tuple(filter(None, str(scalars["keep"]).split(","))),

@@ -56,14 +56,7 @@ from strategies.linkage import ALONE, held, partition, regrouped
 from strategies.robust import PLAIN, RULES, Averaging
 
 # names of arrays in private runs
-GROUPS, SUMMED, PLACES, MEANS, STATISTICS, GROUP = (
-    "groups",
-    "summed",
-    "places",
-    "means",
-    "statistics",
-    "group",
-)
+GROUPS, PLACES, MEANS, STATISTICS, GROUP = "groups", "places", "means", "statistics", "group"
 
 
 @dataclass(frozen=True)
@@ -345,7 +338,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         """
         if GROUPS not in self.memory:
             return {ALONE if self._apart(1) else 0: ids}
-        labels = self.memory[SUMMED]
+        labels = self.memory[GROUPS]
         return {int(label): [i for i in ids if labels[i] == label] for label in np.unique(labels[ids])}
 
     def personalize_sums(self, round: int, sums: Sums) -> None:
@@ -368,7 +361,8 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
             if not self._apart(round + 1):
                 parts = partition(found, threshold(found, (round + 1) / self.params.beta))
                 labels = regrouped(groups, ids, parts)
-            self.memory[GROUPS], self.memory[SUMMED] = labels, self.keep_together(ids, labels, found)
+            # all members of a sum must be sent the same mean
+            self.memory[GROUPS] = self.keep_together(ids, labels, found)
         chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)
         for row, client_id in zip(chosen, sums.ids, strict=True):
             self.note(client_id, "collaborators", ids[row])

@@ -156,7 +156,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     max_size_weight: float = key(
         0.0,
-        "Limit of a client's weight (its training samples) in means, as a multiple of the median client's weight. 0: no limit.",
+        "Limit of a client's weight (its training samples) in means, as a multiple of the median client's weight. 0: no limit. "
+        "The server of a private run is told the clients' numbers of samples only for this limit.",
         NOT_NEGATIVE,
         compared=False,
     )

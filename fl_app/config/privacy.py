@@ -7,7 +7,7 @@ from typing import Literal
 
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Rule, key
 
-# Above this, the fixed-point numbers of 40 clients have steps of 1/32 and more.
+# Above this, the fixed-point numbers of a million clients are coarse.
 LARGEST_PRIVATE_RANGE = 2.0**20
 
 
@@ -31,8 +31,8 @@ class PrivacyKeys:
     )
     private_range: float = key(
         8.0,
-        "Largest absolute weight that a client can send in a private run; BatchNorm statistics may be 64 times larger. A client "
-        "with a larger weight fails, and the error names it. A wider range makes the fixed-point numbers coarser.",
+        "Largest absolute weight that a client can send in a private run; BatchNorm statistics may be 64 times larger. Larger "
+        "values are clipped; the log names such clients at the end.",
         Rule(low=0, high=LARGEST_PRIVATE_RANGE, low_open=True),
         compared=False,
     )
@@ -40,9 +40,9 @@ class PrivacyKeys:
         5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
     )
     private_absent: Literal["alone", "company"] = key(
-        "alone",
-        "Clients left out of a private run's sums when a client is away. `alone`: this client; the difference between rounds "
-        "roughly reveals its model. `company`: this client and two others ([what this hides](privacy.md#companies)).",
+        "company",
+        "Clients left out of a private run's sums when a client is away. `company`: this client and two others "
+        "([what this hides](privacy.md#companies)). `alone`: this client; the difference between rounds roughly reveals its model.",
         compared=False,
     )
     report_accuracy: bool = key(

@@ -1,18 +1,20 @@
-"""The keys of a private run's sites: an X25519 pair each, and each site's own list of all public keys.
+"""The keys of a private run's sites: permanent ones, and those of one run.
 
-A site's private key is in a file beside its node key. Beside it is `peers.txt`: a line per client with its node key,
-its public key, and the node key's signature of it. A relay of messages cannot put its own key in another's place: only
-listed and signed keys are used. If all clients are on one machine (a simulation, one process), the keys follow from the
-seed. That exercises the protocol and hides nothing.
+A site's private key is in a file beside its node key. An Ed25519 key for signatures follows from it. Beside it is
+`peers.txt`: a line per client with its node key, its public halves, and the node key's signature of them. For each run a
+site draws new X25519 keys, one for masks and one for sealed messages, and signs them. A relay of messages cannot put its
+own key in another's place: only listed and signed keys are used. If all clients are on one machine (a simulation, one
+process), the keys follow from the seed. That exercises the protocol and hides nothing.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -33,59 +36,143 @@ PEERS = "peers.txt"
 KEY_TYPE = "x25519"
 _NONCE = 12
 _SIGNED_PREFIX = b"corolla x25519 "
+# bytes of a public key
+_LENGTH = 32
 
 
 @dataclass(frozen=True)
 class Keyring:
-    """A client's keys: its private key, all public keys by client id, and 32 bytes for the sketches' key."""
+    """A client's permanent keys, and the list of all clients' public halves.
+
+    private: X25519. signer: Ed25519. public_of: returns both public halves of a client, 64 bytes. fingerprint: the
+    SHA-256 of all public halves in client order, equal at all sites with the same list.
+    """
 
     client_id: int
     num_clients: int
     private: X25519PrivateKey
     public_of: Callable[[int], bytes]
-    secret: bytes
+
+    @cached_property
+    def signer(self) -> Ed25519PrivateKey:
+        """The key that signs this client's keys for a run. It follows from the private key."""
+        return _signer(self.private)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over all public keys in client order, equal at all sites with the same list."""
         return hashlib.sha256(b"".join(self.public_of(i) for i in range(self.num_clients))).hexdigest()
 
-    def masks(self, partners: Iterable[int], experiment: str, round: int, attempt: int) -> dict[int, bytes]:
-        """Return, by partner, the key shared with it for one attempt at one round, 32 bytes each."""
-        return {j: derived(self._shared(j), "mask", experiment, round, attempt) for j in partners}
+    @property
+    def own(self) -> str:
+        """The hash of this client's own public half, whatever its number is."""
+        return own_hash(self.private)
 
-    def for_each(self, purpose: str) -> list[bytes]:
-        """Return the keys that this client shares with each client for a purpose, 32 bytes each.
+    def for_each(self, purpose: str, run: int) -> list[bytes]:
+        """Return the keys that this client shares with each client for a purpose in a run, 32 bytes each.
 
         They are in client order, and include one for the client itself.
         """
-        return [derived(self._shared(j), purpose) for j in range(self.num_clients)]
+        return [derived(exchange(self.private, self._static(j)), purpose, run) for j in range(self.num_clients)]
+
+    def _static(self, other: int) -> bytes:
+        """Return the permanent X25519 key of a client. Raises UserError if there is none."""
+        if not 0 <= other < self.num_clients:
+            raise UserError(f"private: there is no client {other} among {self.num_clients}")
+        return self.public_of(other)[:_LENGTH]
+
+    def verify(self, client_id: int, statement: bytes, signature: bytes) -> None:
+        """Raise UserError unless a client has signed a statement."""
+        self._static(client_id)
+        try:
+            Ed25519PublicKey.from_public_bytes(self.public_of(client_id)[_LENGTH:]).verify(signature, statement)
+        except (InvalidSignature, ValueError):
+            raise UserError(f"private: client {client_id} has not signed the keys that it is said to use") from None
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """A client's keys for one run, and the means to read those of others.
+
+    ring: its permanent keys. run: Flower's number of the run. config: the configuration's hash. masks, seals: X25519
+    keys, for masks and for sealed messages. secret: 32 bytes for the sketches' key.
+    """
+
+    ring: Keyring
+    run: int
+    config: str
+    masks: X25519PrivateKey
+    seals: X25519PrivateKey
+    secret: bytes
+
+    @cached_property
+    def announced(self) -> str:
+        """The public halves, signed for this run, client, configuration and list of keys, as text."""
+        public = raw(self.masks) + raw(self.seals)
+        return text_of(public + self.ring.signer.sign(self._statement(self.ring.client_id, public)))
+
+    def verified(self, client_id: int, announced: str) -> tuple[bytes, bytes]:
+        """Return a client's public keys for masks and for sealed messages, 32 bytes each.
+
+        Raises UserError unless the client has signed them for this run, configuration and list of keys.
+        """
+        try:
+            whole = base64.b64decode(announced, validate=True)
+        except ValueError:
+            whole = b""
+        public, signature = whole[: 2 * _LENGTH], whole[2 * _LENGTH :]
+        self.ring.verify(client_id, self._statement(client_id, public), signature)
+        return public[:_LENGTH], public[_LENGTH:]
+
+    def _statement(self, client_id: int, public: bytes) -> bytes:
+        facts = [self.run, client_id, self.ring.num_clients, self.config, self.ring.fingerprint]
+        return b"corolla run keys " + json.dumps(facts).encode() + public
 
     def seal(self) -> list[str]:
         """Return the sketches' key as text, encrypted for each client in order, this one included."""
-        sealed = []
-        for j in range(self.num_clients):
-            nonce = secure_random.secret(_NONCE)
-            cipher = ChaCha20Poly1305(derived(self._shared(j), "seal"))
-            sealed.append(_text(nonce + cipher.encrypt(nonce, self.secret, f"{self.client_id}-{j}".encode())))
-        return sealed
+        me = self.ring.client_id
+        return [
+            sealed(self._sketch_key(self.seals, self.ring._static(j), me, j), self.secret)
+            for j in range(self.ring.num_clients)
+        ]
 
-    def open(self, sealed: str, sender: int) -> bytes:
+    def open(self, sealed: str, sender: int, announced: str) -> bytes:
         """Return the sketches' key that `sender`, possibly this client, sealed for this one.
 
-        Raises UserError if it did not.
+        announced: the sender's keys. Raises UserError if it did not.
         """
-        try:
-            raw = base64.b64decode(sealed, validate=True)
-            cipher = ChaCha20Poly1305(derived(self._shared(sender), "seal"))
-            return cipher.decrypt(raw[:_NONCE], raw[_NONCE:], f"{sender}-{self.client_id}".encode())
-        except (InvalidTag, ValueError):
-            raise UserError(not_sealed(sender, self.client_id)) from None
+        _, public = self.verified(sender, announced)
+        key = self._sketch_key(self.ring.private, public, sender, self.ring.client_id)
+        if (found := opened(key, sealed)) is None:
+            raise UserError(not_sealed(sender, self.ring.client_id))
+        return found
 
-    def _shared(self, other: int) -> bytes:
-        if not 0 <= other < self.num_clients:
-            raise UserError(f"private: there is no client {other} among {self.num_clients}")
-        return self.private.exchange(X25519PublicKey.from_public_bytes(self.public_of(other)))
+    def _sketch_key(self, private: X25519PrivateKey, public: bytes, sender: int, receiver: int) -> bytes:
+        facts = self.run, self.config, self.ring.fingerprint, sender, receiver
+        return derived(exchange(private, public), "sketch", *facts)
+
+
+def exchange(private: X25519PrivateKey, public: bytes) -> bytes:
+    """Return the secret that two keys share. Raises UserError for a public key that shares none."""
+    try:
+        return private.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        raise UserError("private: a client's key is no X25519 key") from None
+
+
+def sealed(key: bytes, content: bytes) -> str:
+    """Return content encrypted with a key that is used only for this, as text (ChaCha20-Poly1305)."""
+    nonce = secure_random.secret(_NONCE)
+    return text_of(nonce + ChaCha20Poly1305(key).encrypt(nonce, content, None))
+
+
+def opened(key: bytes, text: str) -> bytes | None:
+    """Return the content that `sealed` encrypted, or None if this key did not encrypt it."""
+    try:
+        whole = base64.b64decode(text, validate=True)
+        return ChaCha20Poly1305(key).decrypt(whole[:_NONCE], whole[_NONCE:], None)
+    except (InvalidTag, ValueError):
+        return None
 
 
 def not_sealed(sender: int, receiver: int) -> str:
@@ -112,8 +199,22 @@ def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
     def private(i: int) -> X25519PrivateKey:
         return X25519PrivateKey.from_private_bytes(derived(str(seed).encode(), "private key", i))
 
+    return Keyring(client_id, num_clients, private(client_id), lambda i: _public(private(i)))
+
+
+def run_keys_from_seed(ring: Keyring, seed: int, run: int, config: str) -> RunKeys:
+    """Return the keys for a run whose clients are all on one machine."""
+
+    def drawn(purpose: str) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(derived(str(seed).encode(), purpose, ring.client_id))
+
     secret = derived(str(seed).encode(), "sketches")
-    return Keyring(client_id, num_clients, private(client_id), lambda i: _raw(private(i)), secret)
+    return RunKeys(ring, run, config, drawn("masks"), drawn("seals"), secret)
+
+
+def drawn_run_keys(ring: Keyring, run: int, config: str) -> RunKeys:
+    """Return new keys for a run."""
+    return RunKeys(ring, run, config, X25519PrivateKey.generate(), X25519PrivateKey.generate(), secure_random.secret())
 
 
 def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
@@ -130,11 +231,25 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
     if sorted(entries) != list(range(num_clients)):
         raise UserError(f"private: {peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}")
     keys = {i: _verified(peers, f"client {i}'s", *fields) for i, fields in entries.items()}
-    if keys[client_id] != _raw(private):
+    if keys[client_id] != _public(private):
         raise UserError(f"private: {path} is not the key that {peers} has for client {client_id}")
     if len(set(keys.values())) < num_clients:
         raise UserError(f"private: {peers} has the same key for two clients")
-    return Keyring(client_id, num_clients, private, keys.__getitem__, secure_random.secret())
+    return Keyring(client_id, num_clients, private, keys.__getitem__)
+
+
+def own_hash(private: X25519PrivateKey) -> str:
+    """Return the hash of the public halves that follow from a site's private key."""
+    return hashlib.sha256(_public(private)).hexdigest()
+
+
+def names(peers: Path, own: str) -> bool:
+    """Return whether a list of all sites' keys has a line with this hash (`own_hash`). Raises UserError if it is no list."""
+    try:
+        entries = [_entry(line)[1] for line in peers.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        raise UserError(f"private: {peers} must have a line per client") from None
+    return own in (hashlib.sha256(public).hexdigest() for _, public, _ in entries)
 
 
 def read_private_key(path: Path) -> X25519PrivateKey:
@@ -169,8 +284,8 @@ def make_private_key() -> bytes:
 
 def statement(private: X25519PrivateKey, node_key: ec.EllipticCurvePrivateKey) -> str:
     """Return a public key and the node key's signature of it, as text."""
-    raw = _raw(private)
-    return f"{_text(raw)} {_text(node_key.sign(_SIGNED_PREFIX + raw, ec.ECDSA(hashes.SHA384())))}"
+    public = _public(private)
+    return f"{text_of(public)} {text_of(node_key.sign(_SIGNED_PREFIX + public, ec.ECDSA(hashes.SHA384())))}"
 
 
 def verify_statement(path: Path, public: str) -> None:
@@ -197,16 +312,32 @@ def _verified(path: Path, whose: str, node: str, public: bytes, signature: bytes
     """Return a client's public key. Raises UserError unless its node key has signed it."""
     try:
         key = serialization.load_ssh_public_key(node.encode())
-        assert isinstance(key, ec.EllipticCurvePublicKey) and len(public) == 32
+        if len(public) == _LENGTH:
+            raise UserError(
+                f"private: {path}: {whose} key for private runs was made by an earlier version: `corolla node join` or "
+                "`corolla cluster keys` makes its new public half"
+            )
+        assert isinstance(key, ec.EllipticCurvePublicKey) and len(public) == 2 * _LENGTH
         key.verify(signature, _SIGNED_PREFIX + public, ec.ECDSA(hashes.SHA384()))
     except (ValueError, AssertionError, InvalidSignature):
         raise UserError(f"private: {path}: {whose} key for private runs is not signed by its node key") from None
     return public
 
 
-def _raw(private: X25519PrivateKey) -> bytes:
+def raw(private: X25519PrivateKey | Ed25519PrivateKey) -> bytes:
+    """Return the public half of a key, 32 bytes."""
     return private.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
 
 
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
+def _public(private: X25519PrivateKey) -> bytes:
+    """Return the public halves of a site's permanent keys, for secrets and for signatures, 64 bytes."""
+    return raw(private) + raw(_signer(private))
+
+
+def _signer(private: X25519PrivateKey) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(derived(private.private_bytes_raw(), "signer"))
+
+
+def text_of(content: bytes) -> str:
+    """Return bytes as text."""
+    return base64.b64encode(content).decode()

@@ -1,16 +1,14 @@
-"""Sums that reveal no summand: fixed point in Z_2^32, and pairwise masks that cancel in the sum.
+"""Sums that reveal no summand: fixed point in Z_2^64, and pairwise masks that cancel in the sum.
 
-Client i sends y_i = x_i + sum_{j > i} PRG(k_ij) - sum_{j < i} PRG(k_ij) over the members j of its group, modulo 2^32.
-Only i and j know k_ij. It belongs to one attempt at one round. In the sum over the group the masks cancel. If one
-member is missing, the rest is uniformly random. Integer sums do not depend on their order, so they are equal on all
-machines.
+Client i sends y_i = x_i + sum_{j > i} PRG(k_ij) - sum_{j < i} PRG(k_ij) over the members j of its sum, modulo 2^64.
+Only i and j can derive k_ij, and only from the same transcript of the attempt (transcript.py). In the sum over all
+members the masks cancel. If one member is missing, or was told otherwise, the rest is uniformly random. Integer sums do
+not depend on their order, so they are equal on all machines.
 
-x_i = rint(2^s a_i w_i) with |w_i| <= R. The clients' weights a_i sum to N over all N clients of the attempt. s is
-chosen such that every sum lies in [-2^30, 2^30]. Masks that do not cancel leave words of which half lie outside, so
-that `decode` notices. R is the key `private-range` for weights, and BUFFERS_TIMES as much for BatchNorm statistics.
-
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, without its second
-masks: no mask is ever revealed, because an attempt that loses a client is repeated.
+x_i = rint(2^s a_i w_i) with |w_i| <= R, where client i computes its own weight 0 < a_i <= 1. The last word of x_i is
+a_i itself, so the sum contains the weight that it must be divided by. s is chosen such that every sum of N clients lies
+in [-2^62, 2^62]. Masks that do not cancel leave words of which half lie outside, so that `decode` notices. R is the key
+`private-range` for weights, and BUFFERS_TIMES as much for BatchNorm statistics.
 """
 
 from __future__ import annotations
@@ -24,15 +22,16 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from fl_app.layout import Model
 from fl_app.wire import GROUP_MIN
 
-Words = NDArray[np.uint32]
+Words = NDArray[np.uint64]
 
 # BatchNorm's variances are larger than weights: their range is this multiple of the weights' range.
 BUFFERS_TIMES = 64.0
-_BITS = 30
+_BITS = 62
 # Words in a chunk: a chunk of the sum and one of a mask fit the cache.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 17
 
 
 def derived(secret: bytes, *labels: object) -> bytes:
@@ -45,57 +44,76 @@ def derived(secret: bytes, *labels: object) -> bytes:
 
 
 def scale(num_clients: int, limit: float) -> int:
-    """Return s, the fraction's bits: 2^s * limit * num_clients <= 2^30."""
+    """Return s, the fraction's bits: 2^s * limit * num_clients <= 2^62."""
     return _BITS - math.ceil(math.log2(limit * num_clients))
 
 
-def encode(values: NDArray[np.float32], weight: float, num_clients: int, limit: float) -> Words:
-    """Return rint(2^s * weight * values) modulo 2^32, uint32 [n].
+def length(model: Model) -> int:
+    """Return the number of words that a model is sent in: one for each value, and one for the weight."""
+    return model.params.size + model.buffers.size + 1
 
-    values: float32 [n] within +-limit. weight: in [0, num_clients]. Raises ValueError for values that are not finite or
-    beyond the limit, and for weights out of range.
+
+def encode(model: Model, weight: float, num_clients: int, limit: float) -> tuple[Words, bool]:
+    """Return rint(2^s * weight * values) and the weight itself, modulo 2^64, uint64 [d + b + 1].
+
+    Also return whether a value was clipped to its range, or was no number and became 0. weight: in (0, 1]. limit: of
+    parameters. Raises ValueError for another weight.
     """
-    if not 0 <= weight <= num_clients:
-        raise ValueError(f"weight must be in [0, {num_clients}], got {weight}")
-    if not np.isfinite(values).all():
-        raise ValueError(f"values must be finite, got {np.count_nonzero(~np.isfinite(values))} that are not")
-    if beyond := int(np.count_nonzero(np.abs(values) > limit)):
-        raise ValueError(f"values must be within +-{limit:g}, got {beyond} of {values.size} that are not")
-    scaled = values.astype(np.float64)
-    scaled *= weight * 2.0 ** scale(num_clients, limit)
-    return np.rint(scaled, out=scaled).astype(np.int64).astype(np.uint32)
+    if not 0 < weight <= 1:
+        raise ValueError(f"weight must be in (0, 1], got {weight}")
+    words, clipped, start = np.empty(length(model), np.uint64), False, 0
+    for values, bound in ((model.params, limit), (model.buffers, limit * BUFFERS_TIMES)):
+        scaled = np.clip(values.astype(np.float64), -bound, bound)
+        clipped = clipped or not np.array_equal(scaled, values)
+        np.nan_to_num(scaled, copy=False)
+        scaled *= weight * 2.0 ** scale(num_clients, bound)
+        words[start : start + values.size] = np.rint(scaled, out=scaled).astype(np.int64).view(np.uint64)
+        start += values.size
+    words[start] = round(2.0 ** scale(num_clients, 1.0) * weight)
+    return words, clipped
 
 
-def decode(total: Words, weight: float, num_clients: int, limit: float) -> NDArray[np.float32]:
-    """Return the weighted mean that a sum of encoded values represents, float32 [n].
+def decode(total: Words, d: int, num_clients: int, members: int, limit: float) -> Model:
+    """Return the weighted mean that a sum of encoded models represents.
 
-    total: uint32 [n], modulo 2^32. weight: the sum of the summands' weights. Raises ValueError if a value is too large
-    for a sum of encoded values.
+    total: uint64 [d + b + 1], modulo 2^64. members: the number of summands. Raises ValueError if a value is too large for
+    a sum of this many encoded models.
     """
-    signed = total.view(np.int32)
-    # rounding adds half a unit per summand
-    bound = 2.0 ** scale(num_clients, limit) * limit * weight + num_clients
-    if signed.size and max(int(signed.max()), -int(signed.min())) > bound:
-        outside = int(np.count_nonzero(np.abs(signed.astype(np.int64)) > bound))
-        raise ValueError(f"{outside} of {signed.size} values are beyond what {num_clients} clients can sum up to")
-    return (signed / (2.0 ** scale(num_clients, limit) * weight)).astype(np.float32)
+    weight = int(total[-1]) * 2.0 ** -scale(num_clients, 1.0)
+    if not 0 < weight <= members:
+        raise ValueError(f"the weights of {members} clients cannot sum up to {weight:g}")
+    parts = []
+    for words, bound in ((total[:d], limit), (total[d:-1], limit * BUFFERS_TIMES)):
+        signed, unit = words.view(np.int64), 2.0 ** scale(num_clients, bound)
+        # rounding adds half a unit per summand, and the weight's own rounding that much of the range
+        most = unit * bound * weight * (1 + 2.0**-16) + members
+        if signed.size and max(int(signed.max()), -int(signed.min())) > most:
+            outside = int(np.count_nonzero(np.abs(signed.astype(np.float64)) > most))
+            raise ValueError(f"{outside} of {signed.size} values are beyond what {members} clients can sum up to")
+        parts.append((signed / (unit * weight)).astype(np.float32))
+    return Model(*parts)
 
 
 def mask(words: Words, client_id: int, keys: Mapping[int, bytes]) -> None:
     """Add a client's pairwise masks, in place.
 
-    words: uint32 [n]. keys: 32 bytes by the id of every other member of its group, for this attempt only. Raises
-    ValueError for a group of fewer than three, or one in which the client is its own partner.
+    words: uint64 [n]. keys: 32 bytes by the id of every other member of its sum, for this attempt only. Raises
+    ValueError for a sum of fewer than three, or one in which the client is its own partner.
     """
     if len(keys) + 1 < GROUP_MIN or client_id in keys:
         raise ValueError(f"a sum needs {GROUP_MIN} different members, got client {client_id} and {sorted(keys)}")
-    streams = [(j > client_id, _stream(key)) for j, key in sorted(keys.items())]
-    zeros, buffer = bytes(4 * _CHUNK), bytearray(4 * _CHUNK + 16)
+    add(words, [(j > client_id, key) for j, key in sorted(keys.items())])
+
+
+def add(words: Words, masks: list[tuple[bool, bytes]]) -> None:
+    """Add or subtract masks, in place. words: uint64 [n]. masks: whether to add it, and its key of 32 bytes."""
+    streams = [(added, _stream(key)) for added, key in masks]
+    zeros, buffer = bytes(8 * _CHUNK), bytearray(8 * _CHUNK + 16)
     for start in range(0, words.size, _CHUNK):
         part = words[start : start + _CHUNK]
         for added, stream in streams:
-            stream.update_into(zeros[: 4 * part.size] if part.size < _CHUNK else zeros, buffer)
-            pad = np.frombuffer(buffer, "<u4", part.size)
+            stream.update_into(zeros[: 8 * part.size] if part.size < _CHUNK else zeros, buffer)
+            pad = np.frombuffer(buffer, "<u8", part.size)
             (np.add if added else np.subtract)(part, pad, out=part)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -142,10 +143,15 @@ class Method(Generic[P]):
             raise UserError("evaluate-global: clients send no metrics with report-accuracy = false; leave it off")
 
     def reports_counts(self, config: RunConfig) -> bool:
-        """Return whether clients report their sample counts. In a private run they do only if the method's weights
-        depend on them.
+        """Return whether clients report their sample counts.
+
+        In a private run they do only if the server must bound the counts (`max-size-weight`), and weights depend on them.
         """
-        return not config.private or private.weighs_by_size(self.strategy, config)
+        return not config.private or (config.max_size_weight > 0 and private.weighs_by_size(self.strategy, config))
+
+    def own_weight(self, config: RunConfig) -> Callable[[float], float]:
+        """Return a function from a client's sample count to its weight in a private run's sums, in (0, 1]."""
+        return functools.partial(private.own_weight, self.strategy, config)
 
     def dp_epochs_of(self, config: RunConfig) -> int:
         """Return the epochs of noisy steps that a client takes in a round.

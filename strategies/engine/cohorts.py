@@ -14,7 +14,7 @@ Cohorts are int64 [N]: for each client id the number of its cohort, or OUTSIDE f
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +106,7 @@ def grouped(
 
 
 class CohortStore:
-    """A run's cohorts, and the sample count that each client counts with, in a file of the run folder.
+    """A run's cohorts, and the bound on its clients' sample counts (`most`, 0 for none), in a file of the run folder.
 
     Every change is written at once. A resumed run may start from an earlier checkpoint. The server may then have sums
     that the checkpoint does not know. The file keeps the run from splitting cohorts in another way.
@@ -116,8 +116,9 @@ class CohortStore:
         self.path = directory / FILE
         kept = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
         self.cohorts = np.array(kept["companies"], np.int64) if kept else first
-        self.counts: dict[int, float] = {int(i): count for i, count in kept.get("counts", {}).items()}
-        self.most: float | None = kept.get("most")
+        self.most: float = kept.get("most") or 0.0
+        if not kept:
+            self._save()
 
     def replace(self, cohorts: Cohorts) -> None:
         """Replace the cohorts by new ones that were made from them."""
@@ -125,15 +126,11 @@ class CohortStore:
             self.cohorts = cohorts
             self._save()
 
-    def note_sizes(self, sizes: Mapping[int, float], factor: float) -> None:
-        """Note the sizes of new clients. They are at most `factor` times the median of the first sizes noted; 0: no bound."""
-        if not (new := {i: size for i, size in sizes.items() if i not in self.counts}):
-            return
-        if factor and self.most is None:
-            self.most = factor * float(np.median(list(sizes.values())))
-        self.counts |= {i: size if self.most is None else min(size, self.most) for i, size in new.items()}
-        self._save()
+    def bound_sizes(self, sizes: Sequence[float], factor: float) -> None:
+        """Bound sample counts by `factor` times the median of the first sizes, once for the whole run; at least 1."""
+        if not self.most:
+            self.most = max(1.0, factor * float(np.median(sizes)))
+            self._save()
 
     def _save(self) -> None:
-        kept = {"companies": self.cohorts.tolist(), "counts": self.counts, "most": self.most}
-        publish_text(self.path, json.dumps(kept) + "\n")
+        publish_text(self.path, json.dumps({"companies": self.cohorts.tolist(), "most": self.most}) + "\n")

@@ -22,6 +22,8 @@ from fl_app.config import RunConfig
 from fl_app.errors import MethodFault, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Layout, Model
+from fl_app.privacy.transcript import SentHashes
+from fl_app.server.properties import KEYS, SEALED
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import DeclaredSizes, Intake, Sums
@@ -37,17 +39,16 @@ log = logging.getLogger("corolla")
 class MaskedIntake(Intake):
     """Sums that uploads are added to as they come.
 
-    limit: the largest absolute parameter that an upload can hold. version: the version of the client states that the
-    attempt makes. weights: by client, the weight of its upload; together they are N. totals: uint32 [G, d + b], the sum
-    of each group. group_of: by client, its group's row in `totals`.
+    config: the run's. version: the version of the client states that the attempt makes. totals: uint64 [G, d + b + 1],
+    the sum of each group. group_of: by client, its group's row in `totals`. sent: by client, the hash of what it is sent.
     """
 
-    limit: float
+    config: RunConfig
     version: str
     groups: Mapping[int, list[int]]
-    weights: Mapping[int, float]
-    totals: NDArray[np.uint32]
+    totals: NDArray[np.uint64]
     group_of: Mapping[int, int]
+    sent: Mapping[int, str]
 
     def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
         """Add an upload to its group's sum and keep no copy. Raises WireError if its masks belong to another attempt."""
@@ -59,22 +60,20 @@ class MaskedIntake(Intake):
 
     def sums(self, layout: Layout) -> Sums:
         """Return the sums as means. Raises TooFewResults if masks did not cancel: the client at fault cannot be found."""
-        n, means = len(self.ids), {}
-        for row, (label, members) in enumerate(self.groups.items()):
-            means[label] = self._mean(self.totals[row], sum(self.weights[i] for i in members), layout, members)
-        whole = self._mean(np.add.reduce(self.totals, axis=0, dtype=np.uint32), float(n), layout, self.ids)
+        rows = zip(self.totals, self.groups.items(), strict=True)
+        means = {label: self._mean(total, layout, members) for total, (label, members) in rows}
+        whole = self._mean(np.add.reduce(self.totals, axis=0, dtype=np.uint64), layout, self.ids)
         return Sums(self.ids, self.groups, means, whole, self.bits, self.expected.num_params)
 
-    def _mean(self, total: NDArray[np.uint32], weight: float, layout: Layout, members: list[int]) -> Model:
+    def _mean(self, total: NDArray[np.uint64], layout: Layout, members: list[int]) -> Model:
         from fl_app.privacy import masking
 
         try:
-            params = masking.decode(total[: layout.d], weight, len(self.ids), self.limit)
-            buffers = masking.decode(total[layout.d :], weight, len(self.ids), self.limit * masking.BUFFERS_TIMES)
-            return Model(params, buffers)
+            return masking.decode(total, layout.d, self.config.num_clients, len(members), self.config.private_range)
         except ValueError:
             raise TooFewResults(
-                f"the masks of clients {members} do not cancel: one of them has wrong keys, or sent a wrong upload"
+                f"the masks of clients {members} do not cancel: one of them has wrong keys, was sent something else, or sent a "
+                "wrong upload"
             ) from None
 
 
@@ -146,21 +145,23 @@ class PrivateRounds:
 
     def expected(self) -> Expected:
         """Return the form of an upload: a masked sum as long as the model, and the sketch of the mask if the method sends one."""
-        length = self.server.layout.d + self.server.layout.b
-        return Expected.of(NO_TENSORS, num_params=self._sketch_bits(), extras={SUM: ("<u4", (length,))})
+        return Expected.of(NO_TENSORS, num_params=self._sketch_bits(), extras={SUM: ("<u8", (self._words,))})
+
+    @property
+    def _words(self) -> int:
+        """The number of words in an upload: its values and its weight."""
+        return self.server.layout.d + self.server.layout.b + 1
 
     def open(self, attempt: Attempt, ids: list[int]) -> Intake:
-        """Fix the weight and the group of each upload, and start the sums at 0."""
-        # A client that keeps its sample count secret declares one sample.
-        declared = {i: max(1.0, float(attempt.declared[i]["train-samples"])) for i in ids}
-        self.store.note_sizes(declared, self.config.max_size_weight)
-        sizes = [self.store.counts[i] for i in ids]
-        counts = evaluated(self.server, DeclaredSizes(self.config.method, ids, sizes)).tolist()
-        whole = sum(counts)
+        """Fix the group of each upload, hash what each client is sent, and start the sums at 0."""
+        if self.config.max_size_weight:
+            declared = [float(attempt.declared[i]["train-samples"]) for i in ids]
+            self.store.bound_sizes(declared, self.config.max_size_weight)
         groups = self.server.sum_groups(ids)
-        n, expected = len(ids), self.expected()
+        n, expected, hashes = len(ids), self.expected(), SentHashes()
         empty = np.empty((n, 0), np.float32)
         attempt.expected = expected
+        downloads = ((i, self.server.download_for(i, attempt.round, "train")) for i in ids)
         return MaskedIntake(
             ids,
             expected,
@@ -169,16 +170,16 @@ class PrivateRounds:
             bits=np.empty((n, -(-expected.num_params // 8)), np.uint8) if expected.sends_mask else None,
             extras={},
             sizes=np.zeros(n),
-            limit=self.config.private_range,
+            config=self.config,
             version=state_version(attempt.round, attempt.generation),
             groups=groups,
-            weights={i: n * count / whole for i, count in zip(ids, counts, strict=True)},
-            totals=np.zeros((len(groups), self.server.layout.d + self.server.layout.b), np.uint32),
+            totals=np.zeros((len(groups), self._words), np.uint64),
             group_of={i: row for row, own in enumerate(groups.values()) for i in own},
+            sent={i: hashes.of(download, self.server.told) for i, download in downloads},
         )
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
-        """Return the members of a client's group, its weight and the number of clients.
+        """Return the members of a client's group, their keys, the hashes of what they are sent, and the bound on sizes.
 
         If masks are sent, the sealed key of their sketches is added.
         """
@@ -188,13 +189,15 @@ class PrivateRounds:
         members = list(intake.groups.values())[intake.group_of[client_id]]
         scalars: dict[str, Scalar] = {
             f"{PRIVATE}-members": ",".join(map(str, members)),
-            f"{PRIVATE}-weight": intake.weights[client_id],
-            f"{PRIVATE}-clients": len(intake.ids),
+            KEYS: ",".join(str(attempt.declared[i][KEYS]) for i in members),
+            f"{PRIVATE}-sent": ",".join(intake.sent[i] for i in members),
+            f"{PRIVATE}-most": self.store.most,
         }
         if intake.expected.sends_mask:
             sealer = self._sealer(attempt)
-            sealed = str(attempt.declared[sealer][f"{PRIVATE}-sealed"]).split(",")[client_id]
-            scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealed": sealed}
+            sealed = str(attempt.declared[sealer][SEALED]).split(",")[client_id]
+            scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealer-keys": attempt.declared[sealer][KEYS]}
+            scalars |= {SEALED: sealed}
         return scalars
 
     def expected_from(self, client_id: int) -> Expected:
@@ -273,7 +276,8 @@ class PrivateRounds:
         config = self.config
         groups = ["the overlap of each pair of masks", "groups"] if self._sketch_bits() else []
         noise = ["sample counts, which follow from the noise of dp-epsilon"] if config.dp_epsilon else []
-        counts = ["sample counts"] if weighs_by_size(type(self.server), config) else noise
+        told = config.max_size_weight > 0 and weighs_by_size(type(self.server), config)
+        counts = ["sample counts (not with max-size-weight = 0)"] if told else noise
         accuracies = ["losses and accuracies (not with report-accuracy = false)"] if config.report_accuracy else []
         alone = config.private_absent == "alone"
         away = (
@@ -283,9 +287,7 @@ class PrivateRounds:
         )
         always = ["absences and the time that each client takes", *away, "hashes of personal models"]
         learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
-        lines = [
-            f"private: the server learns {', '.join(learns)}; it is trusted to follow the protocol (docs/privacy.md)"
-        ]
+        lines = [f"private: the server learns {', '.join(learns)} (docs/privacy.md)"]
         if self.config.max_update_norm:
             lines.append("private: max-update-norm drops no upload: the server sees no single one")
         return lines + privacy_budget(config)
@@ -295,6 +297,8 @@ class PrivateRounds:
 
 # Sample counts of four clients. A method's weights are tested with them before a run starts.
 _SIZES = [1.0, 2.0, 4.0, 9.0]
+# A client with more samples counts as one with this many.
+_MOST_SAMPLES = 2.0**24
 
 
 def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.float64]:
@@ -322,10 +326,22 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
 
 
 def weighs_by_size(half: type[ServerHalf[Any]], config: RunConfig) -> bool:
-    """Return whether a method's weights depend on sample counts. Only then do clients of a private run report their counts."""
+    """Return whether a method's weights depend on sample counts."""
     server, ids = half.of_settings(config), [0, 1, 2, 3]
     unequal, equal = (evaluated(server, DeclaredSizes(config.method, ids, sizes)) for sizes in (_SIZES, [1.0] * 4))
     return not alike(unequal, equal)
+
+
+def own_weight(half: type[ServerHalf[Any]], config: RunConfig, samples: float) -> float:
+    """Return the weight of a client with this many samples, as a part of the largest possible weight, in (0, 1]."""
+    server = half.of_settings(config)
+
+    def times_one(size: float) -> float:
+        weights = evaluated(server, DeclaredSizes(config.method, [0, 1], [size, 1.0]))
+        return float(weights[0] / weights[1])
+
+    largest = max(times_one(_MOST_SAMPLES), 1.0)
+    return min(1.0, times_one(min(samples, _MOST_SAMPLES)) / largest)
 
 
 def alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:

@@ -601,14 +601,22 @@ class Rounds:
     def forget(self) -> None:
         """Ask the connected clients to remove their state of a finished run. Failures are logged."""
         ids, round = self.exchange.client_ids, self.server.round
-        download = Download("forget", round, self.attempt.generation, self.folder.secret, NOTHING)
+        download = Download("forget", round, self.attempt.generation, self.folder.experiment, NOTHING)
         messages = (self.exchange.message(i, wire.encode_download(download), "train", round) for i in ids)
         seconds = min(_FORGET_SECONDS, self.config.round_timeout)
+        clipped: list[int] = []
         for reply in self.exchange.ask("removing client state", messages, seconds, len(ids)):
             try:
-                wire.decode_upload(reply.usable(), Expected.of(NO_TENSORS))
+                if wire.decode_upload(reply.usable(), Expected.of(NO_TENSORS)).metrics.get(wire.CLIPPED) is True:
+                    clipped.append(reply.client_id)
             except WireError as error:
                 log.warning("client %d: its state of this run stays: %s", reply.client_id, error)
+        if clipped:
+            log.warning(
+                "private-range: values of %s beyond %g were clipped in this run",
+                f"clients {listed([str(i) for i in sorted(clipped)])}",
+                self.config.private_range,
+            )
 
     # Checkpoints
 

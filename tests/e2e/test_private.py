@@ -19,7 +19,14 @@ def test_a_killed_client_costs_one_repeat_among_the_others(cluster: Cluster, tmp
     for client_id, key in enumerate(make(tmp_path / "keys", 4)):
         cluster.start_supernode(client_id, 4, private_keys=str(key))
     cluster.hold(1, training=2)
-    config = {"method": "fedcac", "private": True, "model": "gated:mlp", "num-server-rounds": 3, "min-results": 0.5}
+    config = {
+        "method": "fedcac",
+        "private": True,
+        "private-absent": "alone",
+        "model": "gated:mlp",
+        "num-server-rounds": 3,
+        "min-results": 0.5,
+    }
     run = BackgroundRun(cluster, tmp_path / "killed", 4, config)
     cluster.training(1, 2).kill()
     run.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
+from fl_app.site import site_directory
 from strategies.engine.attempt import Attempt
 from strategies.engine.private import MaskedIntake, PrivateRounds, complete_groups
 
@@ -65,7 +67,10 @@ def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
     def noted(self: PrivateRounds, attempt: Attempt) -> Any:
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
-        seen.extend((attempt.round, {i: intake.weights[i] for i in own}) for own in complete_groups(intake))
+        notes = site_directory() / "runs" / self.server.folder.experiment
+        for own in complete_groups(intake):
+            counts = (json.loads((notes / f"client-{i:04d}" / "sums.json").read_text())["count"] for i in own)
+            seen.append((attempt.round, dict(zip(own, counts, strict=True))))
         return screen(self, attempt)
 
     patch.setattr(PrivateRounds, "screen", noted)

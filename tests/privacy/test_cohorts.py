@@ -174,9 +174,11 @@ def test_a_run_that_goes_on_knows_groups_and_what_clients_count_of_after_its_che
     folder = crashed_after(3, raw_config, **settings)
     before, counted = parts(folder), dict(sums[0][1])
     assert len(before) > 1 and len(set(counted.values())) > 1
-    honest = CorollaClient._reported_count
+    honest = CorollaClient._claim_attempt
     monkeypatch.setattr(
-        CorollaClient, "_reported_count", lambda self, samples: honest(self, samples) * (1 + self.client_id)
+        CorollaClient,
+        "_claim_attempt",
+        lambda self, download, samples: honest(self, download, samples * (1 + self.client_id)),
     )
     run_without(raw_config, **settings, checkpoint_every=10, resume=str(folder))
     assert all(any(own <= former for former in before) for own in parts(folder))

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.privacy.keyring import PEERS, open_keyring
+from fl_app.privacy.keyring import (
+    PEERS,
+    RunKeys,
+    drawn_run_keys,
+    exchange,
+    open_keyring,
+    raw,
+    run_keys_from_seed,
+)
 from fl_app.wire import SEED_KEYS
 from tests.privacy.keys import make
 
@@ -18,39 +25,59 @@ def change(path: Path, client_id: int, word: int, other: int) -> None:
     (path.parent / PEERS).write_text("\n".join(map(" ".join, lines)))
 
 
-def test_both_ends_of_a_pair_have_the_same_key_and_nobody_else(tmp_path: Path) -> None:
-    rings = [open_keyring(str(path), 0, i, 3) for i, path in enumerate(make(tmp_path, 3))]
-    keys = [ring.masks((j for j in range(3) if j != i), "e", 1, 0) for i, ring in enumerate(rings)]
-    assert keys[0][1] == keys[1][0] and keys[0][2] == keys[2][0] and keys[1][2] == keys[2][1]
-    assert len({keys[0][1], keys[0][2], keys[1][2]}) == 3
-    assert rings[0].masks([1], "e", 1, 1)[1] != keys[0][1] != rings[0].masks([1], "f", 1, 0)[1]
-    assert len({ring.fingerprint for ring in rings}) == 1
+def run_keys(paths: list[Path], run: int = 1, config: str = "c") -> list[RunKeys]:
+    rings = [open_keyring(str(path), 0, i, len(paths)) for i, path in enumerate(paths)]
+    return [drawn_run_keys(ring, run, config) for ring in rings]
+
+
+def test_keys_of_a_run_are_new_and_read_only_by_those_with_the_same_run_list_and_configuration(tmp_path: Path) -> None:
+    paths = make(tmp_path / "one", 3)
+    a, b, c = run_keys(paths)
+    assert a.verified(1, b.announced) == (raw(b.masks), raw(b.seals)) != c.verified(1, b.announced)[::-1]
+    assert exchange(a.masks, raw(b.masks)) == exchange(b.masks, raw(a.masks)) != exchange(a.seals, raw(b.seals))
+    assert len({raw(keys.masks) for keys in (a, *run_keys(paths))}) == 4
+    others = {
+        "another run": run_keys(paths, run=2)[1],
+        "another configuration": run_keys(paths, config="d")[1],
+        "another list": run_keys(make(tmp_path / "two", 3))[1],
+        "another client": c,
+    }
+    for why, keys in others.items():
+        with pytest.raises(UserError, match="client 1 has not signed the keys that it is said to use"):
+            a.verified(1, keys.announced)
+            raise AssertionError(why)
+    for broken in ("", "!", b.announced[:-8], a.announced[:20] + b.announced[20:]):
+        with pytest.raises(UserError, match="has not signed"):
+            a.verified(1, broken)
+    assert len({keys.ring.fingerprint for keys in (a, b, c)}) == 1 != a.ring.fingerprint
 
 
 def test_what_is_sealed_is_opened_by_each_and_by_no_other(tmp_path: Path) -> None:
-    rings = [open_keyring(str(path), 0, i, 3) for i, path in enumerate(make(tmp_path, 3))]
-    sealed = rings[0].seal()
-    for i, ring in enumerate(rings):
-        assert ring.open(sealed[i], 0) == rings[0].secret
+    several = run_keys(make(tmp_path, 3))
+    first, sealed = several[0], several[0].seal()
+    for i, keys in enumerate(several):
+        assert keys.open(sealed[i], 0, first.announced) == first.secret
         with pytest.raises(UserError, match=f"was not sealed by client 0 for client {i}"):
-            ring.open(sealed[(i + 1) % 3], 0)
+            keys.open(sealed[(i + 1) % 3], 0, first.announced)
     with pytest.raises(UserError, match="was not sealed by client 1"):
-        rings[2].open(sealed[2], 1)
+        several[2].open(sealed[2], 1, several[1].announced)
     for broken in ("", "!", sealed[1][:-8], sealed[1][:20]):
         with pytest.raises(UserError, match="was not sealed"):
-            rings[1].open(broken, 0)
+            several[1].open(broken, 0, first.announced)
+
+
+def test_names_have_other_tags_in_another_run(tmp_path: Path) -> None:
+    a, b, _ = run_keys(make(tmp_path, 3))
+    assert a.ring.for_each("names", 1)[1] == b.ring.for_each("names", 1)[0] != a.ring.for_each("names", 2)[1]
 
 
 def test_keys_from_the_seed_are_the_same_everywhere_and_others_for_another_seed() -> None:
-    def said(seed: int) -> str:
-        ring = open_keyring(SEED_KEYS, seed, 0, 4)
-        return hashlib.sha256(ring.secret + b"".join(ring.masks([1, 2, 3], "e", 1, 0).values())).hexdigest()
+    def said(seed: int, client_id: int = 0) -> RunKeys:
+        return run_keys_from_seed(open_keyring(SEED_KEYS, seed, client_id, 4), seed, 1, "c")
 
-    assert said(1) == said(1) != said(2)
-    assert (
-        open_keyring(SEED_KEYS, 1, 0, 4).masks([3], "e", 1, 0)[3]
-        == open_keyring(SEED_KEYS, 1, 3, 4).masks([0], "e", 1, 0)[0]
-    )
+    assert said(1).announced == said(1).announced != said(2).announced
+    assert said(1).secret == said(1, 3).secret and raw(said(1).masks) != raw(said(1, 3).masks)
+    assert said(1).verified(3, said(1, 3).announced)
 
 
 def test_a_list_somebody_has_changed_is_refused(tmp_path: Path) -> None:

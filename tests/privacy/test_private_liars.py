@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from flwr.app import Error, Message
 
 import client_app.client
+from client_app import run_keys
 from client_app.client_app import app as client_app_
 from fl_app import server_app, wire
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.privacy import keyring
+from fl_app.privacy import masking
 from fl_app.privacy.keyring import Keyring, open_keyring
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
@@ -145,11 +146,12 @@ def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_a_client_with_another_key_spoils_every_sum_it_is_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lying(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
-        agreed, other = (open_keyring(where, s, client_id, num_clients) for s in (seed, seed + 1))
-        return dataclasses.replace(other, public_of=agreed.public_of) if client_id == 3 else agreed
+    honest = masking.mask
 
-    monkeypatch.setattr(keyring, "open_keyring", lying)
+    def lying(words: masking.Words, client_id: int, keys: Mapping[int, bytes]) -> None:
+        honest(words, client_id, {j: key[::-1] for j, key in keys.items()} if client_id == 3 else keys)
+
+    monkeypatch.setattr(masking, "mask", lying)
     with pytest.raises(UserError, match="do not cancel: one of them has wrong keys"):
         run(**PRIVATE)
 
@@ -160,7 +162,7 @@ def test_a_client_with_another_list_is_left_out_by_name(
     def other(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
         return open_keyring(where, seed + (client_id == 3), client_id, num_clients)
 
-    monkeypatch.setattr(keyring, "open_keyring", other)
+    monkeypatch.setattr(run_keys, "open_keyring", other)
     folder = run(min_available_clients=4, **PRIVATE)
     assert list(rounds(folder)[0]["clients"]) == ["0", "1", "2", "4"]
     assert any("client 3" in line and "its list of all sites' keys is" in line for line in caplog.messages)

@@ -1,4 +1,4 @@
-"""What a site has noted for good stays, whatever a run's config says: budgets, and answers to private rounds."""
+"""What a site has noted of its budgets stays, whatever a run's config says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
 from fl_app.server.run_folder import read_metrics
 from fl_app.site import site_directory
-from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, Download, experiment_of
+from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, Download
 from strategies import METHOD_PARAMS, METHODS
 from strategies.fedcac import FedCACParams
 from tests.conftest import Run
@@ -78,14 +78,13 @@ def notes(raw: dict[str, Scalar], own: Path | str, keys: str = "secret", experim
 def test_no_key_of_a_run_resets_what_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, keys: str
 ) -> None:
-    """One key after the other is another one: the attempt is not answered again, and the budget lies where it was."""
+    """One key after the other is another one: the budget lies where it was."""
     monkeypatch.chdir(tmp_path)
     own = write(tmp_path / "own.npz")
     base: dict[str, Scalar] = {"dataset": f"npz:{own}" if dataset == "npz" else dataset, "method": "fedcac"}
     base |= {"dp-epsilon": 2.0, "partition": "iid", "train-samples": 5, "test-samples": 2}
     data_path = own if dataset == "node" else ""
     first = notes(base, data_path, keys)
-    first.claim("000001-000000")
     with first.alone():
         first.note(training := Training("abc", "1", 3.0, 0.1, 10, 2.0, 1e-5))
     tried = set()
@@ -104,8 +103,6 @@ def test_no_key_of_a_run_resets_what_is_noted(
             assert [t.steps for t in found.trainings()] == [training.steps], spec.name
         else:
             assert spec.name == "dp-epsilon"
-        with pytest.raises(UserError, match="attempt 000001-000000 was answered before"):
-            found.claim("000001-000000")
     assert len(tried) > 0.8 * len(KEYS)
     named = {"state-dir", "data-dir", "output-dir", "run-name", "resume", "seed", "dp-epsilon", "dp-delta", "dp-clip"}
     assert named | {"num-server-rounds", "keep-state", "private", "num-clients"} <= tried
@@ -141,7 +138,7 @@ def test_what_is_the_site_s_own_has_one_budget_whoever_asks(tmp_path: Path) -> N
     # what anybody has, and a simulation, spend by run
     for raw, path, keys in (({"dataset": "digits"}, "", "secret"), ({"dataset": "node"}, own, SEED_KEYS)):
         one, two = (notes({**raw, **iid}, path, keys, experiment).budget for experiment in ("first", "second"))
-        assert one != two and one.is_relative_to(tmp_path / "site" / "runs" / experiment_of("first") / "client-0000")
+        assert one != two and one.is_relative_to(tmp_path / "site" / "runs" / "first" / "client-0000")
 
 
 # whole runs

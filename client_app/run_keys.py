@@ -1,0 +1,245 @@
+"""A client's keys for one run, and its permanent notes on what it has answered under them.
+
+- `keys/<hash>/private`: the keys, from the first question of a run until its last message. The hash is of the run's number
+  and of the site's public half, so that the notes belong to the key and not to the client's number.
+- `keys/<hash>/<round>-<attempt>.answered`: an attempt that was answered under them. `keys/<hash>/experiment`: the one
+  experiment that they serve.
+- `runs/<experiment>/sums-<hash of the public half>.json`: the sums of the experiment that the client has been in.
+- `runs/<experiment>/clipped-<hash>`: a value of the client was beyond `private-range`.
+
+In a simulation keys follow from the seed, and all notes are in `runs/<experiment>/client-<id>`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.files import lock, make_directory, opener, publish_text, sync
+from fl_app.privacy import pins
+from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring, run_keys_from_seed, text_of
+from fl_app.privacy.transcript import config_hash
+from fl_app.wire import GROUP_MIN, SEED_KEYS, state_version
+
+_KEYS, _RUNS, _PRIVATE, _ANSWERED = "keys", "runs", "private", ".answered"
+# Keys of a run whose last message never came are deleted after this many days without use.
+_DAYS = 30
+
+
+@dataclass(frozen=True)
+class SiteKeys:
+    """A client's keys for a run, in its site's own directory.
+
+    simulated: all clients are on one machine, and the keys follow from the seed.
+    """
+
+    keys: RunKeys
+    site: Path
+    simulated: bool
+
+    @classmethod
+    def open(cls, site: Path, where: str, config: RunConfig, client_id: int, run: int) -> SiteKeys:
+        """Return the client's keys for a run; draw them if there are none. Raises UserError naming what is wrong.
+
+        where: the file of the client's private key, or SEED_KEYS.
+        """
+        ring, of_config = open_keyring(where, config.seed, client_id, config.num_clients), config_hash(config)
+        if where == SEED_KEYS:
+            return cls(run_keys_from_seed(ring, config.seed, run, of_config), site, True)
+        pins.require(site, ring.own, Path(where).parent / PEERS)
+        return cls(_kept(_directory(site, ring, run), ring, run, of_config), site, False)
+
+    @property
+    def _own(self) -> str:
+        return self.keys.ring.own
+
+    def _directory(self, experiment: str) -> Path:
+        """The directory with the notes on the keys."""
+        if self.simulated:
+            return _run(self.site, experiment) / f"client-{self.keys.ring.client_id:04d}"
+        return _directory(self.site, self.keys.ring, self.keys.run)
+
+    def _sums(self, experiment: str) -> Path:
+        if self.simulated:
+            return self._directory(experiment) / "sums.json"
+        return _run(self.site, experiment) / f"sums-{self._own}.json"
+
+    def _clipped(self, experiment: str) -> Path:
+        if self.simulated:
+            return self._directory(experiment) / "clipped"
+        return _run(self.site, experiment) / f"clipped-{self._own}"
+
+    def claim(
+        self, experiment: str, round: int, attempt: int, retries: int, members: Collection[int], whole: bool
+    ) -> None:
+        """Note that an attempt at a sum is being answered. Raises UserError if it must not be.
+
+        It must not be if it was answered before, if the round has been answered `retries` + 1 times, or if the keys serve
+        another experiment. whole: the sum must not split a company (`refined`).
+        """
+        me, version = self.keys.ring.client_id, state_version(round, attempt)
+        with self._noting(experiment) as directory:
+            serves = directory / "experiment"
+            if serves.exists() and serves.read_text(encoding="utf-8") != experiment:
+                raise UserError(f"client {me}: private: its keys for this run serve another experiment")
+            tried = [path.name for path in directory.glob(f"{round:06d}-*{_ANSWERED}")]
+            if f"{version}{_ANSWERED}" in tried:
+                raise UserError(
+                    f"client {me}: private: attempt {version} was answered before, and is answered only once"
+                )
+            if len(tried) > retries and not self.simulated:
+                raise UserError(
+                    f"client {me}: private: it has answered {len(tried)} attempts at round {round}, and answers no more "
+                    "(round-retries)"
+                )
+            if whole:
+                self.enter(experiment, members)
+            if not serves.exists():
+                publish_text(serves, experiment)
+            os.close(opener(str(directory / f"{version}{_ANSWERED}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            sync(directory)
+
+    def enter(self, experiment: str, members: Collection[int]) -> None:
+        """Note that the client takes part in a sum over these members. Raises UserError if it would split a company."""
+        parts, new = self._known(experiment).get("parts", []), None
+        try:
+            new = refined(parts, members)
+        except ValueError as error:
+            raise UserError(f"client {self.keys.ring.client_id}: private: {error}") from None
+        if new != parts:
+            self._note(experiment, parts=new)
+
+    def count(self, experiment: str, samples: int, most: float) -> float:
+        """Return the sample count that the client counts with in all sums of an experiment, at most `most` if that is not 0.
+
+        It is the one that it had first. Raises UserError if the bound is another than at first.
+        """
+        known = self._known(experiment)
+        if "count" not in known:
+            self._note(experiment, count=samples, most=most)
+            known = {"count": samples, "most": most}
+        if known["most"] != most:
+            raise UserError(f"client {self.keys.ring.client_id}: private: the bound on sample counts has changed")
+        count = float(known["count"])
+        return max(1.0, min(count, most) if most else count)
+
+    def note_clipped(self, experiment: str) -> None:
+        """Note that a value was clipped to its range."""
+        make_directory(self._clipped(experiment).parent)
+        self._clipped(experiment).touch(0o600)
+
+    def forget(self, experiment: str) -> bool:
+        """Delete the keys of a finished run. Return whether a value of the client was ever clipped to its range."""
+        if not self.simulated:
+            shutil.rmtree(self._directory(experiment), ignore_errors=True)
+        return self._clipped(experiment).exists()
+
+    # Notes
+
+    @contextlib.contextmanager
+    def _noting(self, experiment: str) -> Iterator[Path]:
+        """Return the directory of the notes, while no other message writes there. Raises UserError if it cannot be written."""
+        directory = self._directory(experiment)
+        try:
+            make_directory(directory)
+            with lock(directory / ".lock", wait=True):
+                yield directory
+        except OSError as error:
+            raise UserError(
+                f"client {self.keys.ring.client_id}: cannot note its answer in {directory}: {error.strerror}"
+            ) from None
+
+    def _known(self, experiment: str) -> dict[str, Any]:
+        """Return the notes on the experiment's sums. Raises UserError if they cannot be read: they must not count as none."""
+        path = self._sums(experiment)
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"private: the notes on earlier sums cannot be read: {path}: {error}") from None
+
+    def _note(self, experiment: str, **facts: object) -> None:
+        path = self._sums(experiment)
+        make_directory(path.parent)
+        publish_text(path, json.dumps({**self._known(experiment), **facts}) + "\n")
+
+
+def refined(parts: Iterable[Iterable[int]], members: Collection[int]) -> list[list[int]]:
+    """Return the companies of clients that no sum so far tells apart, and none of these members.
+
+    parts: the companies before. Each member of a sum is in one of the companies after it. Raises ValueError if one would
+    have fewer than three clients: sums of the others would then reveal it.
+    """
+    asked, found = set(members), []
+    for part in map(set, parts):
+        found += [sorted(of) for of in (part & asked, part - asked) if of]
+        asked -= part
+    found += [sorted(asked)] if asked else []
+    if any(len(part) < GROUP_MIN for part in found):
+        raise ValueError(
+            f"a sum over clients {sorted(members)} splits a company, so that this and earlier sums would reveal fewer than "
+            f"{GROUP_MIN} clients"
+        )
+    return sorted(found)
+
+
+def _run(site: Path, experiment: str) -> Path:
+    if not re.fullmatch(r"[\w-]{1,64}", experiment):
+        raise UserError(f"private: malformed experiment id {experiment[:80]!r}")
+    return site / _RUNS / experiment
+
+
+def _directory(site: Path, ring: Keyring, run: int) -> Path:
+    return site / _KEYS / f"{run}-{ring.own[:32]}"
+
+
+def _kept(directory: Path, ring: Keyring, run: int, config: str) -> RunKeys:
+    """Return the keys of a run from their directory; draw them if there are none.
+
+    Raises UserError if they were drawn for another configuration, list of keys or client number.
+    """
+    path, told = directory / _PRIVATE, [ring.client_id, ring.num_clients, config, ring.fingerprint]
+    try:
+        make_directory(directory)
+        with lock(directory / ".lock", wait=True):
+            if not path.exists():
+                _delete_old(directory.parent)
+                drawn = drawn_run_keys(ring, run, config)
+                parts = [drawn.masks.private_bytes_raw(), drawn.seals.private_bytes_raw(), drawn.secret]
+                publish_text(path, json.dumps([told, *map(text_of, parts)]) + "\n")
+            noted, *texts = json.loads(path.read_text(encoding="utf-8"))
+            masks, seals, secret = map(base64.b64decode, texts)
+            # the time of the last use
+            os.utime(path)
+    except OSError as error:
+        raise UserError(f"private: the run's keys cannot be kept in {directory}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"private: {path} is damaged; this site takes no further part in the run") from None
+    if noted != told:
+        raise UserError(
+            "private: this run has asked this site before with another configuration, list of keys or number"
+        )
+    load: Callable[[bytes], X25519PrivateKey] = X25519PrivateKey.from_private_bytes
+    return RunKeys(ring, run, config, load(masks), load(seals), secret)
+
+
+def _delete_old(directory: Path) -> None:
+    """Delete the keys of runs that have not been used for `_DAYS` days."""
+    for path in directory.glob(f"*/{_PRIVATE}"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _DAYS * 86400:
+                shutil.rmtree(path.parent, ignore_errors=True)

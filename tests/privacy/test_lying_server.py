@@ -1,0 +1,359 @@
+"""A server that breaks the protocol, against real clients with keys in files: what it gets is noise, or a refusal.
+
+Where a test is run `weakened`, one mechanism is taken away, and the same attack gives a single client's upload to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from client_app.client_app import app as client_app
+from client_app.run_keys import refined
+from fl_app import models, wire
+from fl_app.config import parse
+from fl_app.data import open_client
+from fl_app.layout import Layout, Model
+from fl_app.privacy import masking, pins
+from fl_app.privacy.keyring import PEERS, open_keyring
+from fl_app.privacy.transcript import SentHashes, Transcript
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.wire import PRIVATE_KEYS, SUM, Download, Expected
+from strategies import METHOD_PARAMS
+from tests.conftest import flat
+from tests.privacy.keys import make
+
+N = 6
+SETTINGS: dict[str, Any] = {
+    "method": "fedavg",
+    "private": True,
+    "num_clients": N,
+    "train_samples": 8,
+    "partition": "dirichlet",
+    "min_samples": 4,
+    "round_retries": 8,
+}
+
+
+class Server:
+    """Asks clients for what it likes. bare: by client and attempt, what the client would have sent without masks."""
+
+    def __init__(self, raw: dict[str, Any], keys: Sequence[Path], **changes: Any) -> None:
+        self.raw = raw | flat({**SETTINGS, **changes})
+        nodes = {i: {PRIVATE_KEYS: str(path)} for i, path in enumerate(keys)}
+        self.grid = InProcessGrid(client_app, self.raw, N, nodes)
+        layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8))
+        self.d = layout.d
+        self.model = Model(np.full(layout.d, 0.01, np.float32), np.zeros(0, np.float32))
+        self.facts = [self.properties(i) for i in range(N)]
+
+    def properties(self, client_id: int) -> dict[str, Any]:
+        reply = self.grid._handle(Message(wire.encode_query(), client_id + 1, wire.QUERY))
+        return wire.decode_properties(reply.content)
+
+    def hash_of(self, model: Model) -> str:
+        return SentHashes().of(Download("train", 1, 0, "e", model), {})
+
+    def ask(
+        self,
+        client_id: int,
+        members: Sequence[int],
+        attempt: int = 0,
+        model: Model | None = None,
+        experiment: str = "abc",
+        **said: Any,
+    ) -> np.ndarray:
+        """Return a client's answer, uint64 [d + 1]. Raises WireError with its refusal."""
+        model = model or self.model
+        told = {
+            "private-members": ",".join(map(str, members)),
+            "private-keys": ",".join(str(self.facts[i]["private-keys"]) for i in members),
+            "private-sent": ",".join(self.hash_of(model) for _ in members),
+            "private-most": 0.0,
+        } | said
+        content = wire.encode_download(Download("train", 1, attempt, experiment, model, method=told))
+        reply = self.grid._handle(Message(content, client_id + 1, "train"))
+        assert reply.has_content(), reply.error
+        upload = wire.decode_upload(reply.content, Expected(0, 0, extras={SUM: ("<u8", (self.d + 1,))}))
+        return np.array(upload.extras[SUM])
+
+    def sum(self, members: Sequence[int], attempt: int = 0, **said: Any) -> np.ndarray:
+        return total(self.ask(i, members, attempt, **said) for i in members)
+
+    def forget(self, client_id: int) -> Message:
+        content = wire.encode_download(Download("forget", 1, 0, "abc", Model(*[np.zeros(0, np.float32)] * 2)))
+        return self.grid._handle(Message(content, client_id + 1, "train"))
+
+
+def total(parts: Any) -> np.ndarray:
+    return np.add.reduce(list(parts), axis=0, dtype=np.uint64)
+
+
+def is_noise(words: np.ndarray) -> bool:
+    """Whether the first three bits of 17,000 words are uniform."""
+    high = words >> np.uint64(61)
+    shares = np.bincount(high.astype(int), minlength=8) / words.size
+    return bool(np.abs(shares - 1 / 8).max() < 0.02)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], np.ndarray]:
+    """By client, and by the number of its answer, its upload before masks."""
+    seen: dict[tuple[int, int], np.ndarray] = {}
+    honest = masking.mask
+
+    def noted(words: np.ndarray, client_id: int, keys: Any) -> None:
+        number = sum(i == client_id for i, _ in seen)
+        seen[client_id, number] = words.copy()
+        honest(words, client_id, keys)
+
+    monkeypatch.setattr(masking, "mask", noted)
+    return seen
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[Path]:
+    return make(tmp_path / "keys", N)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *fields: str) -> None:
+    """Leave parts out of the transcript that masks are derived from."""
+    whole = Transcript.digest.fget  # type: ignore[attr-defined]
+    blank = {"sent": (), "keys": (), "listed": "", "members": (), "config": "", "most": 0.0}
+    short = {name: blank[name] for name in fields}
+    monkeypatch.setattr(Transcript, "digest", property(lambda self: whole(dataclasses.replace(self, **short))))
+
+
+Bare = dict[tuple[int, int], np.ndarray]
+
+
+def test_an_honest_server_has_the_sum(raw_config: dict[str, Any], keys: list[Path], bare: Bare) -> None:
+    server = Server(raw_config, keys)
+    found = server.sum(range(N))
+    assert (found == total(bare[i, 0] for i in range(N))).all()
+    assert is_noise(server.ask(0, range(N), 1)) and not is_noise(bare[0, 0])
+
+
+@pytest.mark.parametrize("weakened", [True, False])
+def test_another_model_to_the_others(
+    raw_config: dict[str, Any], keys: list[Path], bare: Bare, monkeypatch: pytest.MonkeyPatch, weakened: bool
+) -> None:
+    """The server knows what clients make of a model of its own choice. Here it knows it exactly."""
+    if weakened:
+        without(monkeypatch, "sent")
+    server = Server(raw_config, keys)
+    chosen = Model(np.zeros(server.d, np.float32), np.zeros(0, np.float32))
+    answers = [server.ask(i, range(N), model=None if i == 0 else chosen) for i in range(N)]
+    found = total(answers) - total(bare[i, 0] for i in range(1, N))
+    assert (found == bare[0, 0]).all() if weakened else is_noise(found)
+    # the truth is not answered
+    mixed = ",".join(server.hash_of(server.model if i == 0 else chosen) for i in range(N))
+    with pytest.raises(wire.WireError, match="fewer than 3 members of the sum are sent what client 0 is sent"):
+        server.ask(0, range(N), 1, **{"private-sent": mixed})
+
+
+@pytest.mark.parametrize("weakened", [True, False])
+def test_six_and_then_five_of_them(raw_config: dict[str, Any], keys: list[Path], bare: Bare, weakened: bool) -> None:
+    server = Server(raw_config, keys, **({"private_absent": "alone"} if weakened else {}))
+    whole = server.sum(range(N))
+    if weakened:
+        assert (whole - server.sum(range(5), 1) == bare[5, 0]).all()
+        return
+    for i in range(5):
+        with pytest.raises(wire.WireError, match="splits a company"):
+            server.ask(i, range(5), 1)
+    # in two companies of three they go on
+    assert not is_noise(server.sum(range(3), 1)) and not is_noise(server.sum(range(3, 6), 1))
+
+
+def test_six_attempts_over_five_of_six(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    server = Server(raw_config, keys)
+    server.sum(range(5))
+    for attempt, left_out in enumerate(range(5), 1):
+        members = [i for i in range(N) if i != left_out]
+        for i in members[:4]:
+            with pytest.raises(wire.WireError, match="splits a company"):
+                server.ask(i, members, attempt)
+
+
+def test_weights_of_6_and_nearly_0(raw_config: dict[str, Any], keys: list[Path], bare: Bare) -> None:
+    server = Server(raw_config, keys)
+    for most in (1e-300, 0.5, -1.0, float("nan"), float("inf")):
+        with pytest.raises(wire.WireError, match="does not say what each member"):
+            server.ask(0, range(N), **{"private-most": most})
+    weights = [6.0, *[1e-300] * 5]
+    found = total(server.ask(i, range(N), **{"private-weight": weights[i]}) for i in range(N))
+    assert (found == total(bare[i, 0] for i in range(N))).all()
+    # every client's own count
+    counts = [int(bare[i, 0][-1]) / 2.0 ** (masking.scale(N, 1.0) - 24) for i in range(N)]
+    config = parse({**server.raw, "num-clients": N}, METHOD_PARAMS)
+    assert counts == [len(open_client(config, i).y_train) for i in range(N)] and len(set(counts)) > 3
+
+
+@pytest.mark.parametrize("weakened", [True, False])
+def test_another_bound_on_counts_for_each(
+    raw_config: dict[str, Any], keys: list[Path], bare: Bare, monkeypatch: pytest.MonkeyPatch, weakened: bool
+) -> None:
+    """One client counts as it is, the others as one sample each."""
+    if weakened:
+        without(monkeypatch, "most")
+    server = Server(raw_config, keys)
+    found = total(server.ask(i, range(N), **{"private-most": 0.0 if i == 0 else 1.0}) for i in range(N))
+    assert (found == total(bare[i, 0] for i in range(N))).all() if weakened else is_noise(found)
+
+
+def second_cluster(keys: list[Path], directory: Path) -> list[Path]:
+    """The same sites, each with the next number, admitted to another cluster."""
+    lines = (keys[0].parent / PEERS).read_text().splitlines()
+    turned = [f"{(i + 1) % N} {line.partition(' ')[2]}" for i, line in enumerate(lines)]
+    paths = []
+    for i in range(N):
+        (directory / str(i)).mkdir(parents=True)
+        paths.append(directory / str(i) / "node.x25519")
+        paths[-1].write_bytes(keys[(i - 1) % N].read_bytes())
+        paths[-1].chmod(0o600)
+        (directory / str(i) / PEERS).write_text("\n".join(sorted(turned)) + "\n")
+    return paths
+
+
+def agree(site: Path, path: Path, client_id: int) -> None:
+    pins.accept(site, open_keyring(str(path), 0, client_id, N).own, pins.hash_of(path.parent / PEERS))
+
+
+def test_the_same_keys_under_another_number(
+    raw_config: dict[str, Any], keys: list[Path], bare: Bare, tmp_path: Path, site_dir: Path
+) -> None:
+    """Two answers of one site under the same masks would be the difference of its two models."""
+    first = Server(raw_config, keys)
+    one = first.ask(0, range(N))
+    again = second_cluster(keys, tmp_path / "again")
+    other = Server(raw_config, again)
+    assert "has changed" in str(other.facts[1]["error"])
+    for i, path in enumerate(again):
+        agree(site_dir, path, i)
+    other.facts = [other.properties(i) for i in range(N)]
+    # site 0 has number 1
+    assert is_noise(one - other.ask(1, range(N)))
+    assert not is_noise(bare[0, 0] - bare[1, 0])
+    # in one run it keeps its number
+    other.grid._run = first.grid._run
+    other.grid._contexts.clear()
+    assert "asked this site before with another configuration, list of keys or number" in other.properties(1)["error"]
+
+
+def test_a_list_of_keys_that_the_server_made(
+    raw_config: dict[str, Any], keys: list[Path], tmp_path: Path, site_dir: Path
+) -> None:
+    honest = Server(raw_config, keys)
+    honest.ask(0, range(N))
+    made = make(tmp_path / "made", N)
+    lines = (made[0].parent / PEERS).read_text().splitlines()
+    agreed = (keys[0].parent / PEERS).read_text()
+    # the site's own line stays, and all else is the server's
+    (keys[0].parent / PEERS).write_text("\n".join([agreed.splitlines()[0], *lines[1:]]) + "\n")
+    assert "has changed: its sha256 is" in honest.properties(0)["error"]
+    with pytest.raises(wire.WireError, match="peers accept"):
+        honest.ask(0, range(N), 1)
+    (keys[0].parent / PEERS).write_text(agreed)
+    assert not is_noise(honest.sum(range(N), 2))
+
+
+def test_keys_for_a_run_that_the_server_made(raw_config: dict[str, Any], keys: list[Path], tmp_path: Path) -> None:
+    """It puts keys of its own in the place of the others'."""
+    server, fake = Server(raw_config, keys), Server(raw_config, make(tmp_path / "made", N))
+    mine = [str(server.facts[0]["private-keys"]), *(str(fake.facts[i]["private-keys"]) for i in range(1, N))]
+    with pytest.raises(wire.WireError, match="client 1 has not signed the keys"):
+        server.ask(0, range(N), **{"private-keys": ",".join(mine)})
+    # one that has signed, for each
+    twice = ",".join([str(server.facts[0]["private-keys"]), *[str(server.facts[1]["private-keys"])] * 5])
+    with pytest.raises(wire.WireError, match="client 2 has not signed the keys"):
+        server.ask(0, range(N), **{"private-keys": twice})
+
+
+@pytest.mark.parametrize("weakened", [True, False])
+def test_other_members_for_each(
+    raw_config: dict[str, Any], keys: list[Path], bare: Bare, monkeypatch: pytest.MonkeyPatch, weakened: bool
+) -> None:
+    """Client 0 masks with 1 and 2; 1 and 2 with 0, 3, 4 and 5: what they share cancels, whoever else they mask with."""
+    if weakened:
+        without(monkeypatch, "members", "keys", "sent")
+    server = Server(raw_config, keys)
+    views = {0: [0, 1, 2], 1: [0, 1, 3], 2: [0, 2, 3], 3: [1, 2, 3]}
+    answers = {i: server.ask(i, view) for i, view in views.items()}
+    found = total(answers.values())
+    assert (found == total(bare[i, 0] for i in views)).all() if weakened else is_noise(found)
+
+
+def test_an_attempt_twice_and_more_attempts_than_a_round_has(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    server = Server(raw_config, keys, round_retries=1)
+    server.ask(0, range(N), 0)
+    with pytest.raises(wire.WireError, match="attempt 000001-000000 was answered before"):
+        server.ask(0, range(N), 0)
+    with pytest.raises(wire.WireError, match="serve another experiment"):
+        server.ask(0, range(N), 0, experiment="other")
+    server.ask(0, range(N), 1)
+    with pytest.raises(wire.WireError, match=r"it has answered 2 attempts at round 1.*\(round-retries\)"):
+        server.ask(0, range(N), 2)
+
+
+def test_another_configuration_in_the_same_run(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    server = Server(raw_config, keys)
+    server.ask(0, range(N))
+    other = Server(raw_config, keys, learning_rate=0.5)
+    other.grid._run = server.grid._run
+    other.grid._contexts.clear()
+    assert "with another configuration" in other.properties(0)["error"]
+
+
+def test_the_keys_of_a_run_are_the_sites_alone_and_gone_after_it(
+    raw_config: dict[str, Any], keys: list[Path], site_dir: Path
+) -> None:
+    server = Server(raw_config, keys)
+    announced = [facts["private-keys"] for facts in server.facts]
+    # a second question in the same run
+    assert server.properties(0)["private-keys"] == announced[0]
+    files = sorted(site_dir.glob("keys/*/private"))
+    assert len(files) == N and all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+    server.ask(0, range(N))
+    for i in range(N):
+        server.forget(i)
+    assert not list(site_dir.glob("keys/*/private"))
+    assert server.properties(0)["private-keys"] != announced[0]
+    assert Server(raw_config, keys).facts[0]["private-keys"] not in announced
+
+
+def test_companies_only_split_into_three_and_more() -> None:
+    assert refined([], range(6)) == [[0, 1, 2, 3, 4, 5]]
+    assert refined([[0, 1, 2, 3, 4, 5]], [0, 1, 2]) == [[0, 1, 2], [3, 4, 5]]
+    assert refined([[0, 1, 2], [3, 4, 5]], range(6)) == [[0, 1, 2], [3, 4, 5]]
+    assert refined([[0, 1, 2]], range(6)) == [[0, 1, 2], [3, 4, 5]]
+    for parts, members in (
+        ([[0, 1, 2, 3, 4]], [0, 1, 2]),
+        ([[0, 1, 2]], [0, 1, 2, 3]),
+        ([[0, 1, 2], [3, 4, 5]], [0, 1, 2, 3, 4]),
+    ):
+        with pytest.raises(ValueError, match="splits a company"):
+            refined(parts, members)
+
+
+def test_no_sequence_of_sums_that_a_client_answers_tells_fewer_than_three() -> None:
+    """Least squares over all sums that a server may ask of a client, for random servers."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        parts: list[list[int]] = []
+        sums: list[list[int]] = []
+        for _ in range(12):
+            members = sorted({0, *rng.choice(12, rng.integers(3, 12), replace=False).tolist()})
+            try:
+                parts = refined(parts, members)
+            except ValueError:
+                continue
+            sums.append(members)
+        A = np.array([[i in own for i in range(12)] for own in sums])
+        assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T if column.any())
