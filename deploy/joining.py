@@ -26,8 +26,10 @@ from deploy import certificates, commands, peers, superlink
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
+from fl_app.privacy import keyring, pins
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import free_ports
+from fl_app.site import site_directory
 from fl_app.toml import read_toml, value_to_toml
 
 KEY, PUBLIC, INVITATION, CA = "node.key", "node.pub", "invitation.toml", "ca.crt"
@@ -68,14 +70,39 @@ def make_key(directory: Path) -> Path:
 def keep_peers(directory: Path, given: Path) -> str:
     """Keep a copy of the list of all sites' keys for private runs. Return its sha256, by which sites compare copies.
 
-    Raises UserError if the list cannot be read.
+    Raises UserError if the list cannot be read, or is another than the one kept before.
     """
     try:
         content = given.read_bytes()
     except OSError as error:
         raise UserError(f"{given}: {error.strerror}") from None
-    publish(directory / PEERS, lambda path: path.write_bytes(content), 0o644)
-    return peers.fingerprint(directory / PEERS)
+    kept = directory / PEERS
+    if kept.exists() and kept.read_bytes() != content:
+        raise UserError(
+            pins.refusal(given, pins.hash_of(given), pins.hash_of(kept), f"{directory.name} --peers {given}")
+        )
+    publish(kept, lambda path: path.write_bytes(content), 0o644)
+    return peers.fingerprint(kept)
+
+
+def accept_peers(directory: Path, given: Path | None, expected: str) -> tuple[str, str]:
+    """Agree to a list of all sites' keys in place of the one agreed to before. Return the sha256 of both, "" for none.
+
+    given: the list; None: the one that is kept already. expected: its sha256, as the sites have compared it, or "" not to
+    check it. Raises UserError for another sha256, and for a list that does not name this site.
+    """
+    private, listed = directory / f"{Path(KEY).stem}{peers.KEY_SUFFIX}", given or directory / PEERS
+    found, own = pins.hash_of(listed), keyring.own_hash(keyring.read_private_key(private))
+    if expected not in ("", found):
+        raise UserError(f"{listed}: its sha256 is {found}, not {expected}: nothing is accepted")
+    if not keyring.names(listed, own):
+        raise UserError(f"{listed}: has no line with this site's key")
+    before = pins.agreed(site_directory(), own)
+    if given:
+        content = given.read_bytes()
+        publish(directory / PEERS, lambda path: path.write_bytes(content), 0o644)
+    pins.accept(site_directory(), own, found)
+    return before, found
 
 
 def accept_invitation(directory: Path, given: Path | None) -> Invitation:

@@ -15,6 +15,9 @@ app = typer.Typer(
     no_args_is_help=True, help="A site's own side: join a cluster, decide which runs may run here, audit."
 )
 
+peers_app = typer.Typer(no_args_is_help=True, help="The list of all sites' keys, for private runs.")
+app.add_typer(peers_app, name="peers")
+
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The site's name on this machine.")]
 Only = Annotated[str | None, typer.Option("--name", help="Only this site, if this machine has several.")]
 
@@ -70,6 +73,28 @@ def start(
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
     supernode.run(name, site, options, OWN if warm else "")
+
+
+@peers_app.command("accept")
+def accept_peers(
+    name: Name,
+    peers: Annotated[
+        Path | None, typer.Option(help="The new list of all sites' keys. Without it the list that is there already.")
+    ] = None,
+    sha256: Annotated[
+        str, typer.Option("--sha256", help="The list's SHA-256 as the sites have compared it; another one is refused.")
+    ] = "",
+    site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
+) -> None:
+    """Agree to a changed list of all sites' keys; until then this site takes no part in private runs."""
+    from deploy import joining
+    from deploy import site as rules
+    from deploy.supernode import use_rules
+
+    use_rules(rules.find(site))
+    before, found = joining.accept_peers(_directory(name), peers, sha256)
+    was = f"before it was {before}" if before not in ("", found) else "as before" if before else "the first one"
+    typer.echo(f"{name} agrees to the list with sha256 {found} ({was}); the other sites must have the same")
 
 
 @app.command()

@@ -87,10 +87,7 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     importlib.import_module(_COMMAND)
     log_format.configure("supernode", node=name)
     path = site.find(rules)
-    found = site.read_site(path) if path else Site()
-    if found.site_dir:
-        # applications inherit the variable
-        os.environ.setdefault(VARIABLE, found.site_dir)
+    found = use_rules(path)
     directory = sites_directory() / name
     check_places(directory)
     audit = Audit(directory)
@@ -98,6 +95,18 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "")
     sys.argv = ["flower-supernode", *options]
     command()
+
+
+def use_rules(path: Path | None) -> Site:
+    """Return a site's rules, and let this process and those that it starts use the site's own directory.
+
+    path: the file of rules, or None if there is none. Raises UserError.
+    """
+    found = site.read_site(path) if path else Site()
+    if found.site_dir:
+        # applications inherit the variable
+        os.environ.setdefault(VARIABLE, found.site_dir)
+    return found
 
 
 def check_places(directory: Path) -> None:

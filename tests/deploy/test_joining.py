@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
+from typer.testing import CliRunner
 
-from deploy import certificates, inventory, joining, peers
+from deploy import certificates, inventory, joining, node_cli, peers
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
+from fl_app.privacy import pins
 from fl_app.privacy.keyring import PEERS, open_keyring
 
 TWO_JOIN = "[{host: local}, {host: joins, supernodes: 2}, {host: local}]"
@@ -145,11 +147,45 @@ def test_the_list_of_all_sites_keys(tmp_path: Path) -> None:
     rings = [open_keyring(str(site / "node.x25519"), 0, client, 4) for site, client in zip(here, (1, 2), strict=True)]
     rings.append(open_keyring(str(Path(found.keys) / "supernode-3.x25519"), 0, 3, 4))
     assert len({ring.fingerprint for ring in rings}) == 1
-    assert rings[0].masks([2, 3], "e", 1, 0) == {
-        2: rings[1].masks([1], "e", 1, 0)[1],
-        3: rings[2].masks([1], "e", 1, 0)[1],
-    }
+    assert [rings[0].for_each("names", 1)[i] for i in (2, 3)] == [ring.for_each("names", 1)[1] for ring in rings[1:]]
     words = publics[0].read_text().split()
     publics[0].write_text(" ".join([*words[:3], publics[1].read_text().split()[3], words[4]]))
     with pytest.raises(UserError, match="its key for private runs is not signed by its node key"):
         joining.admit(found, 1, publics[0])
+
+
+def test_a_changed_list_is_refused_until_the_site_accepts_it(tmp_path: Path, site_dir: Path) -> None:
+    found = lab(tmp_path)
+    certificates.make(found)
+    site = tmp_path / "data" / "sites" / "b"
+    publics = [joining.make_key(site), joining.make_key(tmp_path / "c")]
+    for client, public in enumerate(publics, 1):
+        joining.admit(found, client, public)
+    listed, private = Path(found.keys) / PEERS, site / "node.x25519"
+    joining.keep_peers(site, listed)
+    own = open_keyring(str(private), 0, 1, 4).own
+    pins.require(site_dir, own, site / PEERS)
+    # two clients have changed their numbers
+    lines = listed.read_text().splitlines()
+    changed = tmp_path / "changed.txt"
+    changed.write_text("\n".join([f"3 {lines[0][2:]}", *lines[1:3], f"0 {lines[3][2:]}"]) + "\n")
+    with pytest.raises(
+        UserError, match=r"has changed: its sha256 .*`corolla node peers accept b --peers .*changed.txt`"
+    ):
+        joining.keep_peers(site, changed)
+    new, old = (hashlib.sha256(path.read_bytes()).hexdigest() for path in (changed, listed))
+    accept = ["peers", "accept", "b", "--peers", str(changed)]
+    environment = {"XDG_DATA_HOME": str(tmp_path / "data")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deploy.supernode.sites_directory", lambda: tmp_path / "data" / "sites")
+        refused = CliRunner().invoke(node_cli.app, [*accept, "--sha256", old], env=environment)
+        assert isinstance(refused.exception, UserError) and "nothing is accepted" in str(refused.exception)
+        assert pins.agreed(site_dir, own) == old
+        accepted = CliRunner().invoke(node_cli.app, [*accept, "--sha256", new], env=environment)
+        assert accepted.exit_code == 0 and new in accepted.output and old in accepted.output
+        strangers = tmp_path / "strangers.txt"
+        strangers.write_text("\n".join(line for line in lines if not line.startswith("1 ")))
+        other = CliRunner().invoke(node_cli.app, ["peers", "accept", "b", "--peers", str(strangers)], env=environment)
+        assert "has no line with this site's key" in str(other.exception)
+    assert (site / PEERS).read_text() == changed.read_text()
+    pins.require(site_dir, own, site / PEERS)
