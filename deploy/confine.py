@@ -4,6 +4,9 @@ It uses Linux's Landlock: a process sets rules for itself, they hold for all pro
 can lift them later. RULES is JSON: paths to read, paths to write, TCP ports to connect to. Nothing else of the file
 system can be read or written, and no outside process can be traced. TCP is restricted from Linux 6.7 on. Without
 Landlock (Linux 5.13) the command does not start.
+
+Landlock leaves ways out: OPEN lists them. deploy/bubblewrap.py closes them, and runs this module inside its walls with
+`--inside CHANNEL`. Landlock is then the second wall, and is left out where the kernel has none.
 """
 
 from __future__ import annotations
@@ -11,12 +14,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
+import socket
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from deploy import system_calls
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
 
@@ -31,7 +37,30 @@ _LATEST = (1 << 16) - 1
 _BIND, _CONNECT = 1, 2
 _PATH, _PORT = 1, 2
 _NO_NEW_PRIVILEGES = 38
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/run/systemd/resolve")
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin")
+# other parts of the system that Landlock leaves readable
+_SETTINGS = ("/etc", "/proc", "/sys", "/run/systemd/resolve")
+OPEN = (
+    "Unix sockets: a service that listens on one answers (docker.sock, ssh-agent, systemd --user, D-Bus)",
+    "terminals: keys can be typed into another terminal of this account (TIOCSTI)",
+    "/dev/shm: other processes' shared memory can be read and changed",
+    "chmod: the mode and owner of any file of this account can be changed",
+    "/etc: its files can be read",
+    "processes: other processes of this account can be ended, and their names, arguments and environment read",
+    "keyrings: keys that the kernel keeps for this account can be read",
+    "network: UDP, name lookups and other protocols but TCP are open; TCP too before Linux 6.7",
+)
+"""The ways out that Landlock leaves open, one line each."""
+NONE = "this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)"
+INSIDE = "--inside"
+# Variables that an application's processes get, by their beginnings: those that Python, Flower, Corolla and the libraries
+# of numbers read. All others stay outside, as do those that are named like a secret.
+_VARIABLES = (
+    *("AMD_", "ATEN_", "COROLLA_", "CUBLAS", "CUDA", "CUDNN", "FLWR_", "GLIBC_", "GOMP_", "GOTO_", "HIP_", "HSA_"),
+    *("INVOCATION_ID", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMPY_", "NVIDIA_", "OMP_"),
+    *("OPENBLAS_", "PATH", "PYTHON", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ"),
+)
+_SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL")
 
 
 @dataclass(frozen=True)
@@ -52,6 +81,15 @@ def installation() -> tuple[str, ...]:
     return tuple(dict.fromkeys(place for place in places if place.startswith("/") and place != "/"))
 
 
+def cleaned(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those variables of an environment that an application may have."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_VARIABLES) and not _SECRET.search(name.upper())
+    }
+
+
 def landlock_version() -> int:
     """Return the kernel's version of Landlock; 0 means none."""
     if sys.platform != "linux":
@@ -59,16 +97,21 @@ def landlock_version() -> int:
     return max(0, int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
-def confined_command(confinement: Confinement, command: Sequence[str]) -> list[str]:
-    """Return a command line that confines its process and then becomes the command."""
-    return [sys.executable, "-P", "-m", "deploy.confine", json.dumps(asdict(confinement)), "--", *command]
+def confined_command(confinement: Confinement, command: Sequence[str], channel: int | None = None) -> list[str]:
+    """Return a command line that confines its process and then becomes the command.
+
+    channel: None outside bubblewrap's walls. Inside, the file number of a socket to the process outside, which gets
+    listening sockets for the ports and then answers there; -1 if the network is the machine's.
+    """
+    inside = [] if channel is None else [INSIDE, str(channel)]
+    return [sys.executable, "-P", "-m", "deploy.confine", json.dumps(asdict(confinement)), *inside, "--", *command]
 
 
 def confine_process(confinement: Confinement) -> None:
     """Confine this process, and all that it will start, permanently. Raises UserError if the kernel cannot."""
     libc, supported = _libc(), landlock_version()
     if not supported:
-        raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
+        raise UserError(f"confine: {NONE}")
     handled = _ALL.get(supported, _LATEST)
     attributes = [handled, *([_BIND | _CONNECT] if supported >= 4 else [])]
     words = (ctypes.c_uint64 * len(attributes))(*attributes)
@@ -77,7 +120,8 @@ def confine_process(confinement: Confinement) -> None:
     devices = handled & (_READ | _WRITE | _LIST | _IOCTL | _TRUNCATE)
     # OpenMP libraries make files there; some end the process if they cannot
     shared = ("/dev/shm",)
-    for places, rights in ((confinement.read, reading), ((*confinement.write, *shared), writing), (("/dev",), devices)):
+    readable = (*confinement.read, *_SETTINGS)
+    for places, rights in ((readable, reading), ((*confinement.write, *shared), writing), (("/dev",), devices)):
         for place in places:
             _allow(libc, ruleset, place, rights)
     # CUDA names its threads there, and does not start otherwise. A rule for a file in /proc holds while it is open.
@@ -123,10 +167,31 @@ def _libc() -> ctypes.CDLL:
 
 def main() -> None:
     """Confine this process, then become the command."""
-    rules, _, *command = sys.argv[1:]
+    start = sys.argv.index("--")
+    rules, *options = sys.argv[1:start]
+    command = sys.argv[start + 1 :]
+    confinement = Confinement(**{name: tuple(values) for name, values in json.loads(rules).items()})
     with ending_on_bad_input():
-        confine_process(Confinement(**{name: tuple(values) for name, values in json.loads(rules).items()}))
+        if options[:1] == [INSIDE]:
+            if (channel := int(options[1])) >= 0:
+                _hand_out_ports(channel, confinement.ports)
+            if landlock_version():
+                confine_process(confinement)
+            system_calls.give_up()
+        else:
+            confine_process(confinement)
     os.execvp(command[0], command)
+
+
+def _hand_out_ports(channel: int, ports: Sequence[int]) -> None:
+    """Listen at ports of this process's own network, and give the sockets to the process outside.
+
+    channel: the file number of a socket to that process, which answers there from now on.
+    """
+    with socket.socket(fileno=channel) as outside:
+        for port in ports:
+            with socket.create_server(("127.0.0.1", port)) as listener:
+                socket.send_fds(outside, [b"p"], [listener.fileno()])
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ class Judged:
 class Gate:
     """The rules of one site in front of one connection.
 
-    directory: of the site's audit and approvals.
+    directory: of the site's audit and approvals. working: returns whether the application may still deliver a
+    reply.
     """
 
     rules: Site
@@ -119,6 +120,7 @@ class Gate:
     directory: Path
     node: Node
     store: ObjectStore
+    working: Callable[[], bool] = lambda: True
     _inner: Connection = field(init=False)
     # those that were used last, by run
     _judged: dict[int, Judged] = field(default_factory=dict)
@@ -143,6 +145,10 @@ class Gate:
             inner.push_object,
             self.confirm_message_received,
         )
+
+    def waiting(self) -> Message | None:
+        """Return the message that waits for a reply."""
+        return next(iter(self._open.values()), None)
 
     # In
 
@@ -210,7 +216,9 @@ class Gate:
         deadline = time.monotonic() + _CONTENT_SECONDS
         for object_id in {part.object_id for part in iterate_object_tree(tree)}:
             while not (content := self.store.get(object_id)):
-                if content is None or time.monotonic() > deadline:
+                late = content is None or time.monotonic() > deadline or not self.working()
+                # looked for once more: an application delivers all parts before it ends
+                if late and not self.store.get(object_id):
                     raise TimeoutError("the application announced a reply and did not deliver it")
                 time.sleep(0.02)
             yield content

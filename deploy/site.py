@@ -6,7 +6,7 @@ methods = ["fedcac", "fedobp"]
 min-samples = 50
 max-upload = 20_000_000             # bytes
 readable-paths = ["/data/xray"]
-confine = true                      # the kernel keeps applications to these
+confine = true                      # applications reach nothing else
 site-dir = "/srv/corolla/notes"     # notes of this site that no run may undo
 approval = "ask"                    # each run waits for `corolla node approve RUN`
 
@@ -37,7 +37,7 @@ from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
 from fl_app.sources import path_in
 from fl_app.toml import read_toml
 
-ASK = "ask"
+ASK, STRICT = "ask", "strict"
 # The keys of a run's config that name a path on the node. The other keys with a path are read by the server alone.
 PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir", "initial-weights")
 
@@ -86,11 +86,12 @@ class Site:
         "`[]`: none",
         _texts("a list of absolute paths", "/.*"),
     )
-    confine: bool | None = key(
+    confine: bool | str | None = key(
         None,
-        "`true`: the kernel lets applications read `readable-paths`, the node's `data-path` and the installation, write their own "
-        "directories, and connect to their SuperNode; nothing else (Linux 5.13, TCP 6.7)",
-        Form("true or false", lambda v: isinstance(v, bool)),
+        "`true`: applications read `readable-paths`, the node's `data-path` and the installation, write their own directories, "
+        "and connect to their SuperNode; nothing else. By bubblewrap, or without it by Landlock alone (Linux 5.13, TCP 6.7), "
+        "which stops less. `strict`: only by bubblewrap",
+        Form("true, false or strict", lambda v: isinstance(v, bool) or v == STRICT),
     )
     approval: str | None = key(
         None,

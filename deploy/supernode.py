@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import logging
 import os
@@ -22,7 +23,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import confine, objects, outage, shared_warm, site, slow_start
+from deploy import bubblewrap, confine, objects, outage, shared_warm, site, slow_start
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -31,6 +32,7 @@ from deploy.processes import state_home
 from deploy.shared_warm import OWN, SHARED
 from deploy.site import Site
 from deploy.superexec import FROM_SHARED
+from deploy.unanswered import Answering, Process, keep_running
 from fl_app import log_format
 from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
@@ -46,6 +48,8 @@ log = logging.getLogger("corolla")
 Receive = Callable[[], tuple[Message, ObjectTree] | None]
 
 _COMMAND = "flwr.supernode.cli.flower_supernode"
+# option of flower-superexec: the process with which it ends
+_PARENT = "--parent-pid"
 # least seconds between two polls for a message
 _SHORTEST = 0.1
 
@@ -139,8 +143,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         start, connect = command.start_client_internal, loop._init_connection
     except AttributeError as error:
         raise UserError(f"this Flower has no place for a site's gate ({error}): the SuperNode is not started") from None
-    if rules.confine and not confine.landlock_version():
-        raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
+    walls = walls_for(rules.confine) if rules.confine else None
     writable = writable_directories(directory, rules.source) if rules.confine else {}
     if warm == SHARED and rules.confine:
         log.warning(
@@ -158,7 +161,11 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         if rules.confine:
             data = [node.data_path] if node.data_path else []
             refuse_secrets([*confine.installation(), "/dev", *(rules.readable_paths or ()), *data, *writable.values()])
-        gate = Gate(rules, audit, directory, node, given["state_factory"].objectstore_factory.store())
+        store = given["state_factory"].objectstore_factory.store()
+        gate = Gate(rules, audit, directory, node, store)
+        state = given["state_factory"].state()
+        answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store))
+        gate.working = answering.working
 
         @contextlib.contextmanager
         def connect_behind_gate(**how: Any) -> Iterator[tuple[Any, ...]]:
@@ -168,7 +175,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
                 guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
-        def start_superexec(words: Sequence[str]) -> subprocess.Popen[bytes]:
+        def superexec(words: Sequence[str]) -> Process:
             if warm:
                 words = warm_command(words, warm == SHARED and not rules.confine)
             if not rules.confine:
@@ -176,13 +183,17 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             confinement = confinement_of(
                 rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
             )
-            environment = os.environ | {name: str(place) for name, place in writable.items()}
-            return subprocess.Popen(confine.confined_command(confinement, words), env=environment)
+            environment = confine.cleaned(os.environ) | {name: str(place) for name, place in writable.items()}
+            if walls is None:
+                return bubblewrap.Inside(confine.confined_command(confinement, words), environment)
+            return walls.start(confinement, of_parent(words, bubblewrap.FIRST), environment["TMPDIR"], environment)
+
+        def start_superexec(words: Sequence[str]) -> None:
+            keep_running(functools.partial(superexec, words), answering.give_up)
 
         loop._init_connection = connect_behind_gate
-        if rules.confine or warm:
-            # Flower starts its SuperExec with it, and SuperExec starts applications
-            loop.subprocess = types.SimpleNamespace(Popen=start_superexec)
+        # Flower starts its SuperExec with it, and SuperExec starts applications
+        loop.subprocess = types.SimpleNamespace(Popen=start_superexec)
         if warm:
             # no effect on a version that sleeps in another way
             loop.time = pace
@@ -190,6 +201,32 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
 
     command.start_client_internal = start_behind_gate
     return command.flower_supernode
+
+
+def walls_for(rule: bool | str) -> bubblewrap.Walls | None:
+    """Return bubblewrap's walls, or None where Landlock alone confines applications. Log the ways that stay open.
+
+    rule: the site's `confine`. Raises UserError if the kernel has neither, or less than `strict` demands.
+    """
+    walls = bubblewrap.find()
+    left = confine.OPEN if walls is None else walls.open
+    if rule == site.STRICT and left:
+        raise UserError(f"confine: strict: {bubblewrap.why_not() or left[0]}")
+    if walls is None:
+        if not confine.landlock_version():
+            raise UserError(f"confine: {bubblewrap.why_not()}, and {confine.NONE}")
+        log.warning("confine: %s. Landlock alone confines applications, and does not stop:", bubblewrap.why_not())
+    for way in left:
+        log.warning("confine: not stopped: %s", way)
+    return walls
+
+
+def of_parent(words: Sequence[str], pid: int) -> list[str]:
+    """Return Flower's command, changed so that its process ends with another parent. pid: the parent's."""
+    words = list(words)
+    if _PARENT in words:
+        words[words.index(_PARENT) + 1] = str(pid)
+    return words
 
 
 def warm_command(words: Sequence[str], shared: bool = False) -> list[str]:

@@ -1,0 +1,300 @@
+"""Walls around a site's applications, made by bubblewrap: only named paths exist behind them.
+
+The processes get mounts, process ids, shared memory and queues, a host name and a network of their own. /proc, /dev,
+/dev/shm and /tmp are private. There is no /run and no home. Of /etc there are the linker's files and certificates, and
+made-up lists of accounts and hosts. The named paths appear at their usual places. No capabilities are left, no terminal
+is theirs, and nothing of the SuperNode's is open: their output goes through a pipe.
+
+The network has one member, itself. An application must reach its SuperNode by TCP (Flower's Runtime API). So the first
+process inside listens at the SuperNode's address in that network, and hands the listening socket out. The SuperNode
+carries bytes between its connections and the real address (`_carry`).
+
+Inside, the processes also confine themselves by Landlock (deploy/confine.py), and give up the calls that pass walls of
+namespaces (deploy/system_calls.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deploy import confine, system_calls
+from deploy.confine import Confinement
+
+PROGRAM = "bwrap"
+LOOPBACK = "127.0.0.1"
+FIRST = 1
+"""The process id of the first process behind the walls. With it, all others end."""
+_SHARED_NETWORK = (
+    "network: applications share the machine's; UDP is open, and TCP too where Landlock cannot restrict it"
+)
+_ALL_CALLS = "Unix sockets, keyrings: on this architecture no calls are refused; a socket in a named path answers"
+_ALWAYS = (
+    *("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--new-session", "--die-with-parent", "--cap-drop", "ALL"),
+)
+_NETWORK, _NO_MORE_USERS = "--unshare-net", "--disable-userns"
+# parts of the system for the linker, for certificates, and for libraries of GPUs and processors
+_ETC = tuple(
+    f"/etc/{name}"
+    for name in ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "ssl/certs")
+    + ("ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust/extracted")
+)
+_SYS = tuple(f"/sys/{name}" for name in ("bus", "class", "dev", "devices", "fs/cgroup", "module"))
+_GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd", "/dev/dxg")
+_NAME = "application"
+# bytes that are carried at once, and most connections at a time
+_PIECE, _MOST_CONNECTIONS = 1 << 18, 128
+_PROBE_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Walls:
+    """The options with which bubblewrap makes its walls on this machine. network: applications get one of their own."""
+
+    program: str
+    options: tuple[str, ...]
+    network: bool
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """The ways out that these walls leave open, one line each."""
+        return (*([] if self.network else [_SHARED_NETWORK]), *([] if system_calls.is_known() else [_ALL_CALLS]))
+
+    def start(
+        self, confinement: Confinement, command: Sequence[str], home: str, environment: Mapping[str, str]
+    ) -> Inside:
+        """Start a command behind the walls.
+
+        home: the directory in which it runs, one of those that it may write. Raises OSError.
+        """
+        confinement = replace(confinement, write=(*confinement.write, "/tmp"))
+        ours, theirs = socket.socketpair()
+        channel = theirs.fileno() if self.network else -1
+        with theirs, _made_up_files() as made_up:
+            return Inside(
+                [
+                    *(self.program, *self.options, *mounts(confinement), *made_up),
+                    *("--remount-ro", "/", "--chdir", home, "--"),
+                    *confine.confined_command(confinement, command, channel),
+                ],
+                {**environment, "HOME": home, "USER": _NAME, "LOGNAME": _NAME},
+                [theirs.fileno(), *map(int, made_up[1::3])],
+                ours,
+            )
+
+
+class Inside:
+    """A process that is confined, whose output and connections are carried.
+
+    It has no standard input, and of this process's files none but those given. output: the thread that carries its output.
+    channel: a socket from which its listening sockets come.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        files: Sequence[int] = (),
+        channel: socket.socket | None = None,
+    ) -> None:
+        self._listeners = list[socket.socket]()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            # a file or a terminal could be read, changed and opened anew by its number
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            pass_fds=files,
+        )
+        self.output = _in_background(self._print)
+        if channel is not None:
+            _in_background(functools.partial(self._answer, channel))
+
+    def wait(self) -> int:
+        """Return the exit code when the process has ended."""
+        code = self._process.wait()
+        for listener in self._listeners:
+            # a thread that waits for a connection notices this, not a close
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+        return code
+
+    def _print(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            while piece := os.read(output.fileno(), _PIECE):
+                with contextlib.suppress(OSError):
+                    os.write(2, piece)
+
+    def _answer(self, channel: socket.socket) -> None:
+        """Accept connections on each listening socket that comes from inside."""
+        with channel:
+            while True:
+                _, files, _, _ = socket.recv_fds(channel, 1, 1)
+                if not files:
+                    return
+                listener = socket.socket(fileno=files[0])
+                self._listeners.append(listener)
+                _in_background(functools.partial(_carry_all, listener, listener.getsockname()))
+
+
+def find() -> Walls | None:
+    """Return the highest walls that bubblewrap can make here; None if it is missing or can make none: see `why_not`."""
+    return _found()[0]
+
+
+def why_not() -> str:
+    """Return why bubblewrap can make no walls here, or ""."""
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple[Walls | None, str]:
+    if sys.platform != "linux" or not (program := shutil.which(PROGRAM)):
+        return None, "bubblewrap (bwrap) is not installed"
+    why = ""
+    for network in (True, False):
+        for more in ((_NO_MORE_USERS,), ()):
+            walls = Walls(program, (*_ALWAYS, *([_NETWORK] if network else []), *more), network)
+            if not (problem := _problem(walls)):
+                return walls, ""
+            why = why or f"bubblewrap can make no walls here ({problem})"
+    return None, why
+
+
+def _problem(walls: Walls) -> str:
+    """Return bubblewrap's words if it cannot start Python behind such walls, or ""."""
+    least = Confinement(confine.installation(), (), ())
+    command = [walls.program, *walls.options, *mounts(least), "--", sys.executable, "-I", "-S", "-c", ""]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[0] if done.returncode else ""
+
+
+def mounts(confinement: Confinement) -> list[str]:
+    """Return bubblewrap's options for the file system of a confinement. A path that does not exist is left out."""
+    words = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    for path in _changeable_in_proc():
+        words += ["--ro-bind-try", path, path]
+    for pattern in _GPUS:
+        for path in sorted(glob.glob(pattern)):
+            words += ["--dev-bind-try", path, path]
+    read = (*_SYS, *_ETC, *confinement.read, *_links(sys.executable))
+    options = dict.fromkeys(map(os.path.realpath, read), "--ro-bind-try")
+    options |= dict.fromkeys((os.path.realpath(place) for place in confinement.write if place != "/tmp"), "--bind-try")
+    made = dict[Path, str]()
+    # a directory before its contents
+    for place, option in sorted(options.items(), key=lambda item: len(Path(item[0]).parts)):
+        if next((made[above] for above in Path(place).parents if above in made), "") != option:
+            made[Path(place)] = option
+            words += [option, place, place]
+    for place in (*read, *confinement.write):
+        link = next((path for path in (*reversed(Path(place).parents), Path(place)) if path.is_symlink()), None)
+        # a link that lies in a directory that is there leads to its target, which is there too
+        if link is not None and not any(above in made for above in link.parents):
+            words += [options[os.path.realpath(place)], place, place]
+    return words
+
+
+def _changeable_in_proc() -> Iterator[str]:
+    """Yield all that root could change in /proc beside the processes: the kernel's settings."""
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if not entry.name.isdigit() and not entry.is_symlink():
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode) or mode & 0o222:
+                    yield entry.path
+
+
+def _links(program: str) -> Iterator[str]:
+    """Yield each file that a program's symbolic links name, in turn."""
+    path = Path(program)
+    # the kernel follows 40
+    for _ in range(40):
+        if not path.is_symlink():
+            return
+        path = Path(os.path.normpath(path.parent / path.readlink()))
+        yield str(path)
+
+
+@contextlib.contextmanager
+def _made_up_files() -> Iterator[list[str]]:
+    """Yield bubblewrap's options for files of /etc that name this account and loopback alone, three words for each."""
+    uid, gid = os.getuid(), os.getgid()
+    texts = {
+        "/etc/passwd": f"{_NAME}:x:{uid}:{gid}::/tmp:/bin/sh\n",
+        "/etc/group": f"{_NAME}:x:{gid}:\n",
+        "/etc/hosts": f"{LOOPBACK} localhost\n::1 localhost\n",
+    }
+    with contextlib.ExitStack() as opened:
+        words = []
+        for path, text in texts.items():
+            file = opened.enter_context(open(os.memfd_create("made-up"), "wb", buffering=0))
+            file.write(text.encode())
+            file.seek(0)
+            words += ["--ro-bind-data", str(file.fileno()), path]
+        yield words
+
+
+# Carrying ---------------------------------------------------------------------------------------------------------------
+
+
+def _in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def _carry_all(listener: socket.socket, to: tuple[str, int]) -> None:
+    """Carry bytes between each connection and an address, until the listening socket is shut down."""
+    free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+    with listener:
+        while True:
+            free.acquire()
+            try:
+                inside, _ = listener.accept()
+            except OSError:
+                return
+            _in_background(functools.partial(_carry, inside, to, free))
+
+
+def _carry(inside: socket.socket, to: tuple[str, int], free: threading.BoundedSemaphore) -> None:
+    try:
+        with inside, socket.create_connection(to) as outside:
+            for one in (inside, outside):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            back = threading.Thread(target=_copy, args=(outside, inside), daemon=True)
+            back.start()
+            _copy(inside, outside)
+            back.join()
+    except OSError:
+        pass
+    finally:
+        free.release()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copy bytes until the source ends, then end the target's input."""
+    with contextlib.suppress(OSError):
+        while piece := source.recv(_PIECE):
+            target.sendall(piece)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,108 @@
+"""Every message that a SuperNode has taken gets a reply, also if the process that works on it ends without one.
+
+Flower's SuperNode takes its next message when the last one has a reply. Flower writes an error as the reply only if a
+process that had already fetched its message stops sending heartbeats. If a process ends in another way, or before, the
+SuperNode waits for ever. One that was stopped for a while, as on a laptop whose lid was closed, finds several old requests
+of its process, answers the first one, whose asker has left, and refuses the next one.
+
+Here one rule covers all ways: where no task is left that could still reply, an error is the reply. Flower's SuperExec,
+which starts the processes, is started again if it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode, Status, SubStatus
+
+log = logging.getLogger("corolla")
+
+REASON = "the client's process ended without a reply"
+# Flower's names of the function that returns messages, the newer one first
+_GETTERS = ("get_messages_legacy", "get_messages")
+# seconds before a SuperExec that has ended is started again, doubled each time up to the most
+_FIRST_WAIT, _MOST_WAIT = 1.0, 30.0
+# a SuperExec that has run for so many seconds was in order
+_IN_ORDER = 60.0
+
+
+class Process(Protocol):
+    """A process that can be waited for."""
+
+    def wait(self) -> int:
+        """Return the exit code when it has ended."""
+
+
+class Answering:
+    """Flower's state of a SuperNode, changed so that every message gets a reply.
+
+    state: Flower's. waiting: returns the message that the SuperNode works on. insert: puts a reply into the state.
+    Raises AttributeError if the state lacks a function.
+    """
+
+    def __init__(self, state: Any, waiting: Callable[[], Message | None], insert: Callable[[Message], None]) -> None:
+        self._state, self._waiting, self._insert = state, waiting, insert
+        self._task: int | None = None
+        self._answered: Message | None = None
+        getter = next((name for name in _GETTERS if hasattr(state, name)), _GETTERS[-1])
+        self._get, self._create = getattr(state, getter), state.create_task
+        setattr(state, getter, self._get_or_answer)
+        state.create_task = self._create_and_note
+
+    def working(self) -> bool:
+        """Return whether the last task may still reply."""
+        if self._task is None:
+            return False
+        return any(task.status.status != Status.FINISHED for task in self._state.get_tasks(task_ids=[self._task]))
+
+    def give_up(self) -> None:
+        """Note that all processes have ended. A task that waits for its process is left: another one will take it."""
+        for task in self._state.get_tasks(task_ids=[] if self._task is None else [self._task]):
+            if task.status.status in (Status.STARTING, Status.RUNNING):
+                self._state.finish_task(task.task_id, SubStatus.FAILED, REASON)
+
+    def _create_and_note(self, *given: Any, **named: Any) -> int | None:
+        self._task = self._create(*given, **named)
+        return self._task
+
+    def _get_or_answer(self, *, is_reply: bool | None = None, **named: Any) -> Sequence[Message]:
+        # asked before the replies: a process delivers its reply before its task ends
+        unanswered = bool(is_reply) and not self.working()
+        found: Sequence[Message] = self._get(is_reply=is_reply, **named)
+        message = self._waiting()
+        if found or not unanswered or message is None or message is self._answered:
+            return found
+        self._answered = message
+        log.warning("run %d, %s: %s", message.metadata.run_id, message.metadata.message_type, REASON)
+        self._insert(Message(Error(ErrorCode.CLIENT_APP_CRASHED, REASON), reply_to=message))
+        found = self._get(is_reply=is_reply, **named)
+        return found
+
+
+def keep_running(start: Callable[[], Process], ended: Callable[[], None]) -> None:
+    """Start a process in a thread of its own, and again whenever it has ended.
+
+    start: starts it; the same thread calls it each time, and lives as long as this process. ended: called at each end.
+    """
+    threading.Thread(target=_keep_running, args=(start, ended), daemon=True, name="superexec").start()
+
+
+def _keep_running(start: Callable[[], Process], ended: Callable[[], None]) -> None:
+    wait = _FIRST_WAIT
+    while True:
+        began = time.monotonic()
+        try:
+            how = f"has ended with exit code {start().wait()}"
+        except (OSError, subprocess.SubprocessError) as error:
+            how = f"cannot be started ({error})"
+        ended()
+        wait = _FIRST_WAIT if time.monotonic() - began > _IN_ORDER else min(2 * wait, _MOST_WAIT)
+        # where this process ends too, it does so before the warning
+        time.sleep(wait)
+        log.warning("the process that starts applications %s: it is started again", how)

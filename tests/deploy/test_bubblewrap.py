@@ -1,0 +1,190 @@
+"""Bubblewrap's walls on this machine: what is behind them, what comes through, and what is said where there are none."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy import bubblewrap, confine, supernode
+from deploy.bubblewrap import Walls
+from deploy.confine import Confinement
+from fl_app.errors import UserError
+
+needs_bubblewrap = pytest.mark.skipif(
+    bubblewrap.find() is None, reason=bubblewrap.why_not() or "bubblewrap makes its walls here"
+)
+NOBODY = 65534
+
+TRIES = """
+import json, os, socket, sys, urllib.request
+def tried(work):
+    try:
+        return work() or "done"
+    except OSError as error:
+        return type(error).__name__
+root, port = sys.argv[1], sys.argv[2]
+json.dump({
+    "port": tried(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/").status),
+    "read": tried(lambda: open(f"{root}/read/file").read()), "write there": tried(lambda: open(f"{root}/read/new", "w").close()),
+    "inside": tried(lambda: open(f"{root}/read/write/new", "w").close()), "link": tried(lambda: open(f"{root}/link/file").read()),
+    "beside": tried(lambda: open(f"{root}/secret").read()), "passwd": len(open("/etc/passwd").readlines()),
+    "home": os.environ["HOME"] == os.getcwd() == f"{root}/read/write", "pid": os.getpid() < 5,
+    "unix": tried(lambda: socket.socket(socket.AF_UNIX)), "pair": tried(lambda: socket.socketpair()[0].close()),
+    "settings": [name for name in ("sys/kernel/core_pattern", "sys/vm/swappiness", "sysrq-trigger", "irq/default_smp_affinity")
+                 if tried(lambda: open(f"/proc/{name}", "a").close()) == "done"],
+    "input": os.read(0, 1).decode(),
+    "files": [n for n in range(3, 64) if tried(lambda: "/proc/" in os.readlink(f"/proc/self/fd/{n}") or "open") == "open"],
+}, sys.stdout)
+"""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Yield the port of a server on this machine's loopback."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@needs_bubblewrap
+def test_what_is_named_is_there_and_nothing_else(tmp_path: Path, port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    walls = bubblewrap.find()
+    assert walls is not None
+    home = tmp_path / "read" / "write"
+    home.mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "read" / "file").write_text("data")
+    (tmp_path / "link").symlink_to(tmp_path / "read")
+    read = (*confine.installation(), str(tmp_path / "read"), str(tmp_path / "link"), str(tmp_path / "missing"))
+    command = [sys.executable, "-P", "-c", TRIES, str(tmp_path), str(port)]
+    inside = walls.start(Confinement(read, (str(home),), (port,)), command, str(home), confine.cleaned(os.environ))
+    assert inside.wait() == 0, capfd.readouterr()
+    inside.output.join(30)
+    assert json.loads(capfd.readouterr().err) == {
+        "port": 204,
+        "read": "data",
+        "write there": "OSError",
+        "inside": "done",
+        "link": "data",
+        "beside": "FileNotFoundError",
+        "passwd": 1,
+        "home": True,
+        "pid": True,
+        "unix": "OSError",
+        "pair": "done",
+        "settings": [],
+        "input": "",
+        "files": [],
+    }
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="another account takes root")
+def test_an_ordinary_account_has_the_same_walls(monkeypatch: pytest.MonkeyPatch) -> None:
+    walls = bubblewrap.find()
+    assert walls is not None
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    mounts = bubblewrap.mounts(Confinement(("/usr", "/bin", "/lib", "/lib64"), (), ()))
+    look = "id -u; grep Cap /proc/self/status | grep -v 0000000000000000; test -e /home || test -e /run || echo closed"
+    done = subprocess.run(
+        [walls.program, *walls.options, *mounts, "--", "/bin/sh", "-c", look],
+        capture_output=True,
+        text=True,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+    )
+    assert done.stdout.split() == [str(NOBODY), "closed"], done.stderr
+
+
+@needs_bubblewrap
+def test_all_processes_end_with_the_one_outside() -> None:
+    walls = bubblewrap.find()
+    assert walls is not None
+    code = """
+import os, sys
+from deploy import bubblewrap, confine
+from deploy.confine import Confinement
+sleep = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
+bubblewrap.find().start(Confinement(confine.installation(), (), ()), sleep, "/tmp", confine.cleaned(os.environ)).wait()
+"""
+    outside = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert outside.stderr is not None
+    with outside.stderr as output:
+        assert output.readline() == "1\n"
+        outside.kill()
+        outside.wait()
+        # every process that held the other end has ended
+        assert output.read() == ""
+
+
+@pytest.mark.parametrize(
+    "program, why",
+    [
+        ("", "bubblewrap (bwrap) is not installed"),
+        ("echo 'bwrap: no namespaces' >&2; exit 1", "bubblewrap can make no walls here (bwrap: no namespaces)"),
+    ],
+)
+def test_the_reason_is_given_where_there_are_none(
+    program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if program:
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(bubblewrap, "_found", bubblewrap._found.__wrapped__)
+    monkeypatch.setattr(confine, "landlock_version", lambda: 4)
+    assert bubblewrap.find() is None and bubblewrap.why_not() == why
+    assert supernode.walls_for(True) is None
+    for line in confine.OPEN:
+        assert f"not stopped: {line}" in caplog.text
+    assert why in caplog.text
+    with pytest.raises(UserError, match="^confine: strict: bubblewrap"):
+        supernode.walls_for("strict")
+    monkeypatch.setattr(confine, "landlock_version", lambda: 0)
+    with pytest.raises(UserError, match="^confine: bubblewrap .* has no Landlock"):
+        supernode.walls_for(True)
+
+
+def test_lower_walls_are_named_and_not_strict(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    low = Walls("bwrap", (), network=False)
+    monkeypatch.setattr(bubblewrap, "find", lambda: low)
+    monkeypatch.setattr(bubblewrap, "why_not", lambda: "")
+    assert supernode.walls_for(True) is low and "not stopped: network:" in caplog.text
+    with pytest.raises(UserError, match="^confine: strict: network"):
+        supernode.walls_for("strict")
+
+
+def test_the_environment_keeps_no_secret() -> None:
+    kept = {"OMP_NUM_THREADS": "1", "PATH": "/bin", "COROLLA_STATE_DIR": "/s", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    secret = {
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "SSH_AUTH_SOCK": "/run/a",
+        "COROLLA_TOKEN": "x",
+        "FLWR_API_KEY": "x",
+        "HOME": "/root",
+    }
+    assert confine.cleaned(kept | secret) == kept
