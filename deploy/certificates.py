@@ -172,11 +172,16 @@ def days_left(certificate: x509.Certificate) -> float:
 
 
 def expiry_warning(certificate: x509.Certificate) -> str:
-    """Return "expired on DATE", or "expires on DATE, in N days" if that is soon, or ""."""
+    """Return "expired on DATE", or "expires on DATE, in N days" (or hours, or minutes) if that is soon, or ""."""
     days, end = days_left(certificate), f"{certificate.not_valid_after_utc:%Y-%m-%d}"
     if days < 0:
         return f"expired on {end}"
-    return f"expires on {end}, in {int(days)} days" if days < WARNING_DAYS else ""
+    number, unit = next(
+        (n, unit)
+        for n, unit in ((days, "days"), (days * 24, "hours"), (days * 1440, "minutes"))
+        if n >= 2 or unit == "minutes"
+    )
+    return f"expires on {end}, in {int(number)} {unit}" if days < WARNING_DAYS else ""
 
 
 def read_certificate(path: Path) -> x509.Certificate:

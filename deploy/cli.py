@@ -93,7 +93,7 @@ def status(
     from rich.console import Console
     from rich.table import Table
 
-    from deploy import certificates, cluster, superlink_nodes
+    from deploy import certificates, cluster, expiry, superlink_nodes
 
     running = _running(inventory)
     found, failures = running.status()
@@ -129,6 +129,7 @@ def status(
     problems = [str(error) for error in failures.values()]
     if running.inventory.secure:
         problems += certificates.expiry_warnings(running.inventory)
+        problems += expiry.warnings(running.inventory)
     for problem in problems:
         typer.echo(problem, err=True)
     if not good:

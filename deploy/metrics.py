@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from deploy import certificates, superlink_nodes
+from deploy import certificates, expiry, superlink_nodes
 from deploy.commands import listen_address
 from fl_app import log_format
 from fl_app.errors import UserError, plain
@@ -66,6 +66,12 @@ TABLE = {
         Family("runs", "gauge", ("status",), f"the SuperLink's latest {MOST_RUNS} runs by status"),
         Family("disk_free_bytes", "gauge", ("place",), "free bytes of the disk under runs or database"),
         Family("disk_size_bytes", "gauge", ("place",), "size of the same disk"),
+        Family(
+            "certificate_stage",
+            "gauge",
+            ("file",),
+            "0; 1 from two weeks before a certificate's end, 2 from two days, 3 from an hour, 4 afterwards",
+        ),
         Family("certificate_days", "gauge", ("file",), "days until a certificate expires; negative afterwards"),
         Family("run_rounds", "gauge", ("run",), "rounds that a run has in all"),
         Family("run_finished", "gauge", ("run",), "1 if a run has its summary, else 0"),
@@ -231,7 +237,9 @@ class Exporter:
                 yield "disk_size_bytes", (place,), usage.total
         for path in self.watched.certificates:
             try:
-                yield "certificate_days", (path.name,), certificates.days_left(certificates.read_certificate(path))
+                certificate = certificates.read_certificate(path)
+                yield "certificate_days", (path.name,), certificates.days_left(certificate)
+                yield "certificate_stage", (path.name,), expiry.stage(certificate)
             except UserError as error:
                 self._complain(str(error))
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deploy import objects, slow_start
+from deploy import expiry, objects, slow_start
 from fl_app import log_format
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
@@ -141,6 +141,7 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
         os.environ[DATABASE] = path
     objects.register_in_one_step()
     slow_start.allow_slow_starts(slow_start.IN_MEMORY, slow_start.SQL)
+    expiry.watch(expiry.named_by(options))
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
 

@@ -23,7 +23,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import bubblewrap, confine, objects, outage, shared_warm, site, slow_start
+from deploy import bubblewrap, confine, expiry, objects, outage, shared_warm, site, slow_start
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -97,6 +97,7 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     audit = Audit(directory)
     command = install(found, audit, directory, warm)
     audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "")
+    expiry.watch(expiry.named_by(options))
     sys.argv = ["flower-supernode", *options]
     command()
 

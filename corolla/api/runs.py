@@ -291,14 +291,18 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
     try:
         where = f"--superlink {superlink} "
         return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose, where)
-    except UserError:
-        if (path := database_here(superlink)) and (full := full_database(path)):
+    except (UserError, RunFailed) as error:
+        if isinstance(error, UserError) and (path := database_here(superlink)) and (full := full_database(path)):
             raise UserError(full) from None
         if why := bad_certificate(superlink):
-            raise UserError(
+            words = (
                 f"superlink {superlink}: its certificate cannot be trusted: {why}; if it is your cluster, run "
                 "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
-            ) from None
+            )
+            if isinstance(error, RunFailed):
+                # with the command that continues the run
+                raise RunFailed(f"{words}\n{error}") from None
+            raise UserError(words) from None
         raise
 
 

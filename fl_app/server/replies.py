@@ -70,6 +70,8 @@ class Inbox:
         self._received: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         # earliest time of the next scan
         self._rested = 0.0
+        # why the SuperLink can no longer be reached
+        self._lost: Exception | None = None
 
     def expect(self, message_id: str, timeout: float) -> None:
         """Expect the reply to a message for `timeout` seconds from now."""
@@ -86,7 +88,10 @@ class Inbox:
         return bool(self._fetching)
 
     def take(self, wait: float) -> list[Answer]:
-        """Return the answers that have arrived, or else the late ones; wait up to `wait` seconds for one."""
+        """Return the answers that have arrived, or else the late ones; wait up to `wait` seconds for one.
+
+        Raises an error if the SuperLink can no longer be reached.
+        """
         if self._expected:
             self._look()
         answers = self._drain(0)
@@ -119,7 +124,12 @@ class Inbox:
         return [answer for answer in found if answer.message_id in self._expected]
 
     def _look(self) -> None:
-        """Ask for expected replies that are not being fetched, unless the last scan was too recent."""
+        """Ask for expected replies that are not being fetched, unless the last scan was too recent.
+
+        Raises UserError if the SuperLink's certificate cannot be trusted, or another error of the connection.
+        """
+        if self._lost is not None:
+            raise self._lost
         started = time.monotonic()
         if started < self._rested:
             return
@@ -143,6 +153,8 @@ class Inbox:
             found = link.find(name)
         except superlink.RUN_ENDED:
             raise
+        except superlink.LOST as error:
+            raise superlink.lost(error) from error
         except Exception as error:  # the SuperLink's announcement of this reply cannot be read
             self._received.put(_malformed(name, error))
             return
@@ -154,15 +166,22 @@ class Inbox:
             self._expected[name] = timeout, deadline
 
             def fetch() -> None:
-                # After its deadline, `take` reports it as late.
-                with contextlib.suppress(TimeoutError):
+                try:
                     self._received.put(_answer(name, lambda: link.fetch(found, deadline)))
+                # after its deadline, `take` reports it as late
+                except TimeoutError:
+                    pass
+                except superlink.LOST as error:
+                    self._lost = superlink.lost(error)
 
             threading.Thread(target=fetch, name=f"reply {name[:8]}", daemon=True).start()
 
 
 def _answer(name: str, fetch: Callable[[], Message]) -> Answer:
-    """Fetch and read one reply. Any error but TimeoutError makes this reply malformed, and affects no other one."""
+    """Fetch and read one reply. Any error of it makes this reply malformed, and affects no other one.
+
+    Raises TimeoutError, and the errors of a connection that failed.
+    """
     try:
         message = fetch()
         if message.has_error():
@@ -170,7 +189,7 @@ def _answer(name: str, fetch: Callable[[], Message]) -> Answer:
         if not isinstance(message.content, RecordDict):
             raise WireError(f"its content is no RecordDict but a {type(message.content).__name__}")
         return Answer(name, message.content)
-    except TimeoutError:
+    except (TimeoutError, superlink.LOST):
         raise
     except Exception as error:
         return _malformed(name, error)

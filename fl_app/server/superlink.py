@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from flwr.app import Message
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable import inflatable_object, inflatable_protobuf_utils, inflatable_utils
 from flwr.supercore.run import RunNotRunningException
 
+from fl_app.errors import UserError
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.wire import WireError
 
 log = logging.getLogger("corolla")
 
 RUN_ENDED = RunNotRunningException
+# Errors of the connection to the SuperLink, which are no client's fault. Flower tries again for hours, but not if the
+# certificate cannot be trusted.
+LOST = httpx.TransportError
+# OpenSSL's words: "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired (_ssl.c:1006)"
+_CERTIFICATE = re.compile(r"certificate verify failed:? ?([^(]*)")
 # Most objects of one reply: 40 GB of a large model's 4 MB pieces.
 MAX_OBJECTS = 10_000
 # Deepest nesting. A message needs 5: message, records, record, arrays, pieces.
@@ -45,6 +53,13 @@ class Found:
 
     object_id: str
     tree: ObjectTree
+
+
+def lost(error: Exception) -> Exception:
+    """Return the error with which a run ends whose connection failed: it names a certificate that cannot be trusted."""
+    if (why := _CERTIFICATE.search(str(error))) is None:
+        return error
+    return UserError(f"the SuperLink's certificate cannot be trusted: {why[1].strip()}; renew it, and resume the run")
 
 
 def has_fixed_nodes(grid: Grid) -> bool:

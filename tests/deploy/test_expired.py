@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import http.server
 import ssl
 import threading
@@ -11,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from corolla.api import runs
-from deploy import certificates, inventory
-from deploy.connection import bad_certificate
+from deploy import certificates, expiry, inventory
+from deploy.connection import address_of, bad_certificate
+from deploy.metrics import Exporter, Watched
 from fl_app.errors import UserError
 from fl_app.processes import free_ports
 
@@ -60,3 +63,77 @@ def test_nobody_shows_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     (tmp_path / "config.toml").write_text(f'[superlink.lab]\naddress = "127.0.0.1:{free_ports(1)[0]}"\n')
     assert bad_certificate("lab") == ""
+
+
+def lasting(directory: Path, seconds: float, patch: pytest.MonkeyPatch) -> inventory.Inventory:
+    """Return a cluster whose server certificate ends in so many seconds."""
+    lab = inventory.parse(
+        {"hosts": [{"host": "local"}], "tls": True, "keys": str(directory / "keys")}, "lab", directory
+    )
+    with patch.context() as days:
+        days.setattr(certificates, "_SERVER_DAYS", seconds / 86400)
+        certificates.make(lab)
+    return lab
+
+
+@pytest.mark.parametrize(
+    "days, stage, words",
+    [
+        (15, 0, "in 15 days"),
+        (13.5, 1, "in 13 days"),
+        (1.9, 2, "in 45 hours"),
+        (0.03, 3, "in 43 minutes"),
+        (-1, 4, "expired on"),
+    ],
+)
+def test_a_certificates_end_is_near_in_steps(
+    days: float, stage: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasting(tmp_path, 20 * 86400, monkeypatch)
+    certificate = certificates.read_certificate(tmp_path / "keys" / "server.crt")
+    then = certificate.not_valid_after_utc - datetime.timedelta(days=days)
+    monkeypatch.setattr(certificates, "now", lambda: then)
+    assert expiry.stage(certificate) == stage and words in certificates.expiry_warning(certificate)
+    path = tmp_path / "keys" / "server.crt"
+    exporter = Exporter(Watched(tmp_path, {"address": "127.0.0.1:1", "insecure": True}, certificates=[path]))
+    assert exporter.samples()["certificate_stage"] == {("server.crt",): stage}
+
+
+def test_each_step_has_one_line_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lasting(tmp_path, 20 * 86400, monkeypatch)
+    path = tmp_path / "keys" / "server.crt"
+    end = certificates.read_certificate(path).not_valid_after_utc
+    left = iter([480.0, 336, 335, 47, 46, 0.9, 0.5, -1])
+    clock = [next(left)]
+    monkeypatch.setattr(certificates, "now", lambda: end - datetime.timedelta(hours=clock[0]))
+    done = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        clock[0] = next(left, -1.0)
+        if clock[0] < 0:
+            done.set()
+
+    options = ["--ssl-certfile", str(path), "--ssl-ca-certfile", str(tmp_path / "none"), "--insecure"]
+    expiry.watch(expiry.named_by(options), sleep)
+    assert done.wait(30)
+    for thread in threading.enumerate():
+        if thread.name == "certificates":
+            thread.join(30)
+    told = [record.getMessage() for record in caplog.records if "server.crt" in record.getMessage()]
+    assert len(told) == 4
+    for text, words in zip(told, ("in 14 days", "in 47 hours", "in 54 minutes", "expired on"), strict=True):
+        assert words in text
+
+
+def test_a_renewed_certificate_does_not_hide_the_one_that_is_shown(
+    shown: inventory.Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = address_of("lab")[1]  # type: ignore[index]
+    running = dataclasses.replace(shown, superlink=dataclasses.replace(shown.superlink, control_port=port))
+    assert expiry.warnings(running) == []
+    certificates.renew(running)
+    assert certificates.expiry_warnings(running) == []
+    (warning,) = expiry.warnings(running)
+    assert "the SuperLink shows a certificate that expired on" in warning

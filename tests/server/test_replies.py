@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
@@ -18,6 +19,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
+from fl_app.errors import UserError
 from fl_app.server import superlink
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.replies import Answer, Inbox
@@ -216,3 +218,43 @@ def test_one_process_has_no_superlink(caplog: pytest.LogCaptureFixture) -> None:
     grid: Any = InProcessGrid(None, {}, 0)  # type: ignore[arg-type]
     assert superlink.connect(grid) is None and superlink.has_fixed_nodes(grid) and not caplog.text
     assert threading.active_count() < 50
+
+
+def refused() -> httpx.ConnectError:
+    """Return the error of Flower's calls after the SuperLink's certificate has expired."""
+    return httpx.ConnectError(
+        "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired (_ssl.c:1006)"
+    )
+
+
+def test_a_certificate_that_expires_is_named_and_no_client_is_blamed(inbox: Inbox, client: Client) -> None:
+    client.replies["a"] = refused()
+    inbox.expect("a", 10)
+    with pytest.raises(UserError, match="certificate cannot be trusted: certificate has expired"):
+        take(inbox, 1)
+
+
+def test_it_is_named_too_if_it_expires_while_a_reply_is_fetched(
+    inbox: Inbox, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: Any) -> Any:
+        raise refused()
+
+    add(client, "a", records())
+    monkeypatch.setattr(client, "ConfirmMessageReceived", broken)
+    monkeypatch.setattr(client, "PullObject", broken)
+    grid = Grid()
+    grid._client = client  # type: ignore[assignment]
+    link = superlink.connect(grid)
+    assert link is not None
+    fetching = Inbox(grid, link)
+    fetching.expect("a", 10)
+    with pytest.raises(UserError, match="certificate has expired"):
+        take(fetching, 1)
+
+
+def test_another_fault_of_the_connection_is_raised_as_it_is(inbox: Inbox, client: Client) -> None:
+    client.replies["a"] = httpx.ConnectError("no route")
+    inbox.expect("a", 10)
+    with pytest.raises(httpx.ConnectError, match="no route"):
+        take(inbox, 1)
