@@ -31,7 +31,17 @@ from fl_app.errors import Diverged, UserError, diverged
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
-from fl_app.metrics import EPSILON, FINETUNED, GLOBAL, LOSS, MAX_NUMBER, ONE_CLASS, VALIDATION, range_error
+from fl_app.metrics import (
+    EPSILON,
+    FINETUNED,
+    GLOBAL,
+    LOSS,
+    MAX_NUMBER,
+    ONE_CLASS,
+    REPLACE_EPSILON,
+    VALIDATION,
+    range_error,
+)
 from fl_app.model_names import ModelNames, differ
 from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
@@ -152,7 +162,11 @@ class CorollaClient(NumPyClient):
             wire.STATE_VERSION: version,
         }
         if self.config.dp_epsilon:
-            metrics |= {EPSILON: trainer.epsilon, "dp-noise": trainer.plan.noise}
+            metrics |= {
+                EPSILON: trainer.epsilon,
+                REPLACE_EPSILON: trainer.replace_epsilon,
+                "dp-noise": trainer.plan.noise,
+            }
         metrics |= self._fallback
         metrics |= {f"seconds-{phase}": seconds for phase, seconds in watch.laps.items()}
         metrics |= self._own(upload.metrics, trainer)

@@ -48,6 +48,9 @@ SLACK = 1e-6
 # beyond it more noise changes no accountant's result
 _MOST_NOISE = 1e6
 
+# orders of the bound for a replaced record; few, because a deployment's client computes them in every round
+_REPLACE_ORDERS = (1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, *range(4, 33), 40, 48, 64, 96, 128, 256)
+
 Kind = tuple[float, float]
 """A kind of step: (noise multiplier, sampling rate). Steps of one kind cost the same."""
 
@@ -189,6 +192,22 @@ def epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
     return _epsilon([(*kind, taken) for kind, taken in steps.items()], delta) if steps else 0.0
 
 
+def replace_epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
+    """Return an epsilon that holds for replacing a record, at the same delta.
+
+    Opacus's accountant has the Rényi divergence of a record that is added or removed. Those of a removal and an addition
+    together bound that of a replacement: D_a <= (a - 1/2) / (a - 1) D_2a + D_(2a - 1) (Mironov, CSF 2017, Prop. 11).
+    """
+    if not steps:
+        return 0.0
+    orders = tuple(sorted({order for a in _REPLACE_ORDERS for order in (2 * a, 2 * a - 1)}))
+    with quiet():
+        of_steps = sum(_of_one_step(noise, rate, orders) * taken for (noise, rate), taken in steps.items())
+        found = dict(zip(orders, np.asarray(of_steps, np.float64), strict=True))
+        bound = [(a - 0.5) / (a - 1) * found[2 * a] + found[2 * a - 1] for a in _REPLACE_ORDERS]
+        return float(get_privacy_spent(orders=list(_REPLACE_ORDERS), rdp=bound, delta=delta)[0])
+
+
 def _epsilon(history: list[tuple[float, float, int]], delta: float) -> float:
     """Return the epsilon of (noise multiplier, sampling rate, steps) together."""
     accountant = _Accountant()
@@ -251,6 +270,11 @@ class Budget:
     def before(self) -> Spent:
         """Return the steps that other runs took on the same records, and the budgets promised for these records."""
         return Spent.of(self.notes.trainings(), self.notes.experiment)
+
+    def replace_epsilon(self) -> float:
+        """Return the epsilon spent so far, of a record that is replaced, at the budget's delta."""
+        noted = self.notes.trainings()
+        return replace_epsilon_of(_by_kind(noted), Spent.of(noted).budget(self.config)[1])
 
     def spend(self, name: str, plan: Plan, steps: int) -> float:
         """Note a training permanently, before it takes place. Return the epsilon spent with it.
@@ -337,6 +361,11 @@ class NoisyTrainer:
         return Plan.of(self._local.config, self._local.data.num_used, self._epochs, self.budget.before())
 
     @property
+    def replace_epsilon(self) -> float:
+        """The epsilon spent so far, for replacing a record instead of adding or removing one."""
+        return self.budget.replace_epsilon()
+
+    @property
     def steps(self) -> int:
         """Steps taken since the last training began."""
         return self._local.steps
@@ -370,7 +399,13 @@ class NoisyTrainer:
         steps = plan.steps * (config.local_epochs if epochs is None else epochs)
         self._trainings += 1
         self.epsilon = self.budget.spend(f"{local.round}-{self._trainings}-{purpose}", plan, steps)
-        log.debug("client %d: epsilon %.4g of %g spent", local.client_id, self.epsilon, config.dp_epsilon)
+        log.debug(
+            "client %d: epsilon %.4g of %g spent (a record replaced: %.4g)",
+            local.client_id,
+            self.epsilon,
+            config.dp_epsilon,
+            self.replace_epsilon,
+        )
         # a frozen parameter gets no gradient: it would count in the norm of each record's gradient
         local.flat.freeze(frozen)
         local.data.poisson = plan.rate, plan.steps, SecretDraws(self._stream(purpose))

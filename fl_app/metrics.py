@@ -38,7 +38,8 @@ DIGEST_VERSION = 2
 # Version of the digest of the arrays that the server sends for an evaluation. Clients of private runs and of runs with
 # `dp-epsilon` send no hashes of their models.
 SENT_DIGEST_VERSION = 3
-EPSILON = "dp-epsilon"
+# Spent by a client's records: a record that is added or removed, and one that is replaced. Both hold at `dp-delta`.
+EPSILON, REPLACE_EPSILON = "dp-epsilon", "dp-epsilon-replace"
 
 # A round's record: one line of metrics.jsonl.
 Record = dict[str, Any]
@@ -173,6 +174,7 @@ OF_EVERY_METHOD = (
     Metric("loss-after", higher_is_better=False, low=0, tracked="loss/after-training"),
     Metric("test-samples", low=0, high=2.0**53, reduce="none"),
     Metric(EPSILON, higher_is_better=False, low=0, reduce="max"),
+    Metric(REPLACE_EPSILON, higher_is_better=False, low=0, reduce="max"),
     Metric("dp-noise", low=0, reduce="none"),
     *(Metric(f"seconds-{phase}", higher_is_better=False, low=0, reduce="none", unit="s") for phase in _SECONDS),
 )

@@ -189,12 +189,23 @@ def require_results(attempt: Attempt, min_results: float, least: int) -> None:
         raise TooFewResults(f"{usable} of {len(asked)} uploads usable, {needed} needed")
 
 
+def replace_delta(epsilon: float, delta: float) -> float:
+    """Return the delta at which a replaced record has twice the epsilon of an added or removed one, at most 1."""
+    # e^epsilon overflows from 710 on
+    return min(1.0, delta * (1 + math.exp(min(epsilon, 700.0))))
+
+
 def privacy_budget(config: RunConfig) -> list[str]:
-    """Return a line on the records that `dp-epsilon` covers, and on those that it does not; none if the key is 0."""
+    """Return a line on the records that `dp-epsilon` covers, and on those that it does not; none if the key is 0.
+
+    It has both notions of neighbouring data. Replacing a record is removing one and adding another (group privacy).
+    """
     if not config.dp_epsilon:
         return []
+    epsilon, delta = config.dp_epsilon, config.dp_delta
     uncovered = "test and validation" if config.validation_ratio else "test"
     return [
-        f"dp-epsilon: training records are covered within ({config.dp_epsilon:g}, {config.dp_delta:g}) over all rounds; "
+        f"dp-epsilon: over all rounds, adding or removing a training record is covered within ({epsilon:g}, {delta:g}), "
+        f"replacing one within ({2 * epsilon:g}, {replace_delta(epsilon, delta):.3g}); "
         f"{uncovered} records and all numbers of records are not (docs/privacy.md)"
     ]

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from client_app.dp import Budget, NoisyTrainer, Plan, Spent, epsilon_of
+from client_app.dp import Budget, NoisyTrainer, Plan, Spent, epsilon_of, replace_epsilon_of
 from client_app.draws import SecretDraws
 from client_app.notes import Notes, OwnData, _read
 from client_app.state import State, StateStore
@@ -25,6 +26,7 @@ from fl_app.errors import UserError
 from fl_app.files import make_directory
 from fl_app.layout import Layout
 from strategies import METHODS
+from strategies.engine.plain import privacy_budget
 from tests.client_app.test_train import CLASSES, SIDE, data_of, with_batchnorm, with_dropout
 from tests.conftest import config
 
@@ -53,6 +55,33 @@ def test_the_noise_is_what_the_accountant_asks_for(
     assert plan.noise == pytest.approx(noise, rel=0.02)
     whole = {(plan.noise, plan.rate): plan.steps * epochs * rounds}
     assert 0.998 * epsilon < epsilon_of(whole, wanted.dp_delta) <= epsilon
+
+
+def test_a_replaced_record_costs_more_than_twice_as_much() -> None:
+    """500 records, 500 rounds of 5 epochs: for replacing, no epsilon below 16.97 holds at the same delta."""
+    steps = {(14.297, 0.2): 5 * 500 * 5}
+    added, replaced = epsilon_of(steps, 1e-5), replace_epsilon_of(steps, 1e-5)
+    assert added == pytest.approx(8.0, rel=0.02)
+    assert max(16.97, 2 * added) < replaced < 21
+    assert replace_epsilon_of({}, 1e-5) == 0
+
+
+@pytest.mark.parametrize(("noise", "steps"), [(5.0, 1), (5.0, 10), (40.0, 100), (2.0, 4)])
+def test_the_bound_for_a_replaced_record_holds_and_is_near(noise: float, steps: int) -> None:
+    """Without sampling the exact epsilon is known: a replaced record moves the sum by two clipping norms (Balle and Wang, 2018)."""
+    mu, bound = 2 * math.sqrt(steps) / noise, replace_epsilon_of({(noise, 1.0): steps}, 1e-5)
+
+    def delta(epsilon: float) -> float:
+        low, high = norm.cdf(mu / 2 - epsilon / mu), norm.cdf(-mu / 2 - epsilon / mu)
+        return float(low - math.exp(epsilon) * high)
+
+    assert delta(bound) <= 1e-5 < delta(0.85 * bound)
+
+
+def test_both_notions_are_printed_at_the_start() -> None:
+    (line,) = privacy_budget(config(dp_epsilon=8.0, dp_delta=1e-5))
+    assert "(8, 1e-05)" in line and "(16, 0.0298)" in line
+    assert "(2000, 1)" in privacy_budget(config(dp_epsilon=1000.0))[0]
 
 
 def test_a_budget_that_no_noise_keeps_is_refused() -> None:

@@ -38,6 +38,7 @@ def test_every_method_of_plain_steps_stays_within_its_budget(run: Run, method: s
         for i, row in after["clients"].items():
             assert before["clients"][i]["dp-epsilon"] < row["dp-epsilon"] <= 8.0 * (1 + 1e-6)
             assert row["loss"] is None and row["dp-noise"] > 0.5
+            assert 2 * row["dp-epsilon"] < row["dp-epsilon-replace"] <= after["dp-epsilon-replace"]
     # the plan is of these rounds, and counts every epoch
     assert records[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)
     told = json.loads((folder.path / "clients.json").read_text())
