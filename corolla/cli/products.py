@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,13 @@ from strategies import METHODS
 Exported = Annotated[
     Path, typer.Argument(metavar="FILE", help="A file written by `corolla export`, with its card FILE.json beside it.")
 ]
+
+
+class OnError(Enum):
+    """What becomes of rows that do not fit a model."""
+
+    refuse = "refuse"
+    row = "row"
 
 
 def export(
@@ -126,6 +134,13 @@ def predict(
             callback=checked_set,
         ),
     ] = None,
+    on_error: Annotated[
+        OnError,
+        typer.Option(
+            help="A row that does not fit the model. refuse: no row is predicted; row: it comes back empty, with its reason, and "
+            "columns that the model does not know are ignored."
+        ),
+    ] = OnError.refuse,
     as_json: JsonOption = False,
 ) -> None:
     """Print an exported model's predictions for images, a table's rows or an .npz: class and probability, or numbers."""
@@ -140,16 +155,22 @@ def predict(
         # not in the file's own folder, where a downloaded model may lie beside any code
         look_for_plugins(own_files(file), told=_name_code)
         known = model_card.read(file)
-        asked = predict.read_inputs(inputs, known, {key: str(value) for key, value in parse_set(given or []).items()})
+        reading = {key: str(value) for key, value in parse_set(given or []).items()}
+        asked = predict.read_inputs(inputs, known, reading, on_error.value)
+        names = [name for k, name in enumerate(asked.names) if k not in asked.bad]
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)
     own_data = predict.are_own_data(inputs, known)
     measured = None if asked.targets is None else predict.measure(outputs, asked.targets, known)
     if as_json:
-        rows = predict.predictions_rows(asked.names, predictions, known)
+        rows = predict.predictions_rows(names, predictions, known)
         figure = {"metric": measured[0].name, "value": measured[1], "samples": len(rows)} if measured else None
+        rows = predict.rows_with_bad_ones(rows, asked) if on_error is OnError.row else rows
         show_json({"predictions": rows, "measured": figure, "own-data": own_data})
     else:
-        show_table(predict.predictions_table(asked.names, predictions, known))
+        table = predict.predictions_table(names, predictions, known)
+        show_table(predict.with_bad_rows(table, asked) if on_error is OnError.row else table)
+    if asked.ignored:
+        warn(f"columns that the model does not know are ignored: {listed(list(asked.ignored))}")
     if asked.remark:
         warn(asked.remark)
     if measured and not as_json:
@@ -158,7 +179,7 @@ def predict(
             shown = f"n/a ({metric.undefined or 'not defined'})"
         else:
             shown = f"{metric.text(value)} %" if metric.ratio else metric.text(value)
-        told = f"{metric.name} {shown} on {counted(len(asked.names), 'sample')}"
+        told = f"{metric.name} {shown} on {counted(len(names), 'sample')}"
         typer.echo("; ".join([told, *[predict.on_own_data(known)] * bool(own_data)]))
     elif own_data and not as_json:
         warn(predict.on_own_data(known))

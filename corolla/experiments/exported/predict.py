@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +26,7 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import arrays, npz, table, table_files
 from fl_app.data.columns import Columns
-from fl_app.data.encoding import WORDS, Encoding
+from fl_app.data.encoding import NUMBER, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
@@ -40,22 +42,28 @@ _ARRAYS = (("x", "y"), ("x_test", "y_test"))
 
 @dataclass(frozen=True)
 class Inputs:
-    """Samples for a model. names: one per sample. samples: [n, ...] as the model takes them.
+    """Samples for a model. names: one per row. samples: [n, ...] as the model takes them, of the rows that are not bad.
 
-    targets: [n, ...], or None. remark: reason why targets in the file are not used; else empty.
+    targets: [n, ...], or None. remark: reason why targets in the file are not used; else empty. bad: the reason by place
+    of every row that cannot be read. ignored: columns that the model does not know.
     """
 
     names: list[str]
     samples: NDArray[Any]
     targets: NDArray[Any] | None = None
     remark: str = ""
+    bad: Mapping[int, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
-def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] = MappingProxyType({})) -> Inputs:
+def read_inputs(
+    inputs: Sequence[Path], card: Card, reading: Mapping[str, str] = MappingProxyType({}), on_error: str = "refuse"
+) -> Inputs:
     """Read the samples for a model.
 
     inputs: image files, one table with a header, or one .npz with `x` or `x_test` (and `y` or `y_test`). reading: values
-    of `separator` and `na-values` for the table; of the run's where they are not given. Raises UserError naming the
+    of `separator` and `na-values` for the table; of the run's where they are not given. on_error: `row` leaves out rows
+    that do not fit, and ignores columns that the model does not know; `refuse` refuses all. Raises UserError naming the
     mismatch if they do not fit the model.
     """
     if unknown := [name for name in reading if name not in READING]:
@@ -68,7 +76,8 @@ def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] =
                 f"one table or .npz file at a time, or image files, got {listed([str(path) for path in inputs])}"
             )
         is_npz = table_files.suffix_of(inputs[0]) == ".npz"
-        return _from_npz(inputs[0], card) if is_npz else _from_table(inputs[0], card, reading)
+        by_row = on_error == "row"
+        return _from_npz(inputs[0], card, by_row) if is_npz else _from_table(inputs[0], card, reading, by_row)
     from fl_app.data.decode import read_image
 
     wanted = card["input"]
@@ -76,8 +85,38 @@ def read_inputs(inputs: Sequence[Path], card: Card, reading: Mapping[str, str] =
         raise UserError(f"{inputs[0]}: the model takes {_wanted(card)}, not images; give samples as x of an .npz file")
     # cards of earlier versions have no bits
     resize, bits = bool(wanted["image-size"]), wanted.get("bits", 0)
-    samples = np.stack([read_image(path, tuple(wanted["shape"]), resize=resize, bits=bits) for path in inputs])
-    return Inputs([str(path) for path in inputs], samples)
+
+    def read(part: Sequence[int]) -> NDArray[Any]:
+        shape = tuple(wanted["shape"])
+        return np.stack([read_image(inputs[k], shape, resize=resize, bits=bits) for k in part])
+
+    samples, bad = _rows_read(len(inputs), read, card, on_error == "row")
+    return Inputs([str(path) for path in inputs], samples, bad=bad)
+
+
+def _rows_read(
+    count: int, read: Callable[[Sequence[int]], NDArray[Any]], card: Card, by_row: bool
+) -> tuple[NDArray[Any], dict[int, str]]:
+    """Return the samples of the rows that can be read, and why the others cannot, by place.
+
+    read: returns the samples of some rows. by_row: bad rows are searched by halves; else the first one refuses all.
+    """
+    bad: dict[int, str] = {}
+    left = [range(count)] if count else []
+    while left and by_row:
+        part = left.pop()
+        try:
+            read(part)
+        except UserError as error:
+            if len(part) == 1:
+                bad[part[0]] = str(error)
+            else:
+                middle = len(part) // 2
+                left += [part[:middle], part[middle:]]
+    good = [k for k in range(count) if k not in bad]
+    if bad and not good:
+        return np.zeros((0, *card["input"]["shape"]), card["input"]["dtype"]), bad
+    return read(good), bad
 
 
 def are_own_data(inputs: Sequence[Path], card: Card) -> bool | None:
@@ -94,19 +133,62 @@ def on_own_data(card: Card) -> str:
     return f"these rows are the run's own data, {share} of them training rows: the run's own figures are over test rows"
 
 
-def _from_table(path: Path, card: Card, reading: Mapping[str, str]) -> Inputs:
+def _from_table(path: Path, card: Card, reading: Mapping[str, str], by_row: bool) -> Inputs:
     settings = card["settings"]
     separator = reading.get("separator", settings.get("separator", ""))
     na_values = split_names(reading.get("na-values", settings.get("na-values", "")))
     rows = table_files.read_rows(path, separator, na_values, _names_in(card))
     places = table_files.places_in(path, separator)
-    samples = from_columns(path, rows, card, places)
-    names = [f"row {places.number(k)}" for k in range(len(samples))]
+    encodings = (card.get("table") or {}).get("encodings", ())
+    numeric = {fields["column"] for fields in encodings if fields["kind"] == NUMBER} if by_row else set()
+    ignored = _unknown_columns(rows, card) if by_row else ()
+    rows = {name: values for name, values in rows.items() if name not in ignored}
+
+    def read(part: Sequence[int]) -> NDArray[Any]:
+        there = dataclasses.replace(
+            places,
+            number=lambda k: places.number(part[k]),
+            written=lambda column, k: places.written(column, part[k]),
+        )
+        return from_columns(path, _some(rows, part, numeric), card, there)
+
+    count = len(next(iter(rows.values()), ()))
+    samples, bad = _rows_read(count, read, card, by_row)
+    found = Inputs(
+        [f"row {places.number(k)}" for k in range(count)],
+        samples,
+        bad={k: why.removeprefix(f"{path}: ") for k, why in bad.items()},
+        ignored=ignored,
+    )
     try:
-        return Inputs(names, samples, _targets_in(path, rows, card))
+        good = [k for k in range(count) if k not in bad]
+        return dataclasses.replace(found, targets=_targets_in(path, _some(rows, good), card) if good else None)
     except UserError as error:
         # predictions need no targets
-        return Inputs(names, samples, remark=f"no metric was measured: {error}")
+        return dataclasses.replace(found, remark=f"no metric was measured: {error}")
+
+
+def _some(rows: Columns, part: Sequence[int], numeric: Collection[str] = ()) -> Columns:
+    """Return some rows of columns. Without a word in it, a column that was read as text may hold numbers."""
+    found = {name: values[list(part)] for name, values in rows.items()}
+    return {name: _as_numbers(values) if name in numeric else values for name, values in found.items()}
+
+
+def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
+    """Return texts that are all numbers, or missing, as numbers; anything else unchanged."""
+    if values.dtype.kind != "O" or not all(isinstance(value, str) for value in values[~missing(values)]):
+        return values
+    try:
+        return np.array([float(value) if isinstance(value, str) else np.nan for value in values])
+    except ValueError:
+        return values
+
+
+def _unknown_columns(rows: Columns, card: Card) -> tuple[str, ...]:
+    """Return the columns that are none of the run's table."""
+    known = card.get("table") or {}
+    named = {fields["column"] for fields in known.get("encodings", ())} | set(known.get("others", ()))
+    return tuple(name for name in rows if named and name not in named)
 
 
 def _names_in(card: Card) -> dict[str, list[str]]:
@@ -164,20 +246,22 @@ def _stored_targets(where: Path, name: str, y: NDArray[Any], card: Card) -> NDAr
     return arrays.targets(where, tasks.named(card["task"]), both, both, card["classes"])[0]
 
 
-def _from_npz(path: Path, card: Card) -> Inputs:
+def _from_npz(path: Path, card: Card, by_row: bool) -> Inputs:
     names = [name for pair in _ARRAYS for name in pair]
     found = npz.members(path, names, optional=names)
     named = next((pair for pair in _ARRAYS if pair[0] in found), None)
     if named is None:
         raise UserError(f"{path}: has no array x or x_test with samples as in the run's data")
-    x = from_array(path, named[0], found[named[0]], card)
-    y = found.get(named[1])
-    if y is not None and len(y) != len(x):
-        arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(y))
-    if not len(x):
+    raw, y = found[named[0]], found.get(named[1])
+    count = len(raw) if raw.ndim else 0
+    if y is not None and len(y) != count:
+        arrays.refuse(path, named[1], f"have one target for each of the {count} samples", len(y))
+    if not count:
         arrays.refuse(path, named[0], "hold samples", "none")
-    targets = None if y is None else _stored_targets(path, named[1], y, card)
-    return Inputs([f"{path}[{k}]" for k in range(len(x))], x, targets)
+    x, bad = _rows_read(count, lambda part: from_array(path, named[0], raw[list(part)], card), card, by_row)
+    good = [k for k in range(count) if k not in bad]
+    targets = None if y is None or not good else _stored_targets(path, named[1], y[good], card)
+    return Inputs([f"{path}[{k}]" for k in range(count)], x, targets, bad=bad)
 
 
 def from_array(where: Path, name: str, raw: NDArray[Any], card: Card) -> NDArray[Any]:
@@ -208,6 +292,9 @@ def ask(predictor: Answers, samples: NDArray[Any], card: Card) -> tuple[NDArray[
 
     Raises UserError if the number of outputs differs from the card's.
     """
+    if not len(samples):
+        nothing = np.zeros((0, len(card["classes"])), np.float32)
+        return nothing, nothing
     answers = [predictor(np.ascontiguousarray(samples[at : at + BATCH])) for at in range(0, len(samples), BATCH)]
     outputs, predictions = (np.concatenate(side) for side in zip(*answers, strict=True))
     if predictions.shape[1:] != (len(card["classes"]),):
@@ -219,12 +306,23 @@ def ask(predictor: Answers, samples: NDArray[Any], card: Card) -> tuple[NDArray[
 
 
 def answers_in_words(predictions: NDArray[np.float32], card: Card) -> NDArray[Any]:
-    """Return predictions [n, K] as class names [n] if targets are classes, else as numbers float64 [n, K]."""
+    """Return predictions [n, K] as classes [n] if targets are classes, else as numbers float64 [n, K].
+
+    Classes that were integers or booleans in the data are these, int64 or bool; others are names.
+    """
     if card["has-classes"]:
-        names = np.array(card["classes"], dtype=object)
-        return np.asarray(names[predictions.argmax(1)])
+        return np.asarray(_labels(card["classes"])[predictions.argmax(1)])
     shift = card.get("target-shift") or [0.0] * len(card["classes"])
     return np.asarray(predictions.astype(np.float64) + shift)
+
+
+def _labels(classes: Sequence[str]) -> NDArray[Any]:
+    """Return the classes with the type that they had as labels: a run names integers and booleans by their digits and words."""
+    if set(classes) == {"False", "True"}:
+        return np.array([name == "True" for name in classes])
+    if all(re.fullmatch(r"0|-?[1-9]\d{0,17}", name, re.ASCII) for name in classes):
+        return np.array([int(name) for name in classes])
+    return np.array(classes, dtype=object)
 
 
 class Predictor(nn.Module):
@@ -267,7 +365,7 @@ class Predictor(nn.Module):
         return list(self.card["features"])
 
     def predict(self, data: Any) -> NDArray[Any]:
-        """Return class names [n]; for a task without classes, numbers float64 [n, K].
+        """Return classes [n], integers if the labels were; for a task without classes, numbers float64 [n, K].
 
         data: a pandas DataFrame with the columns of the run's table, in any order; or an array of samples [n, ...] in
         the form of the run's data. Raises UserError if the data do not fit the model.
@@ -325,11 +423,31 @@ class Predictor(nn.Module):
             return getattr(self._network[0], name)
 
 
+def with_bad_rows(table: Sequence[Sequence[str]], asked: Inputs) -> list[list[str]]:
+    """Return a table of predictions, header first, with an empty row for each bad one, and a column of their reasons."""
+    header, *rows = table
+    left, empty = iter(rows), [""] * (len(header) - 1)
+    return [
+        [*header, "error"],
+        *([name, *empty, asked.bad[k]] if k in asked.bad else [*next(left), ""] for k, name in enumerate(asked.names)),
+    ]
+
+
+def rows_with_bad_ones(rows: Sequence[dict[str, Any]], asked: Inputs) -> list[dict[str, Any]]:
+    """Return rows of predictions with one for each bad one: null in place of the answers, and `error`."""
+    left = iter(rows)
+    empty = dict.fromkeys(rows[0], None) if rows else {}
+    return [
+        {**empty, "input": name, "error": asked.bad[k]} if k in asked.bad else {**next(left), "error": ""}
+        for k, name in enumerate(asked.names)
+    ]
+
+
 def predictions_table(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[list[str]]:
     """Return predictions as a table, header first: the class and its probability, or the value of every output."""
     classes: list[str] = card["classes"]
     if card["has-classes"]:
-        best, words = predictions.max(1), answers_in_words(predictions, card)
+        best, words = predictions.max(1), map(str, answers_in_words(predictions, card))
         rows = [[name, word, f"{value:.4f}"] for name, word, value in zip(names, words, best, strict=True)]
         return [["input", "class", "probability" if len(card["outputs"]) > 1 else "output"], *rows]
     # a shifted target is large compared with its spread, so it needs more digits
@@ -346,7 +464,7 @@ def predictions_rows(names: Sequence[str], predictions: NDArray[np.float32], car
 
     With classes it also has the probability of each.
     """
-    words = answers_in_words(predictions, card)
+    words = answers_in_words(predictions, card).tolist()
     classes: list[str] = card["classes"]
     if card["has-classes"]:
         single = len(card["outputs"]) == 1
