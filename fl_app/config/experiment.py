@@ -221,6 +221,13 @@ class ExperimentKeys:
         about="data",
         partitions=(*OVER_CLASSES, OWN_TEST_PART, *_DIVIDED),
     )
+    test_after: str = key(
+        "",
+        f"Test part by time, of {_listed(has_columns=True)} data without a test part. `COLUMN:VALUE`: the rows with a later "
+        "date, or a larger number, in a column. `COLUMN`: the last `test-ratio` of each client's rows by it. Empty: drawn rows.",
+        about="data",
+        compared=False,
+    )
     validation_ratio: float = key(
         0.0,
         "Part of each client's training data kept out of training for validation, at least one sample; drawn by `seed` and "

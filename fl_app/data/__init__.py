@@ -313,6 +313,7 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
             ("impute", request.impute),
             ("na-values", request.na_values),
             ("separator", request.separator),
+            ("test-after", (request.test_after,) if request.test_after else ()),
         ):
             if value and not source.has_columns:
                 raise UserError(f"{key}: {where} has no columns; leave it unset, got {','.join(value)!r}")

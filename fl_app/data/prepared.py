@@ -71,7 +71,7 @@ class DataRequest:
     resize. task: defines the targets' form. target: the targets' columns, with commas. client: the column that names
     each sample's client. test_ratio: part of the rows used for test if columns have no test part; test_seed: draws
     these rows. exclude, categorical, impute: columns that are no features, columns of words, and columns of numbers
-    with missing values. na_values, separator: as the keys of these names, for CSV files. site: whether the data are one
+    with missing values. na_values, separator, test_after: as the keys of these names. site: whether the data are one
     site's own, which may lack classes and test samples. force: convert again. look: convert again if files were
     overwritten since.
     """
@@ -91,6 +91,7 @@ class DataRequest:
     impute: tuple[str, ...] = ()
     na_values: tuple[str, ...] = ()
     separator: str = ""
+    test_after: str = ""
     site: bool = False
     force: bool = False
     look: bool = False
@@ -115,6 +116,7 @@ class DataRequest:
             split_names(config.impute),
             split_names(config.na_values),
             config.separator,
+            config.test_after,
             site,
             **more,
         )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import extras, rng
-from fl_app.data import arrays, columns, hugging_face, precision, table_files
+from fl_app.data import arrays, by_time, columns, hugging_face, precision, table_files
 from fl_app.data.columns import Columns, Read
 from fl_app.data.encoding import DATE, Encoding
 from fl_app.data.parsing import Places, no_number, numbers_of
@@ -96,6 +96,7 @@ def open_columns(
         request.impute,
         request.na_values,
         request.separator,
+        request.test_after,
     ]
     return open_or_convert(request, f"{kind}-{path.stem}", [str(path), stamps, *settings, VERSION], convert)
 
@@ -128,8 +129,12 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     if len(parts) == 1 and problems:
         # the clients' rows are not known
         rows = [np.arange(size), np.arange(0)]
+    elif len(parts) == 1 and request.test_after:
+        rows = list(by_time.divide(request, parts[0], whose[0]))
     elif len(parts) == 1:
         rows = list(_divide(whose[0], size, request.test_ratio, request.test_seed))
+    elif request.test_after:
+        raise UserError(f"test-after: {request.path} has a test part; leave it unset, got {request.test_after!r}")
     else:
         rows = [np.arange(len(side)) for side in whose]
     encoded, unfit = columns.encode(request, parts, rows[0], places)
