@@ -30,7 +30,9 @@ from strategies.base.uploads import DeclaredSizes, Intake, Sums
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, TooFewResults
 from strategies.engine.cohorts import CohortStore
+from strategies.engine.distances import SumDistances
 from strategies.engine.plain import privacy_budget, require_results
+from strategies.engine.screening import USUAL
 
 log = logging.getLogger("corolla")
 
@@ -91,6 +93,7 @@ class PrivateRounds:
 
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
+        self.distances = SumDistances()
         server.cohorts = self
 
     @cached_property
@@ -226,8 +229,30 @@ class PrivateRounds:
                 absent,
             )
         sums = intake.sums(self.server.layout)
+        self._screen_sums(attempt, sums)
         intake.forget_stacks()
         return sums
+
+    def _screen_sums(self, attempt: Attempt, sums: Sums) -> None:
+        """Warn of sums that lie far from the models that their clients were sent.
+
+        With `max-update-norm` the attempt does not count: raises TooFewResults, which names their clients.
+        """
+        apart = {}
+        for label, members in sums.groups.items():
+            sent = self.server.model_for(members[0]).params
+            apart[label] = float(np.linalg.norm(sums.means[label].params.astype(np.float64) - sent))
+        limit = self.config.max_update_norm or USUAL
+        lines = [
+            f"the sum of clients {sums.groups[label]} lies {times:.3g} times as far from what they were sent as is usual: one of "
+            "them may have sent a wrong model"
+            for label, times in self.distances.far(attempt.round, apart, limit).items()
+        ]
+        if lines and self.config.max_update_norm:
+            raise TooFewResults(f"{'; '.join(lines)} (max-update-norm, allowed are {limit:g} times)")
+        for line in lines:
+            log.warning("round %d: %s", attempt.round, line)
+        self.distances.note(attempt.round, apart)
 
     def _sealer(self, attempt: Attempt) -> int:
         """Return the client whose key hides the masks: the first one that did not fail in the round."""
@@ -256,11 +281,12 @@ class PrivateRounds:
         return []
 
     def saved(self) -> Mapping[str, Any]:
-        """Return nothing: the cohorts are in a file of their own."""
-        return {}
+        """Return the distances of sums. The cohorts are in a file of their own."""
+        return self.distances.saved()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore nothing."""
+        """Restore the distances of sums."""
+        self.distances = SumDistances.restored(saved)
 
     # What the server learns
 
@@ -289,7 +315,7 @@ class PrivateRounds:
         learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
         lines = [f"private: the server learns {', '.join(learns)} (docs/privacy.md)"]
         if self.config.max_update_norm:
-            lines.append("private: max-update-norm drops no upload: the server sees no single one")
+            lines.append("private: max-update-norm drops no single upload: it bounds the distance of each sum")
         return lines + privacy_budget(config)
 
 
