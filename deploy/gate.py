@@ -20,14 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
+from flwr.common.serde_utils import error_to_proto, metadata_to_proto
+from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
+    get_object_body,
     get_object_id,
     get_object_tree,
     iterate_object_tree,
@@ -56,6 +59,8 @@ log = logging.getLogger("corolla")
 _CONTENT_SECONDS = 600
 # most messages that are held for runs that wait for approval
 _MAX_HELD = 1000
+# most messages whose replies are awaited; Flower's loop asks for one at a time
+_MAX_OPEN = 100
 # most bytes of an application's pyproject.toml
 _MAX_PROJECT = 64 * 1024
 # Most runs whose judgement is kept, more than can be held, and most applications, of a few MB each, whose code is kept.
@@ -129,6 +134,8 @@ class Gate:
     _held: list[tuple[Message, ObjectTree]] = field(default_factory=list)
     # messages not yet answered, by id
     _open: dict[str, Message] = field(default_factory=dict)
+    # the parts of the reply that leaves
+    _leaving: set[str] = field(default_factory=set)
     _pulled: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -142,7 +149,7 @@ class Gate:
             lambda run: self._judge(run).run,
             lambda _, run: self._code(self._judge(run)),
             self.pull_object,
-            inner.push_object,
+            self.push_object,
             self.confirm_message_received,
         )
 
@@ -173,8 +180,7 @@ class Gate:
         if judged.refusal:
             self._refuse(message, judged.refusal)
             return None
-        # Flower's loop handles one message at a time
-        self._open = {message.metadata.message_id: message}
+        _keep_last(self._open, message.metadata.message_id, message, _MAX_OPEN)
         self._pulled = 0
         return received
 
@@ -197,22 +203,43 @@ class Gate:
     # Out
 
     def send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
-        """Note a reply and send it, or send a refusal instead."""
-        asked = self._open.get(message.metadata.reply_to_message_id)
-        size = sum(len(content) for content in self._contents(tree))
-        if asked is not None and self.rules.max_upload is not None and size > self.rules.max_upload:
+        """Note a reply and send it, or send a refusal instead. Only the first reply to a message leaves.
+
+        An application chooses all of its reply: parts, names of parts, and the envelope's fields. All are counted.
+        """
+        self._leaving = set()
+        asked = self._open.pop(message.metadata.reply_to_message_id, None)
+        if asked is None:
+            self._note_refusal(message.metadata.run_id, "reply: it answers no open message")
+            return set(), ""
+        try:
+            parts = dict(self._contents(tree))
+        except TimeoutError:
+            self._refuse(asked, "reply: it was announced and not delivered")
+            return set(), ""
+        size = len(_envelope(message)) + tree.ByteSize() + sum(map(len, parts.values()))
+        if self.rules.max_upload is not None and size > self.rules.max_upload:
             self._refuse(asked, f"max-upload: a reply may have {self.rules.max_upload} bytes, this one has {size}")
+            return set(), ""
+        if not _is_plain(message, asked, tree.object_id, parts[tree.object_id]):
+            self._refuse(asked, "reply: its envelope has fields of its own")
             return set(), ""
         try:
             self._note("upload", message.metadata.run_id, message, size, message.metadata.message_id)
         except UserError as error:
-            if asked is not None:
-                self._answer(asked, str(error))
+            self._answer(asked, str(error))
             return set(), ""
+        self._leaving = set(parts)
         return self._inner.send(message, tree, seconds)
 
-    def _contents(self, tree: ObjectTree) -> Iterator[bytes]:
-        """Yield the parts of a reply as the application delivers them. Raises TimeoutError if it does not."""
+    def push_object(self, run_id: int, session: str, object_id: str, content: bytes) -> None:
+        """Send a part of the reply that `send` has counted. Raises ValueError for any other bytes."""
+        if object_id not in self._leaving or get_object_id(content) != object_id:
+            raise ValueError(f"{object_id} is no part of the reply that leaves")
+        self._inner.push_object(run_id, session, object_id, content)
+
+    def _contents(self, tree: ObjectTree) -> Iterator[tuple[str, bytes]]:
+        """Yield the parts of a reply, by id, as the application delivers them. Raises TimeoutError if it does not."""
         deadline = time.monotonic() + _CONTENT_SECONDS
         for object_id in {part.object_id for part in iterate_object_tree(tree)}:
             while not (content := self.store.get(object_id)):
@@ -221,7 +248,14 @@ class Gate:
                 if late and not self.store.get(object_id):
                     raise TimeoutError("the application announced a reply and did not deliver it")
                 time.sleep(0.02)
-            yield content
+            yield object_id, content
+
+    def _note_refusal(self, run_id: int, why: str) -> None:
+        """Note a refusal of a message that the site did not ask for."""
+        log.warning("run %d: refused by its site: %s", run_id, why, extra=about(run=str(run_id)))
+        application = judged.application if (judged := self._judged.get(run_id)) else ""
+        with contextlib.suppress(UserError):
+            self.audit.append("refusal", run=str(run_id), application=application, bytes=0, sha256="", why=why)
 
     def _refuse(self, message: Message, why: str) -> None:
         """Note a refusal, and answer a message with the broken rule."""
@@ -360,6 +394,29 @@ class Gate:
                 self._held.remove(held)
                 return held
         return None
+
+
+def _envelope(message: Message, **less: str) -> bytes:
+    """Return what travels of a message beside its content. less: fields of its metadata to leave empty."""
+    metadata = metadata_to_proto(message.metadata)
+    for name, value in less.items():
+        setattr(metadata, name, value)
+    error = error_to_proto(message.error) if message.has_error() else None
+    return MessageProto(metadata=metadata, error=error).SerializeToString(deterministic=True)
+
+
+def _is_plain(reply: Message, asked: Message, object_id: str, content: bytes) -> bool:
+    """Return whether a reply's fields follow from the message that it answers, except its times and its error.
+
+    object_id, content: its part that holds these fields a second time.
+    """
+    expected = metadata_to_proto(Message(RecordDict(), reply_to=asked).metadata)
+    found = metadata_to_proto(reply.metadata)
+    expected.message_id, expected.created_at, expected.ttl = object_id, found.created_at, found.ttl
+    try:
+        return found == expected and get_object_body(content, Message) == _envelope(reply, message_id="")
+    except ValueError:
+        return False
 
 
 def _keep_last(kept: dict[K, V], key: K, value: V, most: int) -> None:

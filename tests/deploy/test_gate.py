@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import TaskType
@@ -131,21 +131,40 @@ def lines(directory: Path) -> list[tuple[str, str]]:
     return [(str(entry["kind"]), str(entry.get("run", ""))) for entry in audit.entries(directory)]
 
 
-def exchange(opened: Connection, made: Gate, link: SuperLink, floats: int) -> None:
-    """Receive the message that waits, and send a reply with so many numbers, as Flower's loop does."""
+def ask(opened: Connection, link: SuperLink) -> Message:
+    """Receive the message that waits, as Flower's loop does."""
     received = opened.receive()
     assert received is not None
-    message, tree = received
+    message = received[0]
     link.content = parts_of(message)
     for name in link.content:
         opened.pull_object(7, name)
     opened.confirm_message_received(7, message.metadata.message_id)
+    return message
+
+
+def reply_to(message: Message, floats: int, **fields: Any) -> Message:
+    """A reply with so many numbers. fields: of its metadata, in place of those that follow from the message."""
     reply = Message(RecordDict({"a": ArrayRecord([np.zeros(floats, np.float32)])}), reply_to=message)
+    reply.metadata.__dict__.update({f"_{name}": value for name, value in fields.items()})
     reply.metadata.__dict__["_message_id"] = reply.object_id
-    made.store.preregister(7, get_object_tree(reply))
-    for name, content in parts_of(reply).items():
+    return reply
+
+
+def deliver(opened: Connection, made: Gate, reply: Message) -> None:
+    """Send a reply as Flower's loop does."""
+    tree, parts = get_object_tree(reply), parts_of(reply)
+    made.store.preregister(7, tree)
+    for name, content in parts.items():
         made.store.put(name, content)
-    opened.send(reply, get_object_tree(reply), 1.0)
+    wanted, session = opened.send(reply, tree, 1.0)
+    for name in wanted:
+        opened.push_object(7, session, name, parts[name])
+
+
+def exchange(opened: Connection, made: Gate, link: SuperLink, floats: int) -> None:
+    """Receive the message that waits, and send a reply with so many numbers."""
+    deliver(opened, made, reply_to(ask(opened, link), floats))
 
 
 def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLink) -> None:
@@ -158,7 +177,7 @@ def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLi
     assert (download["kind"], download["run"], download["round"]) == ("download", "7", "3")
     assert download["sha256"] == asked.object_id and download["bytes"] == sum(map(len, link.content.values()))
     reply = link.sent[0][0]
-    assert (upload["kind"], upload["sha256"]) == ("upload", reply.object_id) and 4000 < upload["bytes"] < 5000
+    assert (upload["kind"], upload["sha256"]) == ("upload", reply.object_id) and 4000 < upload["bytes"] < 6000
 
 
 @pytest.mark.parametrize(
@@ -203,8 +222,109 @@ def test_a_reply_that_is_too_large_is_not_sent(tmp_path: Path, link: SuperLink) 
     made, opened = gate(tmp_path, link, max_upload=4000)
     link.ask("train")
     exchange(opened, made, link, 1000)
-    assert len(link.sent) == 1 and "max-upload: a reply may have 4000 bytes, this one has 4" in link.errors[0]
+    assert len(link.sent) == 1 and "max-upload: a reply may have 4000 bytes, this one has 5" in link.errors[0]
     assert lines(tmp_path)[-1] == ("refusal", "7") and not any(kind == "upload" for kind, _ in lines(tmp_path))
+
+
+def refusals(directory: Path) -> list[str]:
+    return [str(entry["why"]) for entry in audit.entries(directory) if entry["kind"] == "refusal"]
+
+
+def test_a_reply_to_no_open_message_stays_at_the_site(tmp_path: Path, link: SuperLink) -> None:
+    made, opened = gate(tmp_path, link, max_upload=4000)
+    link.ask("train")
+    message = ask(opened, link)
+    for reply_to_id in ("", "ab" * 32, "x"):
+        deliver(opened, made, reply_to(message, 100_000, reply_to_message_id=reply_to_id))
+    assert link.sent == [] and refusals(tmp_path) == ["reply: it answers no open message"] * 3
+    deliver(opened, made, reply_to(message, 100))
+    assert len(link.sent) == 1 and lines(tmp_path)[-1] == ("upload", "7")
+
+
+def test_only_the_first_reply_to_a_message_leaves(tmp_path: Path, link: SuperLink) -> None:
+    made, opened = gate(tmp_path, link)
+    link.ask("train")
+    message = ask(opened, link)
+    for floats in range(1, 6):
+        deliver(opened, made, reply_to(message, floats))
+    assert len(link.sent) == 1 and len(refusals(tmp_path)) == 4
+
+
+def test_a_reply_that_comes_late_leaves_the_next_message_open(tmp_path: Path, link: SuperLink) -> None:
+    made, opened = gate(tmp_path, link)
+    messages = []
+    for _ in range(2):
+        link.ask("train")
+        messages.append(ask(opened, link))
+    for message in messages[::-1]:
+        deliver(opened, made, reply_to(message, 1))
+    assert len(link.sent) == 2 and refusals(tmp_path) == []
+
+
+LONG = "A" * 2_000_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"group_id": LONG},
+        {"message_type": f"train.{'a' * 1000}"},
+        {"group_id": "4"},
+        {"src_task_id": 2**60},
+        {"dst_task_id": 2**60},
+        {"src_node_id": 5},
+        {"dst_node_id": 5},
+        {"run_id": 8},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_envelope_holds_what_follows_from_the_message(
+    tmp_path: Path, link: SuperLink, fields: dict[str, Any]
+) -> None:
+    made, opened = gate(tmp_path, link)
+    link.ask("train")
+    deliver(opened, made, reply_to(ask(opened, link), 1, **fields))
+    assert len(link.sent) == 1 and link.errors and refusals(tmp_path) == ["reply: its envelope has fields of its own"]
+
+
+def test_fields_that_a_part_hides_count_and_are_refused(tmp_path: Path, link: SuperLink) -> None:
+    """The envelope is plain, the part with the same fields is not."""
+    made, opened = gate(tmp_path, link)
+    link.ask("train")
+    message = ask(opened, link)
+    reply = reply_to(message, 1, group_id=LONG)
+    reply.metadata.__dict__["_group_id"] = message.metadata.group_id
+    tree = get_object_tree(hidden := reply_to(message, 1, group_id=LONG))
+    made.store.preregister(7, tree)
+    for name, content in parts_of(hidden).items():
+        made.store.put(name, content)
+    reply.metadata.__dict__["_message_id"] = tree.object_id
+    opened.send(reply, tree, 1.0)
+    assert len(link.sent) == 1 and refusals(tmp_path) == ["reply: its envelope has fields of its own"]
+
+
+@pytest.mark.parametrize("where", ["envelope", "error", "name"])
+def test_all_of_a_reply_counts(tmp_path: Path, link: SuperLink, where: str) -> None:
+    made, opened = gate(tmp_path, link, max_upload=4000)
+    link.ask("train")
+    message = ask(opened, link)
+    if where == "envelope":
+        reply = reply_to(message, 1, group_id=LONG)
+    else:
+        content = Error(1, LONG) if where == "error" else RecordDict({LONG: ArrayRecord([np.zeros(1)])})
+        reply = Message(content, reply_to=message)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+    deliver(opened, made, reply)
+    assert len(link.sent) == 1 and refusals(tmp_path)[0].startswith("max-upload: ")
+
+
+def test_no_part_leaves_that_was_not_counted(tmp_path: Path, link: SuperLink) -> None:
+    made, opened = gate(tmp_path, link)
+    link.ask("train")
+    exchange(opened, made, link, 1)
+    more = b"more bytes"
+    with pytest.raises(ValueError, match="is no part of the reply that leaves"):
+        opened.push_object(7, "session", hashlib.sha256(more).hexdigest(), more)
 
 
 def test_code_that_is_not_what_was_announced(tmp_path: Path, link: SuperLink) -> None:
