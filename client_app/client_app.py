@@ -13,6 +13,8 @@ from flwr.compat.common.typing import Config, NDArrays
 
 from client_app.client import CorollaClient
 from client_app.session import Session
+from fl_app import plugins
+from fl_app.app_bundle import unpacked
 from fl_app.debugging import Place, refuse_breakpoints
 from fl_app.errors import UserError
 from fl_app.files import without_near_names
@@ -75,10 +77,10 @@ class CorollaApp(ClientApp):
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message. At a site, no error names files beside those that the message names."""
+        """Answer a message. At a site, no error names files, and a run names no code but the application's."""
         if _place(context) is not Place.DEPLOYMENT:
             return self._answer(message, context)
-        with without_near_names():
+        with without_near_names(), plugins.only_from(unpacked()):
             return self._answer(message, context)
 
     def _answer(self, message: Message, context: Context) -> Message:

@@ -402,7 +402,8 @@ def _envelope(message: Message, **less: str) -> bytes:
     for name, value in less.items():
         setattr(metadata, name, value)
     error = error_to_proto(message.error) if message.has_error() else None
-    return MessageProto(metadata=metadata, error=error).SerializeToString(deterministic=True)
+    packed: bytes = MessageProto(metadata=metadata, error=error).SerializeToString(deterministic=True)
+    return packed
 
 
 def _is_plain(reply: Message, asked: Message, object_id: str, content: bytes) -> bool:

@@ -57,6 +57,11 @@ def project_file() -> Path:
     raise UserError(f"{APP_DIRECTORY} has no {PROJECT}, neither a clone's nor a wheel's: install Corolla again")
 
 
+def unpacked() -> Path | None:
+    """Return the directory of the app that this process runs from, None if its code is installed and not unpacked."""
+    return APP_DIRECTORY if (APP_DIRECTORY / PROJECT).is_file() else None
+
+
 def application_hash(config: Mapping[str, Scalar]) -> str:
     """Return the sha256 of the app that a run with this config submits. Sites identify the app by it."""
     from flwr.cli.build import build_fab_from_disk

@@ -1,13 +1,16 @@
 """The user's own Python files, named `module:NAME`: a method, a model or a task.
 
 A module is looked up in the directories given to `reset`, then on Python's import path. A command gives the config
-file's directory and the current one. A node gives none: there the command has put the files into the app's directory,
-which is first on the import path. A file may import others beside it; they travel with it.
+file's directory and the current one. A file may import others beside it; they travel with it.
+
+At a site the command has put the files into the application's directory, and `only_from` makes that the one place to
+find them: a run can name no other module of the site, and no other file.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -29,6 +32,7 @@ _directories: list[Path] = []
 _imported: set[str] = set()
 _resets = 0
 _told: Callable[[Sequence[Path]], None] | None = None
+_at_site = False
 
 
 def is_reference(name: object) -> bool:
@@ -49,6 +53,18 @@ def reset(*directories: Path, told: Callable[[Sequence[Path]], None] | None = No
     while _imported:
         sys.modules.pop(_imported.pop(), None)
     _content.cache_clear()
+
+
+@contextlib.contextmanager
+def only_from(directory: Path | None) -> Iterator[None]:
+    """Inside, find files in this directory alone, or none at all, and say nothing of the machine's files in errors."""
+    global _at_site
+    before, _at_site = (_at_site, [*_directories]), True
+    _directories[:] = [directory.resolve()] if directory else []
+    try:
+        yield
+    finally:
+        _at_site, _directories[:] = before
 
 
 def directories() -> tuple[Path, ...]:
@@ -114,10 +130,13 @@ def read(plugins: str) -> dict[str, bytes]:
     Raises UserError naming a file that is missing, or that differs from the one in the key.
     """
     found: dict[str, bytes] = {}
+    places = _directories if _at_site else (*_directories, *map(Path, sys.path))
     for entry in filter(None, plugins.split(",")):
         name = entry.partition(":")[0]
-        here = [d / name for d in (*_directories, *map(Path, sys.path)) if (d / name).is_file()]
+        here = [path for place in places if (path := _within(place, name)) is not None]
         same = next((path for path in here if fingerprint({name: _content(path)}) == entry), None)
+        if same is None and _at_site:
+            raise UserError("plugins: names a file that is not the application's")
         if same is None:
             what = (
                 f"{here[0]} differs from the file the run was started with"
@@ -136,8 +155,20 @@ def write(files: Mapping[str, bytes], directory: Path) -> None:
         publish(directory / name, functools.partial(Path.write_bytes, data=content))
 
 
+def _within(directory: Path, name: str) -> Path | None:
+    """Return the file of this relative name, None if there is none or if it lies outside the directory."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        return None
+    path = directory / name
+    inside = not _at_site or path.resolve().is_relative_to(directory)
+    return path if inside and path.is_file() else None
+
+
 def _file(directory: Path, module: str) -> Path | None:
-    stem = directory.joinpath(*module.split("."))
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    stem = directory.joinpath(*parts)
     return next((p for p in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if p.is_file()), None)
 
 
@@ -193,15 +224,14 @@ def load(key: str, reference: str) -> Any:
     """
     module_name, _, attribute = reference.partition(":")
     where = source(reference)
+    if _at_site and (where is None or not where[0].resolve().is_relative_to(where[1])):
+        raise UserError(f"{key}: names a module that is not the application's")
     try:
         module = importlib.import_module(module_name) if where is None else _import(module_name, *where)
     except UserError as error:
         raise UserError(f"{key} {reference}: {error}") from None
     except Exception as error:
-        hint = (
-            "; put its file beside the config file, in the current directory or in the app directory, or make the module "
-            "importable on every node"
-        )
+        hint = "; put its file beside the config file, in the current directory or in the app directory"
         lacks = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         raise UserError(
             f"{key} {reference}: cannot import {module_name} ({describe(error)}{at(error)}){hint if lacks else ''}"
@@ -209,7 +239,8 @@ def load(key: str, reference: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise UserError(f"{key} {reference}: {module_name} ({module.__file__}) has no {attribute}") from None
+        file = "" if _at_site else f" ({module.__file__})"
+        raise UserError(f"{key} {reference}: {module_name}{file} has no {attribute}") from None
 
 
 def _import(name: str, path: Path, directory: Path) -> ModuleType:
@@ -220,12 +251,16 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
     top = name.partition(".")[0]
     if top in PACKAGES or top in sys.stdlib_module_names:
         whose = "Corolla" if top in PACKAGES else "Python"
+        if _at_site:
+            raise UserError(f"{whose} has a module {top} already; choose another name")
         raise UserError(f"{path}: {whose} has a module {top} already; choose another name")
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
     if loaded is not None:
         if name not in _imported:
+            if _at_site:
+                raise UserError(f"the site has a module {name} already; choose another name")
             raise UserError(f"{path}: there is a module {name} already, {loaded.__file__}; choose another name")
         del sys.modules[name]
     # The directory is about to become the first on the import path: import Corolla's packages before, from their own place.

@@ -284,7 +284,7 @@ def test_own_model_is_seeded_too(own: Callable[[str], str]) -> None:
     [
         (
             "no_such_models:f",
-            "cannot import no_such_models .*ModuleNotFoundError.*or make the module importable on every node",
+            "cannot import no_such_models .*ModuleNotFoundError.*or in the app directory",
         ),
         ("own_broken:f", "cannot import own_broken .*no_such_package_here"),
         ("own_syntax:f", "cannot import own_syntax .*SyntaxError"),
