@@ -397,7 +397,7 @@ class Gate:
 
 
 def _envelope(message: Message, **less: str) -> bytes:
-    """Return what travels of a message beside its content. less: fields of its metadata to leave empty."""
+    """Return the bytes of a message beside its content. less: values of fields of its metadata."""
     metadata = metadata_to_proto(message.metadata)
     for name, value in less.items():
         setattr(metadata, name, value)

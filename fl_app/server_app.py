@@ -10,8 +10,8 @@ import json
 import logging
 import math
 import os
+import secrets
 import sys
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ def _opened_folder(
         **({INITIAL: start.names._asdict()} if start else {}),
         **_data_facts(roster, agreed),
     }
-    return RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts), agreed
+    return RunFolder.create(config, secrets.token_hex(), method.drawn, facts), agreed
 
 
 def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:

@@ -96,21 +96,31 @@ class WireError(ValueError):
 class Download:
     """The server's message to one client for one task.
 
-    model: the tensors that travel, packed. extras: further arrays of the method. state_version: the generation of
-    client state to load ("" for none). keep: generations that a checkpoint names. method: scalars for the method's
-    client half.
+    secret: of the run's server alone. model: the tensors that travel, packed. extras: further arrays of the method.
+    state_version: the generation of client state to load ("" for none). keep: generations that a checkpoint names.
+    method: scalars for the method's client half.
     """
 
     # "train", "evaluate", "collect", or "forget" at the run's end: remove the client's state
     task: str
     round: int
     attempt: int
-    experiment: str
+    secret: str
     model: Model
     state_version: str = ""
     keep: tuple[str, ...] = ()
     extras: Mapping[str, Array] = field(default_factory=dict)
     method: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def experiment(self) -> str:
+        """The experiment's id, under which clients keep state and notes. Only who has the secret reaches them."""
+        return experiment_of(self.secret)
+
+
+def experiment_of(secret: str) -> str:
+    """Return the id of the experiment with this secret: 128 bits of its hash, from which nobody finds the secret."""
+    return hashlib.sha256(f"corolla experiment {secret}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -220,7 +230,7 @@ def encode_download(download: Download, shared: SharedBytes | None = None) -> Re
         "task": download.task,
         "round": download.round,
         "attempt": download.attempt,
-        "experiment": download.experiment,
+        "experiment": download.secret,
         "state-version": download.state_version,
         "keep": ",".join(download.keep),
         ARRAYS: ",".join(arrays),
@@ -478,7 +488,7 @@ def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Do
         task=str(scalars["task"]),
         round=int(scalars["round"]),
         attempt=int(scalars["attempt"]),
-        experiment=str(scalars["experiment"]),
+        secret=str(scalars["experiment"]),
         model=model,
         state_version=str(scalars["state-version"]),
         keep=tuple(filter(None, str(scalars["keep"]).split(","))),

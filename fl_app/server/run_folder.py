@@ -36,6 +36,7 @@ from fl_app.server import arrivals, client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.sources import NODE, PLACES, anchored, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
+from fl_app.wire import experiment_of
 
 log = logging.getLogger("corolla")
 
@@ -59,6 +60,8 @@ INITIAL = "initial-names"
 # Key of the entries of `made-with`.
 FROM_ROUND = "from-round"
 # Key of run.json: the path of the SuperLink's database.
+# The run's secret: clients hand the state that they keep only to a server that sends it.
+SECRET = "secret"
 DATABASE = "superlink-database"
 DATA = "data"
 # Keys that name a file: run.json has its hash, under the key with this ending.
@@ -86,10 +89,10 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, experiment: str, starts: int = 0, num_clients: int = 0, figures: Sequence[Figure] = ()
+        self, path: Path, secret: str, starts: int = 0, num_clients: int = 0, figures: Sequence[Figure] = ()
     ) -> None:
         self.path = path
-        self.experiment = experiment
+        self.secret, self.experiment = secret, experiment_of(secret)
         self.starts = starts
         self.figures = tuple(figures)
         self._too_large: set[str] = set()
@@ -97,7 +100,7 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = (), facts: Mapping[str, Any] | None = None
+        cls, config: RunConfig, secret: str, figures: Sequence[Figure] = (), facts: Mapping[str, Any] | None = None
     ) -> RunFolder:
         """Create `output-dir/<run-name>`.
 
@@ -121,15 +124,16 @@ class RunFolder:
                     raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
             else:
                 raise _taken(path)
-            folder = cls(path, experiment, num_clients=config.num_clients, figures=figures)
+            folder = cls(path, secret, num_clients=config.num_clients, figures=figures)
             with explain_full_disk("output-dir", path):
                 folder.lock()
+                publish_text(path / SECRET, f"{secret}\n")
                 plugins.write(files, path / PLUGINS)
                 if folder._rows:
                     folder._rows.begin()
             folder.write_config(config, {"run-name": name, "overwrite": False})
         about = {
-            "experiment": experiment,
+            "experiment": folder.experiment,
             "starts": 0,
             MADE_WITH: [_software() | {FROM_ROUND: 1}],
             "figures": to_json(figures),
@@ -156,9 +160,12 @@ class RunFolder:
         try:
             run = json.loads((path / RUN).read_text(encoding="utf-8"))
             figures = from_json(run.get("figures", []))
-            folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1, config.num_clients, figures)
+            folder = cls(path, _secret_of(path), int(run["starts"]) + 1, config.num_clients, figures)
+            experiment = str(run["experiment"])
         except (OSError, *MALFORMED) as error:
             raise UserError(f"resume: {path / RUN} cannot be read: {error!r}") from None
+        if folder.experiment != experiment:
+            raise UserError(f"resume: {path / SECRET} is not the secret of experiment {experiment}, the run's own")
         folder.lock()
         return folder
 
@@ -372,6 +379,13 @@ def check_free(config: RunConfig) -> None:
         if where and Path(str(where)).is_relative_to(path):
             raise UserError(f"overwrite: {key} lies in {path}, which would be removed: {where}")
     _held(path).close()
+
+
+def _secret_of(path: Path) -> str:
+    try:
+        return (path / SECRET).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"resume: {path / SECRET} cannot be read: clients keep their state for its owner") from error
 
 
 def _held(path: Path) -> IO[bytes]:

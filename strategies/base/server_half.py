@@ -252,7 +252,7 @@ class ServerHalf(ABC, Generic[P]):
             task=task,
             round=round,
             attempt=0,
-            experiment=self.folder.experiment,
+            secret=self.folder.secret,
             model=model if part is None else part.take(model),
             extras=self.download_extras(client_id),
             method={trainable_tensors.HASH: constants} if constants else {},

@@ -601,7 +601,7 @@ class Rounds:
     def forget(self) -> None:
         """Ask the connected clients to remove their state of a finished run. Failures are logged."""
         ids, round = self.exchange.client_ids, self.server.round
-        download = Download("forget", round, self.attempt.generation, self.folder.experiment, NOTHING)
+        download = Download("forget", round, self.attempt.generation, self.folder.secret, NOTHING)
         messages = (self.exchange.message(i, wire.encode_download(download), "train", round) for i in ids)
         seconds = min(_FORGET_SECONDS, self.config.round_timeout)
         clipped: list[int] = []

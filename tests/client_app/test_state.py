@@ -14,7 +14,7 @@ from client_app.state import State, StateStore, missing_clients, remove, state_r
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING
 from fl_app.site import site_directory
-from fl_app.wire import Download
+from fl_app.wire import Download, experiment_of
 from strategies import METHODS
 from tests.conftest import config, f32
 
@@ -164,7 +164,7 @@ def test_forgotten_state_leaves_the_other_clients(tmp_path: Path) -> None:
 
 def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run names where state lies, and what is noted for good must not be where it can be deleted."""
-    site = tmp_path / "site" / "abc"
+    site = tmp_path / "site" / experiment_of("abc")
     monkeypatch.setenv("COROLLA_SITE_DIR", str(site))
     (tmp_path / "link").symlink_to(site)
 
@@ -196,25 +196,48 @@ def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("file", ["budget.json", "000001-000000.answered"])
 def test_what_an_earlier_version_noted_is_named_and_kept(tmp_path: Path, file: str) -> None:
     """It would not count any more: a spent budget would be whole, and a round answered again."""
-    directory = tmp_path / "abc" / "client-0007"
+    experiment = experiment_of("abc")
+    directory = tmp_path / experiment / "client-0007"
 
-    def opened(experiment: str = "abc", **changes: Any) -> CorollaClient:
+    def opened(secret: str = "abc", **changes: Any) -> CorollaClient:
         wanted = config(num_clients=8, state_dir=str(tmp_path), **changes)
         client = CorollaClient(Session(wanted, METHODS["fedavg"]), 7, "", "", 1)
-        client._open_store(Download("train", 1, 0, experiment, NOTHING))
+        client._open_store(Download("train", 1, 0, secret, NOTHING))
         return client
 
     opened()._store.save(STATE, 1, 0)
     (directory / file).write_text("[]")
     for changes in ({"dp_epsilon": 2.0}, {"private": True}):
-        with pytest.raises(UserError, match=f"abc was started with an earlier version, .*{file}.; start a new run"):
+        with pytest.raises(
+            UserError, match=f"{experiment} was started with an earlier version, .*{file}.; start a new run"
+        ):
             opened(**changes)
         opened("new", **changes)
     opened()._store.forget()
     assert [path.name for path in directory.iterdir()] == [file]
     opened()._store.save(STATE, 1, 0)
-    remove(tmp_path, "abc")
+    remove(tmp_path, experiment)
     assert [path.name for path in directory.iterdir()] == [file]
+
+
+def test_only_the_server_with_a_runs_secret_reaches_its_state(tmp_path: Path) -> None:
+    """Everybody may know the experiment's id: it is in run.json, in messages of the client, and a directory's name."""
+
+    def asked(task: str, secret: str) -> CorollaClient:
+        client = CorollaClient(Session(config(num_clients=8, state_dir=str(tmp_path)), METHODS["fedavg"]), 7, "", "", 1)
+        client._open_store(download := Download(task, 1, 0, secret, NOTHING, state_version="000001-000000"))
+        if task == "forget":
+            client._forget(download)
+        return client
+
+    asked("train", "of A")._store.save(STATE, 1, 0)
+    for guess in (experiment_of("of A"), "of B", "", "../of A"):
+        with pytest.raises(UserError, match="state of 000001-000000 is missing"):
+            asked("collect", guess)._store.load("000001-000000")
+        asked("forget", guess)
+    assert asked("collect", "of A")._store.load("000001-000000").arrays["count"] == STATE.arrays["count"]
+    asked("forget", "of A")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_delete_before_without_any_state(store: StateStore) -> None:

@@ -20,7 +20,7 @@ from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
 from fl_app.server.run_folder import read_metrics
 from fl_app.site import site_directory
-from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, Download
+from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, Download, experiment_of
 from strategies import METHOD_PARAMS, METHODS
 from strategies.fedcac import FedCACParams
 from tests.conftest import Run
@@ -138,7 +138,7 @@ def test_what_is_the_site_s_own_has_one_budget_whoever_asks(tmp_path: Path) -> N
     # what anybody has, and a simulation, spend by run
     for raw, path, keys in (({"dataset": "digits"}, "", "secret"), ({"dataset": "node"}, own, SEED_KEYS)):
         one, two = (notes({**raw, **iid}, path, keys, experiment).budget for experiment in ("first", "second"))
-        assert one != two and one.is_relative_to(tmp_path / "site" / "runs" / "first" / "client-0000")
+        assert one != two and one.is_relative_to(tmp_path / "site" / "runs" / experiment_of("first") / "client-0000")
 
 
 # whole runs

@@ -12,6 +12,7 @@ import pytest
 
 from fl_app import machine, software
 from fl_app.config import parse
+from fl_app.errors import UserError
 from fl_app.machine import made_with
 from fl_app.server.run_folder import MADE_WITH, RUN, RunFolder, read_about
 from strategies import METHOD_PARAMS
@@ -28,6 +29,22 @@ def test_versions_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert machine.cpu() == (platform.processor() or platform.machine()) != ""
     monkeypatch.setattr(machine, "PACKAGES", ("numpy", "no-such-package"))
     assert set(machine.versions()) == {"python", "numpy"}
+
+
+def test_a_run_goes_on_with_its_secret_alone(tmp_path: Path) -> None:
+    config = parse({"method": "fedavg", "output-dir": str(tmp_path), "run-name": "a"}, METHOD_PARAMS)
+    folder = RunFolder.create(config, "0123456789ab")
+    folder.close()
+    secret = folder.path / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600 and "0123456789ab" not in (folder.path / RUN).read_text()
+    again = replace(config, resume=str(folder.path))
+    resumed = RunFolder.resume(again)
+    resumed.close()
+    assert (resumed.secret, resumed.experiment) == ("0123456789ab", folder.experiment)
+    for change in (lambda: secret.write_text("another"), secret.unlink):
+        change()
+        with pytest.raises(UserError, match="resume: .*secret"):
+            RunFolder.resume(again)
 
 
 def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(
