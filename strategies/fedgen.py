@@ -288,7 +288,8 @@ class FedGen(FedAvg[FedGenParams]):
             raise UserError(
                 f"fedgen: the generator diverged in round {round} (fedgen.generator-learning-rate {rate:g} by then); of the "
                 f"classifiers that it learned from, client {uploads.ids[int(largest.argmax())]}'s has the largest weight, "
-                f"{largest.max():.3g}"
+                f"{largest.max():.3g}; lower learning-rate ({self.config.learning_rate:g}), at which the classifiers grow, or the "
+                "generator's"
             )
         known = np.isin(np.arange(self.num_classes), qualified).astype(np.uint8)
         kept = {"params": flat.detach(), "buffers": statistics, "steps": steps, "first": first, "second": second}

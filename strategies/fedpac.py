@@ -15,7 +15,8 @@ phi_i <- sum_j alpha_ij phi_j, where alpha_i solves the quadratic program (Eqs. 
 
     min  sum_j alpha_j^2 v_j + || sum_j alpha_j (h_i - h_j) ||^2    with  alpha_j >= 0,  sum_j alpha_j = 1
 
-`combine = false` and `weight = 0` is FedRep with the same epochs, bit for bit.
+`combine = false` and `weight = 0` is FedRep with the same epochs, bit for bit, if all clients train in every round. A client
+that first trains in a later round starts here from the mean head, and in FedRep from the initial one.
 
 Deviations:
 
