@@ -440,16 +440,12 @@ class CorollaClient(NumPyClient):
             self.session.refuse_within_site("data-dir", data_root(config))
         if config.dp_epsilon or config.private:
             self._store.refuse_earlier_notes()
-        own = self._own_data() if config.dp_epsilon else None
+        own = self._own_data() if config.dp_epsilon and not simulated else None
         self._notes = Notes(site_directory(), download.experiment, self.client_id, self.run, simulated, own)
 
     def _own_data(self) -> OwnData | None:
-        """Return the part of the site's own data that this client trains on, or None."""
-
-        def partition() -> str:
-            return ":".join(self.session.hashes(self.data_path))
-
-        return OwnData.of(self.config, self.data_path, self.client_id, partition)
+        """Return the site's records that this client trains on, or None if they come with a Python package."""
+        return OwnData.of(self.session.opened(self.data_path), self.data_path, self.client_id)
 
     def _with_budget(self, trainer: LocalTrainer) -> Any:
         """Return a trainer that reads records only in noisy steps, within these records' privacy budget."""

@@ -1,8 +1,8 @@
 """A site's permanent notes on spent privacy budgets, in its own directory (fl_app/site.py).
 
-- `runs/<experiment>/client-<id>/budget.json`: the trainings of one run on data that anybody may have, and in
+- `runs/<experiment>/client-<id>/budget.json`: the trainings of one run on data that come with a Python package, and in
   simulations.
-- `data/<hash>.json`: the trainings of all runs on one client's part of the site's own data. The first line names the
+- `data/<hash>.json`: the trainings of all runs on one client's records. The first line names the
   data, so that a message reads no further in files of other data.
 - `spending/<run>-<client>`: the experiment in which a run of a deployment spends.
 
@@ -17,17 +17,17 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from fl_app.checksums import Stamp, stamp_of
-from fl_app.config import RunConfig
+from fl_app.data import OpenedData, data_root
 from fl_app.data.prepared import absolute
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, publish_text
-from fl_app.sources import NODE, path_in
+from fl_app.sources import path_in, source_of
 
 _RUNS, _DATA, _SPENDING = "runs", "data", "spending"
 
@@ -48,42 +48,50 @@ class Training(NamedTuple):
     delta: float
 
 
+_OVERLAPPING = "overlapping"
+"""Partition in which clients may have a record in common."""
+
+
 @dataclass(frozen=True)
 class OwnData:
-    """A site's own data, or one client's part of them.
+    """The records of a site that one client reads, identified where they were opened.
 
-    client: the client that has this part, None for all data. partition: identifies the division into parts, "" for all
-    data.
+    path: of the data; content: their hash. client: the client that reads them. partition: hash of the division of which
+    the client has a part, "" for all of the node's own data.
     """
 
     path: Path
     client: int | None
+    content: str = ""
     partition: str = ""
 
     @classmethod
-    def of(cls, config: RunConfig, data_path: str, client_id: int, partition: Callable[[], str]) -> OwnData | None:
-        """Return the data that a run reads on a node, or None if the run reads no path of the node's.
+    def of(cls, opened: OpenedData, data_path: str, client_id: int) -> OwnData | None:
+        """Return the records that a client reads, or None if they come with a Python package.
 
-        data_path: the node's own data. If the run names a path, the client has a part of it, unless the path is the
-        node's own data. partition: returns a text that identifies this division among all others.
+        data_path: the node's own data. Benchmarks are read from a directory, which a run may name, so they count too.
         """
-        site = absolute(data_path) if data_path else None
-        if config.dataset == NODE:
-            return cls(site, None) if site else None
-        if not (named := path_in("dataset", config.dataset)):
+        config = opened.config
+        if source_of(config.dataset).installed:
             return None
-        path = absolute(named)
-        return cls(path, None) if site and _overlap(path, site) else cls(path, client_id, partition())
+        if opened.partition is None:
+            return cls(absolute(data_path), client_id, opened.hashes.data)
+        named = path_in("dataset", config.dataset)
+        division = opened.hashes.partition if opened.partition.is_disjoint else _OVERLAPPING
+        return cls(absolute(named) if named else data_root(config), client_id, opened.hashes.data, division)
 
     def shares(self, other: OwnData) -> bool:
-        """Return whether both may have a record in common: one path equals the other or lies in it.
+        """Return whether both may have a record in common. Records differ in one of two cases only, of two clients.
 
-        Two clients' parts of one division have none. Parts of different divisions may: client 1's part in one can be
-        client 2's in another.
+        Both have their node's own data, at other paths and with other contents; or both have parts of one division of
+        the same contents. One client's records may be the same under any name, in any format, order or division.
         """
-        apart = None not in (self.client, other.client) and self.client != other.client
-        divided_alike = (self.path, self.partition) == (other.path, other.partition)
-        return _overlap(self.path, other.path) and not (apart and divided_alike)
+        if self.client == other.client:
+            return True
+        if not self.partition and not other.partition:
+            return bool(self.content and self.content == other.content) or _overlap(self.path, other.path)
+        alike = (self.content, self.partition) == (other.content, other.partition)
+        return not alike or self.partition == _OVERLAPPING
 
     @property
     def file(self) -> str:
@@ -93,7 +101,7 @@ class OwnData:
     @property
     def header(self) -> list[str | int | None]:
         """The contents of that file's first line."""
-        return [str(self.path), self.client, self.partition]
+        return [str(self.path), self.client, self.content, self.partition]
 
 
 def _overlap(a: Path, b: Path) -> bool:
@@ -208,8 +216,8 @@ def _files_on(site: Path, own: OwnData, shared: dict[Path, bool]) -> list[Path]:
     for path in paths:
         if path not in shared:
             with _readable(path), path.open(encoding="utf-8") as file:
-                name, client, partition = json.loads(file.readline())
-                shared[path] = own.shares(OwnData(Path(name), client, partition))
+                name, client, content, partition = json.loads(file.readline())
+                shared[path] = own.shares(OwnData(Path(name), client, content, partition))
     return [path for path in paths if shared[path]]
 
 

@@ -91,18 +91,14 @@ class Session:
     def data(self, client_id: int, data_path: str) -> ClientData:
         """Return a client's samples, from data already open unless their files have changed. Raises UserError."""
         check_client_id(self.config, client_id)
-        return self._open(data_path).client(client_id)
-
-    def hashes(self, data_path: str) -> DataHashes:
-        """Return the hashes of the opened data, for this process alone. The server gets those of `told_hashes`."""
-        return self._open(data_path).hashes
+        return self.opened(data_path).client(client_id)
 
     def told_hashes(self, data_path: str) -> DataHashes | None:
         """Return the hashes by which the server recognises the data, or None if the site's key cannot be kept.
 
         They are keyed for a site's own data, in private runs, and in runs with a privacy budget.
         """
-        opened, config = self._open(data_path), self.config
+        opened, config = self.opened(data_path), self.config
         if config.dataset != NODE and not config.is_confidential:
             return opened.hashes
         try:
@@ -113,7 +109,8 @@ class Session:
             )
             return None
 
-    def _open(self, data_path: str) -> OpenedData:
+    def opened(self, data_path: str) -> OpenedData:
+        """Return the run's data, opened, or opened again if their files have changed. Raises UserError."""
         opened, now = self._opened.get(data_path), time.monotonic()
         if opened is not None and now < self._looked.get(data_path, -math.inf) + LOOK_EVERY:
             return opened

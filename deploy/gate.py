@@ -45,11 +45,11 @@ from deploy.audit import Audit
 from deploy.site import Site
 from fl_app import refusal
 from fl_app.app_bundle import PROJECT
-from fl_app.config import RunConfig, parse
-from fl_app.data import open_client
+from fl_app.config import parse
+from fl_app.data import open_client, trained_on
 from fl_app.errors import UserError, describe
 from fl_app.files import without_near_names
-from fl_app.keys import NoParams, Scalar, specs
+from fl_app.keys import NoParams, Scalar
 from fl_app.log_format import about
 from fl_app.plugins import is_reference
 
@@ -448,13 +448,8 @@ def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
     """Return the number of training samples that a run's config gives this client. Raises UserError if unreadable."""
     if is_reference(task := str(config.get("task", ""))):
         raise UserError(f"min-samples: the samples of task {task} cannot be counted without running its code")
-    wanted = {
-        spec.name for spec in specs(RunConfig) if spec.about == "data" or spec.name in ("task", "seed", "data-dir")
-    }
-    raw = {name: value for name, value in config.items() if name in wanted}
-    # a method's own code does not run here
+    # every key but a method's: its own code does not run here
+    raw = {name: value for name, value in config.items() if "." not in name}
     parsed = parse({**raw, "method": "any"}, {"any": NoParams})
-    data = open_client(
-        dataclasses.replace(parsed, num_clients=node.num_clients), node.client_id, data_path=node.data_path
-    )
-    return len(data.y_train)
+    run = dataclasses.replace(parsed, num_clients=node.num_clients)
+    return trained_on(run, open_client(run, node.client_id, data_path=node.data_path))

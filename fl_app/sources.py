@@ -54,6 +54,7 @@ class Source:
     targets: the place of its targets, unless the key `target` names it.
     tells_classes: clients send the names of its classes even with `report-class-counts = false`.
     resizes: the key `image-size` resizes its images.
+    installed: its samples come with a Python package, so it reads nothing that is a site's.
     known: facts that follow from its name. The user cannot set its classes, nor its image size unless it resizes.
     """
 
@@ -69,6 +70,7 @@ class Source:
     targets: str = ""
     tells_classes: bool = False
     resizes: bool = False
+    installed: bool = False
     known: NamedData | None = None
 
     @property
@@ -82,8 +84,8 @@ class Source:
         return f"{self.prefix}:{self.path}" if self.path else self.prefix
 
 
-def _named(prefix: str, prepare: str, known: NamedData, path: str = "", resizes: bool = False) -> Source:
-    return Source(prefix, prepare, path, images=True, labels_only=True, resizes=resizes, known=known)
+def _named(prefix: str, prepare: str, known: NamedData, path: str = "", **more: bool) -> Source:
+    return Source(prefix, prepare, path, images=True, labels_only=True, known=known, **more)
 
 
 _DIGITS, _TORCHVISION = "fl_app.data.named:prepare_digits", "fl_app.data.named:prepare_torchvision"
@@ -99,7 +101,7 @@ NODE = "node"
 """Each SuperNode's own data, as a value of `dataset`."""
 
 REGISTERED: tuple[Source, ...] = (
-    _named("digits", _DIGITS, NamedData(1, 10, 8)),
+    _named("digits", _DIGITS, NamedData(1, 10, 8), installed=True),
     _named("mnist", _TORCHVISION, NamedData(1, 10, 28, "MNIST")),
     _named("fashion-mnist", _TORCHVISION, NamedData(1, 10, 28, "FashionMNIST")),
     _emnist("emnist", "byclass", 62),

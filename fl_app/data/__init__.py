@@ -47,6 +47,7 @@ __all__ = [
     "partition_remarks",
     "prepare",
     "prepare_for",
+    "trained_on",
 ]
 
 
@@ -142,6 +143,12 @@ def open_client(config: RunConfig, client_id: int, *, data_path: str = "") -> Cl
     """Open one client's samples. Raises UserError as `open_data` does, and for a client_id outside [0, num-clients)."""
     check_client_id(config, client_id)
     return open_data(config, data_path).client(client_id)
+
+
+def trained_on(config: RunConfig, data: ClientData) -> int:
+    """Return the number of training samples of which an epoch makes its batches (`drop-last`)."""
+    samples, size = len(data.y_train), config.batch_size
+    return samples - samples % size if config.drop_last and samples > size else samples
 
 
 def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> OpenedData:

@@ -50,6 +50,13 @@ class Partition:
         """Hash of all clients' indices, as hexadecimal digits."""
         return hash_of(self.directory, ("flat.npy", "offsets.npy"))
 
+    @property
+    def is_disjoint(self) -> bool:
+        """Whether no training sample is in two clients' parts, nor twice in one."""
+        parts = [self.client(client_id)[0] for client_id in range(self.num_clients)]
+        indices = np.concatenate(parts) if parts else self.flat[:0]
+        return len(np.unique(indices)) == len(indices)
+
     def client(self, client_id: int) -> Share:
         """Return (train, test) indices of one client, int64 [n] and [m], into [train; test]."""
         start, middle, stop = (int(o) for o in self.offsets[2 * client_id : 2 * client_id + 3])

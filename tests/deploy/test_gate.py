@@ -226,6 +226,32 @@ def test_a_reply_that_is_too_large_is_not_sent(tmp_path: Path, link: SuperLink) 
     assert lines(tmp_path)[-1] == ("refusal", "7") and not any(kind == "upload" for kind, _ in lines(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "config, has",
+    [
+        ("train-samples = 100", 100),
+        ("train-samples = 100\nvalidation-ratio = 0.96", 5),
+        ("train-samples = 100\ndrop-last = true\nbatch-size = 51", 51),
+        ('train-samples = 7\npartition = "pathological"\nnum-clients = 1\n[tool.flwr.app.config.fedcac]\ntau = 0.3', 7),
+        ('dataset = "node"\nclasses = "0,1"\nvalidation-ratio = 0.5', 10),
+    ],
+)
+def test_samples_are_counted_as_the_client_counts_them(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch, config: str, has: int
+) -> None:
+    x, y = np.zeros((20, 3), np.float32), np.arange(20) % 2
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    fab = packed(f"{PROJECT.partition('dataset')[0]}test-samples = 10\n{config}\n".encode())
+    name = hashlib.sha256(fab).hexdigest()
+    link.fab = Fab(name, fab, {})
+    monkeypatch.setattr(f"{__name__}.HASH", name)
+    node = Node(0, 4, str(tmp_path / "own.npz"))
+    made = Gate(Site(min_samples=101), Audit(tmp_path), tmp_path, node, InMemoryObjectStore())
+    opened = made.around(link.connection())
+    link.ask("get_properties")
+    assert opened.receive() is None and link.errors[0].endswith(f"this one has {has}"), link.errors
+
+
 def refusals(directory: Path) -> list[str]:
     return [str(entry["why"]) for entry in audit.entries(directory) if entry["kind"] == "refusal"]
 

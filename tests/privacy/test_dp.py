@@ -160,29 +160,46 @@ def test_a_run_has_one_budget(tmp_path: Path) -> None:
     assert spend("second", 9) == spend("first", 9, 2) == spent
 
 
-def test_all_runs_on_a_sites_own_data_spend_from_one_budget(tmp_path: Path) -> None:
+def test_all_runs_on_a_clients_records_spend_from_one_budget(tmp_path: Path) -> None:
     wanted = config(dp_epsilon=4.0, num_server_rounds=5)
     plan = Plan.of(wanted, 100, 1)
 
-    def spend(
-        data: str, experiment: str = "first", client: int | None = None, partition: str = "", **more: Any
-    ) -> float:
-        own = OwnData(Path(data), client, partition)
+    def spend(own: OwnData, experiment: str, **more: Any) -> float:
         return budget_of(tmp_path, wanted, experiment=experiment, own=own, **more).spend("1", plan, plan.steps)
 
-    spent = [spend("/a/b", "first"), spend("/a/b", "second", run=2), spend("/a/b", "second", client_id=9)]
-    assert spent[0] < spent[1] < spent[2]
-    # what holds it, what it holds, and a client's part of it
-    assert spent[2] < spend("/a", "third") < spend("/a/b/c", "third")
-    for data, client in (("/a/b", None), ("/a/b", 5), ("/", None)):
-        with pytest.raises(UserError, match=r"dp-epsilon: \d\.\d+ of 4 is spent"):
-            spend(data, "fourth", client)
-    # other data, and two clients' parts of one file
-    assert spend("/a2") == spend("/b", client=1) == spend("/b", client=2) == spent[0]
-    # divided in another way, what was client 1's or 2's may be anybody's
-    assert spend("/b", client=3, partition="other") > spend("/b", client=3) > spent[0]
+    node = OwnData(Path("/a"), 1, "x")
+    # a link, another format, a part of it by name, and another division of that
+    same = [node, OwnData(Path("/c"), 1, "z"), OwnData(Path("/c"), 1, "z", "p"), OwnData(Path("/c"), 1, "z", "q")]
+    spent = [spend(own, f"run-{k}") for k, own in enumerate(same)]
+    assert spent == sorted(set(spent))
+    with pytest.raises(UserError, match=r"dp-epsilon: \d\.\d+ of 4 is spent"):
+        for own in same:
+            spend(own, "more")
     # a simulation protects nobody, and a repeated experiment has a whole budget
-    assert spend("/a/b", "fifth", simulated=True) == spend("/a/b", "sixth", simulated=True) == spent[0]
+    assert spend(node, "fifth", simulated=True) == spend(node, "sixth", simulated=True) == spent[0]
+
+
+@pytest.mark.parametrize(
+    "one, two, shared",
+    [
+        (("/a", 1, "x"), ("/b", 2, "y"), False),
+        (("/a", 1, "x"), ("/b", 2, "x"), True),
+        (("/a", 1, "x"), ("/a/b", 2, "y"), True),
+        (("/a", 1, "x", "p"), ("/a", 2, "x", "p"), False),
+        (("/a", 1, "x", "p"), ("/b", 2, "x", "p"), False),
+        (("/a", 1, "x", "p"), ("/a", 2, "x", "q"), True),
+        (("/a", 1, "x", "p"), ("/a", 2, "y", "p"), True),
+        (("/a", 1, "x", "overlapping"), ("/a", 2, "x", "overlapping"), True),
+        (("/a", 1, "x", "p"), ("/b", 2, "y"), True),
+        (("/a", 1, "x", "p"), ("/b", 1, "y", "q"), True),
+        (("/a", 1, "x"), ("/b", 1, "y"), True),
+    ],
+)
+def test_records_of_two_clients_differ_if_their_site_can_know_it(
+    one: tuple[Any, ...], two: tuple[Any, ...], shared: bool
+) -> None:
+    first, second = (OwnData(Path(path), *rest) for path, *rest in (one, two))
+    assert first.shares(second) == second.shares(first) == shared
 
 
 def test_a_plan_leaves_room_for_what_other_runs_have_spent(tmp_path: Path) -> None:
@@ -238,18 +255,18 @@ def test_a_message_reads_its_own_data_s_notes_once(tmp_path: Path, monkeypatch: 
     wanted = config(dp_epsilon=4.0, num_server_rounds=5)
     plan = Plan.of(wanted, 100, 1)
     for client in range(6):
-        budget = budget_of(tmp_path, wanted, own=OwnData(Path(f"/site-{client}"), None))
+        budget = budget_of(tmp_path, wanted, own=OwnData(Path(f"/site-{client}"), client))
         for round in (1, 2, 3):
             budget.spend(f"{round}", plan, plan.steps)
     read: list[Path] = []
     monkeypatch.setattr("client_app.notes._read", lambda path, whole=_read: read.append(path) or whole(path))
-    before = budget_of(tmp_path, wanted, own=OwnData(Path("/site-3"), None))
+    before = budget_of(tmp_path, wanted, own=OwnData(Path("/site-3"), 3))
     before.check_state()
     assert before.before().steps == {}
     before.spend("4", plan, plan.steps)
     assert read == [before.notes.budget]
     # another message has noted more since
-    budget_of(tmp_path, wanted, own=OwnData(Path("/site-3"), None)).spend("5", plan, plan.steps)
+    budget_of(tmp_path, wanted, own=OwnData(Path("/site-3"), 3)).spend("5", plan, plan.steps)
     assert [t.steps for t in before.notes.trainings()] == [5 * plan.steps]
     assert len(before.notes.budget.read_text().splitlines()) == 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -108,34 +107,64 @@ def test_no_key_of_a_run_resets_what_is_noted(
     assert named | {"num-server-rounds", "keep-state", "private", "num-clients"} <= tried
 
 
-def test_what_is_the_site_s_own_has_one_budget_whoever_asks(tmp_path: Path) -> None:
+def archive(directory: Path) -> Path:
+    """Write the file of a benchmark, medmnist-a, with a site's own records in it."""
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for part in ("train", "val", "test"):
+        arrays[f"{part}_images"] = generator.integers(0, 255, (40, 28, 28), dtype=np.uint8)
+        arrays[f"{part}_labels"] = (np.arange(40) % 11)[:, None]
+    np.savez(directory / "organamnist.npz", **arrays)
+    return directory
+
+
+def table(path: Path, own: Path, order: slice = slice(None)) -> Path:
+    """Write a data set as a table."""
+    with np.load(own) as data:
+        x, y = (np.concatenate([data[f"{name}_{part}"] for part in ("train", "test")]) for name in "xy")
+    rows = [",".join([*map(str, row), str(label)]) for row, label in zip(x, y, strict=True)][order]
+    path.write_text("\n".join(["a,b,c,d,label", *rows]) + "\n")
+    return path
+
+
+def test_a_clients_records_have_one_budget_however_a_run_names_them(tmp_path: Path) -> None:
+    """Another format, order or subset, another partition, split or size: what was spent before counts every time."""
+    own = write(tmp_path / "own.npz")
+    base: dict[str, Scalar] = {"partition": "iid", "train-samples": 5, "test-samples": 2, "dp-epsilon": 2.0}
+    benchmark: dict[str, Scalar] = {"dataset": "medmnist-a", "data-dir": str(archive(tmp_path))}
+    csv, reverse = table(tmp_path / "t.csv", own), table(tmp_path / "r.csv", own, slice(None, None, -1))
+    half: dict[str, Scalar] = {"dataset": f"table:{table(tmp_path / 'h.csv', own, slice(32))}", "target": "label"}
+    write(tmp_path / "again.npz")
+    ways: list[tuple[dict[str, Scalar], Path | str]] = [
+        ({"dataset": "node"}, own),
+        (benchmark, own),
+        (benchmark, ""),
+        ({**benchmark, "partition-seed": 3}, own),
+        ({"dataset": "node"}, csv),
+        ({"dataset": f"npz:{own}"}, own),
+        ({"dataset": f"npz:{tmp_path / 'again.npz'}"}, own),
+        ({"dataset": f"npz:{own}"}, ""),
+        ({"dataset": f"npz:{own}", "seed": 3}, ""),
+        ({"dataset": f"npz:{own}", "num-clients": 2}, ""),
+        ({"dataset": f"npz:{own}", "validation-ratio": 0.5}, ""),
+        ({"dataset": f"table:{csv}", "target": "label"}, own),
+        ({"dataset": f"table:{csv}", "target": "label", "exclude": "a"}, own),
+        ({"dataset": f"table:{reverse}", "target": "label", "test-ratio": 0.5}, own),
+        (half, own),
+    ]
+    steps = 0
+    for number, (raw, data_path) in enumerate(ways):
+        target = {"target": "label"} if str(data_path).endswith(".csv") else {}
+        found = notes({**base, **target, **raw}, data_path, experiment=f"run {number}")
+        assert sum(t.steps for t in found.trainings()) == steps, raw
+        with found.alone():
+            found.note(Training(found.experiment, "1", 3.0, 0.1, 10, 2.0, 1e-5))
+        steps += 10
+
+
+def test_data_of_a_package_and_a_simulation_spend_by_run(tmp_path: Path) -> None:
     own = write(tmp_path / "own.npz")
     iid: dict[str, Scalar] = {"partition": "iid", "train-samples": 5, "test-samples": 2, "dp-epsilon": 2.0}
-    (tmp_path / "link.npz").symlink_to(own)
-    node = notes({"dataset": "node", **iid}, own)
-    assert node.budget.parent.name == "data"
-    # whatever the server calls it, and however it is reached
-    assert notes({"dataset": "node", **iid}, tmp_path / "link.npz", experiment="another").budget == node.budget
-    for name in ("own.npz", "link.npz", "x/../own.npz"):
-        assert notes({"dataset": f"npz:{tmp_path / name}", **iid}, own, experiment="another").budget == node.budget
-    # a part of what the run names is a client's
-    part = notes({"dataset": f"npz:{own}", **iid}, "")
-    assert part.budget not in (node.budget, notes({"dataset": "digits", **iid}, "").budget)
-    assert part.own is not None and node.own is not None and part.own.shares(node.own)
-    # another client's is apart, until the data are divided in another way, or are other data
-    other_client = dataclasses.replace(part.own, client=1)
-    assert not part.own.shares(other_client)
-    again = notes({"dataset": f"npz:{own}", **iid, "state-dir": str(tmp_path / "x"), "dp-delta": 1e-3}, "").own
-    assert again == part.own
-    for key, value in {"seed": 3, "num-clients": 2, "train-samples": 6}.items():
-        divided = notes({"dataset": f"npz:{own}", **iid, key: value}, "").own
-        assert divided is not None and divided.shares(other_client), key
-    write(own, seed=1)
-    changed = notes({"dataset": f"npz:{own}", **iid}, "")
-    changed_own = notes({"dataset": f"npz:{own}", **iid, "data-dir": str(tmp_path / "anew")}, "").own
-    assert changed.own == part.own or changed.own == changed_own
-    assert changed_own is not None and changed_own.shares(other_client)
-    # what anybody has, and a simulation, spend by run
     for raw, path, keys in (({"dataset": "digits"}, "", "secret"), ({"dataset": "node"}, own, SEED_KEYS)):
         one, two = (notes({**raw, **iid}, path, keys, experiment).budget for experiment in ("first", "second"))
         assert one != two and one.is_relative_to(tmp_path / "site" / "runs" / experiment_of("first") / "client-0000")
