@@ -25,7 +25,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,10 @@ from deploy.inventory import Form
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
-from fl_app.sources import path_in
+from fl_app.paths import path_keys, path_of
 from fl_app.toml import read_toml
 
 ASK, STRICT = "ask", "strict"
-# The keys of a run's config that name a path on the node. The other keys with a path are read by the server alone.
-PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir", "initial-weights")
 
 
 def _texts(words: str, pattern: str) -> Form:
@@ -201,20 +199,27 @@ def _beyond(name: str, bound: Mapping[str, Any], config: Mapping[str, Scalar], d
 
 
 def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
-    allowed = [Path(path).resolve() for path in site.readable_paths or ()]
-    for name in PATH_KEYS:
-        if not (text := _path(name, str(config.get(name, "")))):
-            continue
-        path = Path(text).expanduser()
-        if not path.is_absolute():
-            return f"readable-paths: {name} must be an absolute path, got {text}"
-        # resolved: symbolic links and .. must not lead outside
-        resolved = path.resolve()
-        if not any(resolved.is_relative_to(place) for place in allowed):
-            return f"readable-paths: {name} names {text}, which is not under {', '.join(map(str, allowed)) or 'any'}"
+    """Return the first key that names a path outside of `readable-paths`, with the rule, or "".
+
+    The answer depends on nothing on this machine's disk: a path that does not lie below an allowed one by its name is
+    refused before anything is looked up.
+    """
+    allowed = [place for path in site.readable_paths or () for place in (Path(path), Path(path).resolve())]
+    for name, spec in path_keys().items():
+        text = path_of(name, config.get(name))
+        if text and spec.path and spec.path.at_site and not _lies_in(text, allowed):
+            return f"readable-paths: {name} names a path that no run may name here"
     return ""
 
 
-def _path(name: str, value: str) -> str:
-    """Return the path in a value of one of PATH_KEYS, or ""."""
-    return path_in(name, value) if name in ("dataset", "partition") else value
+def _lies_in(text: str, allowed: Sequence[Path]) -> bool:
+    path = Path(os.path.normpath(text))
+    # ~ is no absolute path: the answer would show which accounts there are
+    if not Path(text).is_absolute() or not any(path.is_relative_to(place) for place in allowed):
+        return False
+    try:
+        # symbolic links and .. must not lead outside
+        resolved = Path(text).resolve()
+        return any(resolved.is_relative_to(place) for place in allowed)
+    except (OSError, RuntimeError, ValueError):
+        return False

@@ -67,6 +67,18 @@ POSITIVE_RATIO = Rule(low=0, high=1, low_open=True)
 BELOW_ONE = Rule(low=0, high=1, high_open=True)
 
 
+@dataclass(frozen=True)
+class File:
+    """A property of keys whose value names a file or a directory.
+
+    after_word: the path comes after a word and a colon, as in `file:/path`. at_site: clients open it, so that a site's
+    rules decide about it; otherwise the server alone does.
+    """
+
+    after_word: bool = False
+    at_site: bool = True
+
+
 def key(
     default: Any,
     doc: str,
@@ -81,6 +93,7 @@ def key(
     checked: bool = False,
     spans_run: bool = False,
     begins_after: bool = False,
+    path: File | None = None,
 ) -> Any:
     """Declare one key: its default, its sentence in the documentation, its range and its properties.
 
@@ -89,7 +102,8 @@ def key(
     rows as they are read. extends: a resumed run may change it, although this changes the result. headline: a report
     names it first. compared: papers state it, so a difference from a paper's value matters. checked: some errors in
     it show only when something is opened or built. spans_run: its effect in a round depends on the run's number of
-    rounds, unless it is off (`KeySpec.is_off`). begins_after: a phase begins after this round.
+    rounds, unless it is off (`KeySpec.is_off`). begins_after: a phase begins after this round. path: how its value names
+    a file; a key without it names none.
     """
     declared = dict(
         default=default,
@@ -104,6 +118,7 @@ def key(
         checked=checked,
         spans_run=spans_run,
         begins_after=begins_after,
+        path=path,
     )
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"key": declared})
@@ -130,6 +145,7 @@ class KeySpec:
     checked: bool
     spans_run: bool
     begins_after: bool
+    path: File | None
 
     @property
     def range(self) -> str:

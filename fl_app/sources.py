@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from fl_app.errors import UserError
 from fl_app.known_names import OWN_PARTITION
@@ -84,8 +82,12 @@ class Source:
         return f"{self.prefix}:{self.path}" if self.path else self.prefix
 
 
-def _named(prefix: str, prepare: str, known: NamedData, path: str = "", **more: bool) -> Source:
-    return Source(prefix, prepare, path, images=True, labels_only=True, known=known, **more)
+def _named(
+    prefix: str, prepare: str, known: NamedData, path: str = "", resizes: bool = False, installed: bool = False
+) -> Source:
+    return Source(
+        prefix, prepare, path, images=True, labels_only=True, resizes=resizes, installed=installed, known=known
+    )
 
 
 _DIGITS, _TORCHVISION = "fl_app.data.named:prepare_digits", "fl_app.data.named:prepare_torchvision"
@@ -189,24 +191,3 @@ def path_prefixes(key: str) -> tuple[str, ...]:
 def path_in(key: str, value: str) -> str:
     """Return the path in a value of `dataset`, `partition` or `speeds`, "" if it has none."""
     return next((value.removeprefix(prefix) for prefix in path_prefixes(key) if value.startswith(prefix)), "")
-
-
-PLACES = ("output-dir", "data-dir", "state-dir", "initial-weights", "replay")
-"""Keys that have a path as value."""
-
-
-def anchored(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return a flat config with absolute paths. directory: the base of relative paths; ~ is the user's home."""
-
-    def absolute(path: str) -> str:
-        return str((directory / Path(path).expanduser()).resolve())
-
-    out = dict(config)
-    for key in PLACES:
-        if out.get(key) and isinstance(out[key], str):
-            out[key] = absolute(out[key])
-    for key in ("dataset", "partition", "speeds"):
-        value = out.get(key)
-        if isinstance(value, str) and (path := path_in(key, value)):
-            out[key] = value.removesuffix(path) + absolute(path)
-    return out

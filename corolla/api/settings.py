@@ -16,7 +16,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.config.rules import with_implied
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.sources import anchored
+from fl_app.paths import anchored
 from strategies import METHOD_PARAMS, METHODS
 
 DEFAULT_CLIENTS = 10

@@ -51,9 +51,10 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, nearest_path, no_such, opener, publish_text
 from fl_app.keys import Scalar, nearest, without_others
+from fl_app.paths import anchored
 from fl_app.server.checkpoint import load_latest
 from fl_app.server.run_folder import check_state
-from fl_app.sources import NODE, anchored
+from fl_app.sources import NODE
 from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"

@@ -33,7 +33,7 @@ from fl_app.errors import UserError
 from fl_app.files import no_such
 from fl_app.keys import Scalar, own
 from fl_app.known_names import BY_COLUMN, OWN_PARTITION, UNBALANCED
-from fl_app.sources import anchored
+from fl_app.paths import anchored
 from fl_app.toml import flatten, read_toml
 
 PRESETS = Path(__file__).parent

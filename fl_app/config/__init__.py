@@ -34,6 +34,7 @@ from fl_app.keys import (
     POSITIVE,
     POSITIVE_RATIO,
     RATIO,
+    File,
     KeySpec,
     NoParams,
     Rule,
@@ -248,11 +249,14 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     # files
     run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.", about="place")
-    output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.", about="place")
+    output_dir: str = key(
+        "runs", "Directory of run folders; made absolute by `corolla run`.", about="place", path=File(at_site=False)
+    )
     state_dir: str = key(
         "",
         "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory.",
         about="place",
+        path=File(),
     )
     keep_state: bool = key(
         False,
@@ -265,7 +269,9 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         "If a run of this `run-name` exists, remove it just before the new one starts. Anything that is no run is not removed.",
         about="place",
     )
-    resume: str = key("", "Run folder to continue; set by `corolla run --resume`.", about="place")
+    resume: str = key(
+        "", "Run folder to continue; set by `corolla run --resume`.", about="place", path=File(at_site=False)
+    )
     strict: bool = key(
         False,
         "A resumed run is refused if its checkpoint was written by other code, or other versions of Flower, NumPy or PyTorch; "

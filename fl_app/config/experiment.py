@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
+from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, File, Rule, key
 from fl_app.known_names import (
     BY_COLUMN,
     FIXED_SIZES,
@@ -89,6 +89,7 @@ class ExperimentKeys:
         f"{either(f'`{source.form}` {source.note}'.rstrip() for source in sources_that())}.",
         about="data",
         headline=True,
+        path=File(after_word=True),
     )
     classes: str = key(
         "",
@@ -158,6 +159,7 @@ class ExperimentKeys:
         f"default is `{BY_COLUMN}`.",
         about="data",
         headline=True,
+        path=File(after_word=True),
     )
     dirichlet_alpha: float = key(
         0.1,
@@ -257,6 +259,7 @@ class ExperimentKeys:
         "Directory of prepared data sets. Empty: `$COROLLA_DATA_DIR`, or the user's cache.",
         about="place",
         checked=True,
+        path=File(),
     )
     # task
     task: str = key(
@@ -303,6 +306,7 @@ class ExperimentKeys:
         "it. If part of the model stays on the clients, they read it too, at the same path. The card beside it, `FILE.json`, is "
         "[compared](models.md#initial-weights) with the data by name. Empty: drawn by `seed`.",
         checked=True,
+        path=File(),
     )
     initial_weights_partial: bool = key(
         False,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
+from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, File, key
 
 SIMULATED = ("speeds", "availability", "day-length", "drop-rate")
 """Keys that decide who answers when in a simulation."""
@@ -60,6 +60,7 @@ class TimingKeys:
         "Clients' speeds in simulated time: `none`, `lognormal:SIGMA` (drawn by `seed`), or `file:speeds.csv` "
         "([columns](time.md#speeds)). A simulation with them records `virtual-seconds`, and waits for nobody.",
         compared=False,
+        path=File(after_word=True, at_site=False),
     )
     availability: float = key(
         1.0,
@@ -78,6 +79,7 @@ class TimingKeys:
         "",
         "Run folder whose arrivals are repeated in a simulation; set by `corolla run --replay`.",
         compared=False,
+        path=File(at_site=False),
     )
 
     @property

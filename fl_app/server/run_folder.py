@@ -32,9 +32,10 @@ from fl_app.keys import Scalar, own, show, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
+from fl_app.paths import anchored, path_of
 from fl_app.server import arrivals, client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
-from fl_app.sources import NODE, PLACES, anchored, path_in
+from fl_app.sources import NODE, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
 from fl_app.wire import experiment_of
 
@@ -375,7 +376,7 @@ def check_free(config: RunConfig) -> None:
     if path.is_symlink() or not _is_whole_run(path):
         raise UserError(f"overwrite: {path} is no run folder; choose another run-name, or remove it yourself")
     for key, value in anchored(config.resolved, Path()).items():
-        where = value if key in PLACES else path_in(key, str(value))
+        where = path_of(key, value)
         if where and Path(str(where)).is_relative_to(path):
             raise UserError(f"overwrite: {key} lies in {path}, which would be removed: {where}")
     _held(path).close()

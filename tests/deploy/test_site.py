@@ -10,8 +10,8 @@ import pytest
 from deploy import site, supernode
 from deploy.site import Site
 from fl_app.errors import UserError
+from fl_app.paths import path_keys
 from fl_app.site import site_directory
-from fl_app.sources import PLACES
 
 HASH = "ab" * 32
 
@@ -147,8 +147,15 @@ def test_paths_of_a_run_must_lie_where_the_site_says(tmp_path: Path) -> None:
 
 
 def test_every_key_with_a_path_is_ruled_or_the_servers() -> None:
-    with_path = {*PLACES, "dataset", "partition", "speeds"}
-    assert with_path - set(site.PATH_KEYS) == {"output-dir", "replay", "speeds"}
+    at_site = {name: spec.path.at_site for name, spec in path_keys().items() if spec.path}
+    assert {name for name, here in at_site.items() if not here} == {"output-dir", "replay", "speeds", "resume"}
+    assert {name for name, here in at_site.items() if here} == {
+        "dataset",
+        "partition",
+        "data-dir",
+        "state-dir",
+        "initial-weights",
+    }
 
 
 def test_the_gate_tells_applications_where_the_site_keeps_its_notes(
