@@ -39,7 +39,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.run import Run
 
-from deploy import approval, site
+from deploy import approval, evaluations, site
 from deploy.approval import Request
 from deploy.audit import Audit
 from deploy.site import Site
@@ -173,16 +173,24 @@ class Gate:
             if judged.waits and self._undecided(judged):
                 self._hold(received)
                 return None
+            why = judged.refusal or self._used_up(judged, message)
         # a run that cannot be written to the audit does not start
         except (UserError, OSError) as error:
             self._answer(message, str(error))
             return None
-        if judged.refusal:
-            self._refuse(message, judged.refusal)
+        if why:
+            self._refuse(message, why)
             return None
         _keep_last(self._open, message.metadata.message_id, message, _MAX_OPEN)
         self._pulled = 0
         return received
+
+    def _used_up(self, judged: Judged, message: Message) -> str:
+        """Count the message if its reply is an evaluation that the site limits. Return the reason to refuse it, or ""."""
+        most = self.rules.max_evaluations
+        if most is None or not evaluations.counts(message.metadata.message_type, judged.config):
+            return ""
+        return evaluations.claim(most)
 
     def pull_object(self, run_id: int, object_id: str) -> bytes:
         """Fetch a part of a message. Its name must be its sha256, so that a message's id covers all of its bytes."""

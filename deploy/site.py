@@ -5,6 +5,7 @@ applications = ["9f2c..."]          # sha256 of the applications that may run he
 methods = ["fedcac", "fedobp"]
 min-samples = 50
 max-upload = 20_000_000             # bytes
+max-evaluations = 500               # of private runs and runs with dp-epsilon, together
 readable-paths = ["/data/xray"]
 confine = true                      # applications reach nothing else
 site-dir = "/srv/corolla/notes"     # notes of this site that no run may undo
@@ -105,6 +106,12 @@ class Site:
         "Directory of this site's notes: privacy budgets that its records have spent, private rounds that it has answered. "
         "`$COROLLA_SITE_DIR` takes precedence",
         Form("an absolute path", lambda v: isinstance(v, str) and v.startswith("/")),
+    )
+    max_evaluations: int | None = key(
+        None,
+        "Most evaluations that this site answers in all its private runs and runs with `dp-epsilon` together; each message to "
+        "train or to evaluate is one. With `report-accuracy = false` none is counted",
+        _COUNT,
     )
 
 

@@ -52,6 +52,9 @@ dataset = "digits"
 train-samples = 30
 test-samples = 10
 state-dir = ""
+private = false
+dp-epsilon = 0.0
+report-accuracy = true
 """
 FAB = build_fab_from_files({"pyproject.toml": PROJECT.encode(), "app.py": b"server = client = None\n"})[0]
 HASH = hashlib.sha256(FAB).hexdigest()
@@ -165,6 +168,29 @@ def deliver(opened: Connection, made: Gate, reply: Message) -> None:
 def exchange(opened: Connection, made: Gate, link: SuperLink, floats: int) -> None:
     """Receive the message that waits, and send a reply with so many numbers."""
     deliver(opened, made, reply_to(ask(opened, link), floats))
+
+
+def test_a_sites_evaluations_are_counted_over_runs_and_restarts(tmp_path: Path, site_dir: Path) -> None:
+    """A server that sends models of one class reads test labels from accuracies, one class a question."""
+    confidential: list[dict[str, Any]] = [{"private": True}, {"dp-epsilon": 1.0}]
+    quiet = {"private": True, "report-accuracy": False}
+    link = SuperLink({1: {}, 2: confidential[0], 3: confidential[1], 4: quiet})
+
+    def passes(kind: str, run_id: int) -> bool:
+        # a new gate each time, as after a restart
+        _, opened = gate(tmp_path, link, max_evaluations=3)
+        link.ask(kind, run_id)
+        return opened.receive() is not None
+
+    assert [passes(kind, run) for kind, run in (("evaluate", 2), ("train", 3), ("evaluate", 3))] == [True] * 3
+    assert not link.sent
+    for kind, run in (("evaluate", 2), ("train", 2), ("evaluate", 3)):
+        assert not passes(kind, run)
+    assert all(error.startswith("refused by its site: max-evaluations:") for error in link.errors)
+    # without figures, and in runs that hide nothing
+    assert all(passes(kind, run) for kind, run in (("get_properties", 2), ("evaluate", 4), ("train", 1), ("train", 4)))
+    (site_dir / "evaluations").write_text("damaged")
+    assert not passes("evaluate", 2)
 
 
 def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLink) -> None:

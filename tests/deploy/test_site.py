@@ -26,7 +26,7 @@ def written(directory: Path, text: str, mode: int = 0o644) -> Path:
 def test_every_key_is_read(tmp_path: Path) -> None:
     text = (
         f'applications = ["{HASH}"]\nmethods = ["fedcac"]\nmin-samples = 50\nmax-upload = 20_000_000\n'
-        'readable-paths = ["/data"]\nconfine = true\nsite-dir = "/notes"\n'
+        'max-evaluations = 9\nreadable-paths = ["/data"]\nconfine = true\nsite-dir = "/notes"\n'
         'approval = "ask"\n[bounds]\nlocal-epochs = {max = 10}\ndevice = {one-of = ["cpu"]}\n'
         "[bounds.fedcac]\ntau = {min = 0.1, max = 0.9}\n"
     )
@@ -37,7 +37,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "fedcac.tau": {"min": 0.1, "max": 0.9},
     }
     assert site.read_site(path) == Site(
-        (HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path), "/notes"
+        (HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path), "/notes", 9
     )
     assert site.read_site(written(tmp_path, "")) == Site(source=str(path))
 

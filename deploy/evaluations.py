@@ -1,0 +1,44 @@
+"""A site's count of the evaluations that it has answered in confidential runs: `max-evaluations` of site.toml.
+
+The server chooses the model of an evaluation. Enough questions tell a site's test labels, whatever the run's
+configuration is. So the count is of the site, over all runs, in the site's own directory (fl_app/site.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.files import lock, make_directory, publish_text
+from fl_app.keys import Scalar, specs
+from fl_app.site import site_directory
+
+FILE = "evaluations"
+# Messages without a model.
+_WITHOUT_FIGURES = ("query", "get_properties", "get_parameters")
+
+
+def counts(kind: str, config: Mapping[str, Scalar]) -> bool:
+    """Return whether the reply to a message has figures of a confidential run. kind: the message's type."""
+    values = {spec.name: config.get(spec.name, spec.default) for spec in specs(RunConfig)}
+    is_confidential = bool(values["private"]) or bool(values["dp-epsilon"])
+    return kind not in _WITHOUT_FIGURES and is_confidential and bool(values["report-accuracy"])
+
+
+def claim(most: int) -> str:
+    """Count an evaluation before it is answered. Return the reason to refuse it, or "".
+
+    most: the site's limit. Raises UserError if the count cannot be read or written: then nothing is answered.
+    """
+    path = site_directory() / FILE
+    try:
+        make_directory(path.parent)
+        with lock(path.with_suffix(".lock"), wait=True):
+            answered = int(path.read_text(encoding="ascii")) if path.exists() else 0
+            if answered >= most:
+                return f"max-evaluations: this site answers {most}, and has answered them"
+            publish_text(path, f"{answered + 1}\n")
+    except (OSError, ValueError):
+        raise UserError("max-evaluations: this site cannot count its evaluations, so it answers none") from None
+    return ""
