@@ -159,7 +159,7 @@ def encode(
         if name in targets or name == request.client:
             uses.append(Use(name, "target" if name in targets else "client"))
             continue
-        if why := _left_out(excluded, declared, name, values, place):
+        if why := _left_out(excluded, declared, name, None if request.public else values, place):
             uses.append(Use(name, "left out", why))
             # the user asked for this in `exclude`: no remark
             remarks += [f"column {name!r} is left out: {why}"] if name not in excluded else []
@@ -171,7 +171,14 @@ def encode(
             continue
         sides = [part[name] for part in parts]
         if name in categorical:
-            found = _words(name, sides, declared_words(categorical[name]), places)
+            words = declared_words(categorical[name])
+            if request.public and not words:
+                problems.append(
+                    f"categorical: {name!r} must declare its words ({name}=a|b) with dp-epsilon: no feature may follow "
+                    "from records"
+                )
+                continue
+            found = _words(name, sides, words, places, others=request.public)
         else:
             found = _numbers(name, sides, training, fills.get(name, NEVER), places)
         if isinstance(found, str):
@@ -203,10 +210,13 @@ def encode(
 # Columns that are no features -----------------------------------------------------------------------------------------
 
 
-def _left_out(excluded: Collection[str], declared: Collection[str], name: str, values: NDArray[Any], place: int) -> str:
+def _left_out(
+    excluded: Collection[str], declared: Collection[str], name: str, values: NDArray[Any] | None, place: int
+) -> str:
     """Return why a column is left out; "" if it is a feature.
 
-    excluded, declared: the columns that the user excludes, and that a key declares as features.
+    excluded, declared: the columns that the user excludes, and that a key declares as features. values: None if they
+    must not decide.
     """
     if name in excluded:
         return "exclude"
@@ -214,6 +224,8 @@ def _left_out(excluded: Collection[str], declared: Collection[str], name: str, v
         return ""
     if _SAVED_INDEX.fullmatch(name) or (place == 0 and _WITHOUT_NAME.fullmatch(name)):
         return "an index that a program saved with the table"
+    if values is None:
+        return ""
     if _WITHOUT_NAME.fullmatch(name) and missing(values).all():
         return "empty and without a name: every line ends with a comma"
     if numbers_the_rows(values):
@@ -293,10 +305,10 @@ def _fills(request: DataRequest, train: Columns) -> dict[str, Fill]:
     """Return the treatment of missing numbers by column. Raises UserError for a fill value that is no number.
 
     If the key `impute` is unset, every column of a table may be filled in. At a site none may, because all sites must
-    have the same features.
+    have the same features. With `dp-epsilon` none may, because a missing number would make a feature.
     """
     if not request.impute:
-        return {} if request.site else dict.fromkeys(train, Fill(allowed=True))
+        return {} if request.site or request.public else dict.fromkeys(train, Fill(allowed=True))
     found = {}
     for name, text in declared_in(request.impute, train).items():
         value = None
@@ -377,10 +389,13 @@ def _rows(name: str, wrong: NDArray[np.int64], values: NDArray[Any], places: Pla
     return f"{values[wrong[0]]} in row {places.number(int(wrong[0]))}{more}"
 
 
-def _words(name: str, sides: Sequence[NDArray[Any]], declared: Sequence[str], places: Places) -> Features | str:
+def _words(
+    name: str, sides: Sequence[NDArray[Any]], declared: Sequence[str], places: Places, others: bool = False
+) -> Features | str:
     """Return a column of words as one feature of zeros and ones for each word, or the error that refuses it.
 
-    declared: the words in order; empty: those of the data, sorted. Where a word is missing, all features are 0.
+    declared: the words in order; empty: those of the data, sorted. Where a word is missing, all features are 0. others:
+    whether other words count as missing, too; otherwise they are refused.
     """
     for values in sides:
         if values.ndim > 1 or first_structure(values) >= 0:
@@ -395,7 +410,7 @@ def _words(name: str, sides: Sequence[NDArray[Any]], declared: Sequence[str], pl
         return f"column {name} has no word in any row; leave it out (add {name!r} to exclude)"
     if len(known) > MOST_WORDS:
         return f"column {name} must have at most {MOST_WORDS} words to be categorical, got {len(known)}"
-    for side, none in zip(texts, gone, strict=True):
+    for side, none in zip(() if others else texts, () if others else gone, strict=True):
         other = np.flatnonzero(~none & ~np.isin(side, np.array(known, dtype=object)))
         if other.size:
             row = places.number(int(other[0]))

@@ -72,8 +72,9 @@ class DataRequest:
     each sample's client. test_ratio: part of the rows used for test if columns have no test part; test_seed: draws
     these rows. exclude, categorical, impute: columns that are no features, columns of words, and columns of numbers
     with missing values. na_values, separator, test_after: as the keys of these names. site: whether the data are one
-    site's own, which may lack classes and test samples. force: convert again. look: convert again if files were
-    overwritten since.
+    site's own, which may lack classes and test samples. public: whether columns must be declared such that names and
+    shapes follow from the config and the columns' names, and from no record (`dp-epsilon`). force: convert again. look:
+    convert again if files were overwritten since.
     """
 
     dataset: str
@@ -93,6 +94,7 @@ class DataRequest:
     separator: str = ""
     test_after: str = ""
     site: bool = False
+    public: bool = False
     force: bool = False
     look: bool = False
 
@@ -118,6 +120,7 @@ class DataRequest:
             config.separator,
             config.test_after,
             site,
+            config.dp_epsilon > 0,
             **more,
         )
 

@@ -98,6 +98,8 @@ def open_columns(
         request.separator,
         request.test_after,
     ]
+    if request.public:
+        settings.append("public")
     return open_or_convert(request, f"{kind}-{path.stem}", [str(path), stamps, *settings, VERSION], convert)
 
 
@@ -203,6 +205,8 @@ def _outputs(
         _require_numbers(request, parts, places)
     y = [_targets(request, part) for part in parts]
     classes = request.classes or tuple(known)
+    if task.has_classes and not classes and request.public:
+        raise UserError(f"classes: must be set with dp-epsilon: the classes of {column} must not follow from records")
     if task.has_classes and not classes and not request.site:
         # a divided table's classes are those of all rows, in training and in test
         classes = arrays.class_names(y[0])
