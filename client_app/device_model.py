@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Model, Vector
 from fl_app.metrics import ONE_CLASS
 from fl_app.tasks import Task
+from strategies.base import classifier_path
 
 
 def resolve_device(name: str) -> torch.device:
@@ -95,14 +97,9 @@ class LoadedModel:
         """Return a second network with a model's values: evaluation mode, without gradients."""
         return self.flat.network(model)
 
-    def classifier(self, module: nn.Module | None = None) -> nn.Linear:
-        """Return a module's last Linear layer. Raises UserError if it has none."""
-        linear = [m for m in (self.module if module is None else module).modules() if isinstance(m, nn.Linear)]
-        if not linear:
-            raise UserError(
-                f"model: {self.config.model} has no Linear layer, so it has no features (the input of the last one)"
-            )
-        return linear[-1]
+    def classifier(self, module: nn.Module | None = None) -> Any:
+        """Return the part of a network that holds its classifier. Raises UserError if no single module does."""
+        return (self.module if module is None else module).get_submodule(classifier_path(self.layout))
 
     def logits(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return logits float32 [n, C], computed in the run's precision."""
@@ -113,7 +110,7 @@ class LoadedModel:
         return logits.float()
 
     def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features float32 [n, f], logits float32 [n, C]); features: the input of the last Linear layer."""
+        """Return (features float32 [n, f], logits float32 [n, C]); features: the classifier's input."""
         seen: list[Tensor] = []
         hook = self.classifier(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:

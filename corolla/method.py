@@ -22,6 +22,7 @@ from fl_app.keys import (
     key,
 )
 from fl_app.layout import NOTHING, Layout, Model, Slot
+from fl_app.metrics import Metric
 from fl_app.wire import Expected, Upload
 from strategies.aggregate import weighted_mean
 from strategies.base import (
@@ -70,6 +71,7 @@ __all__ = [
     "LocalUpdate",
     "Matrix",
     "Method",
+    "Metric",
     "Model",
     "NoParams",
     "Objective",

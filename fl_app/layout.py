@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,13 +64,77 @@ def packed(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
+class Split(NamedTuple):
+    """The division of a network into body and classifier.
+
+    classifier: names of the classifier's tensors.
+    layer: path of the module that holds the classifier. Its input is a sample's features. None if there is no such module.
+    linear: whether this module is a Linear layer with weight [C, k], and its output is the network's.
+    unused: names of the parameters that no gradient reaches.
+    fault: why the network cannot be split; "" if it can.
+    """
+
+    classifier: frozenset[str] = frozenset()
+    layer: str | None = None
+    linear: bool = False
+    unused: frozenset[str] = frozenset()
+    fault: str = ""
+
+    def marks(self, module: nn.Module) -> None:
+        """Write this split into a network, for `of`."""
+        module.__dict__[_MARK] = self
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Split:
+        """Return the split that a network was marked with, or those of the networks inside it.
+
+        A network without marks is split at its last Linear layer, in the order of registration.
+        """
+        marked = [(path, part.__dict__[_MARK]) for path, part in module.named_modules() if _MARK in part.__dict__]
+        if not marked:
+            return cls._registered_last(module)
+        parts: list[Split] = [split.inside(path) for path, split in marked]
+        return parts[-1]._replace(
+            classifier=frozenset().union(*(part.classifier for part in parts)),
+            unused=frozenset().union(*(part.unused for part in parts)),
+        )
+
+    def inside(self, path: str) -> Split:
+        """Return the same split, of a network at a path of another one."""
+        if not path:
+            return self
+
+        def below(names: frozenset[str]) -> frozenset[str]:
+            return frozenset(f"{path}.{name}" for name in names)
+
+        layer = None if self.layer is None else f"{path}.{self.layer}"
+        return self._replace(classifier=below(self.classifier), layer=layer, unused=below(self.unused))
+
+    @classmethod
+    def _registered_last(cls, module: nn.Module) -> Split:
+        from torch import nn
+
+        linear = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+        if not linear:
+            return cls(fault="no Linear layer is in it")
+        path, layer = linear[-1]
+        own = [name for name, _ in layer.named_parameters(recurse=False)]
+        own += [name for name, buffer in layer.named_buffers(recurse=False) if buffer.is_floating_point()]
+        plain = "weight" in own
+        return cls(frozenset(f"{path}.{name}".lstrip(".") for name in own), path, plain)
+
+
+_MARK = "_corolla_split"
+
+
 @dataclass(frozen=True)
 class Layout:
     """Names, shapes and slices of a model's parameters and buffers.
 
-    classifier: names of the last Linear layer's tensors. batchnorm: names of BatchNorm's parameters and statistics.
-    constants: sha256 of the frozen tensors, which are no part of the layout (fl_app/trainable_tensors.py); "" if there
-    are none. constant_head: names of the frozen tensors of the last Linear layer.
+    classifier: names of the classifier's tensors, those of the last layer before the output. batchnorm: names of
+    BatchNorm's parameters and statistics. constants: sha256 of the frozen tensors, which are no part of the layout
+    (fl_app/trainable_tensors.py); "" if there are none. constant_head: names of the classifier's frozen tensors. split:
+    the network's division into body and classifier, with its frozen tensors.
     """
 
     params: tuple[Slot, ...]
@@ -79,6 +143,7 @@ class Layout:
     batchnorm: frozenset[str] = frozenset()
     constants: str = ""
     constant_head: frozenset[str] = frozenset()
+    split: Split = Split()
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
@@ -86,25 +151,27 @@ class Layout:
         from torch import nn
 
         constant: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        last_linear: frozenset[str] = frozenset()
+        split = Split.of(module)
         batchnorm: set[str] = set()
         for prefix, child in module.named_modules():
-            own = {f"{prefix}.{n}" if prefix else n for n, _ in child.named_parameters(recurse=False)}
-            buffers = [n for n, b in child.named_buffers(recurse=False) if b.is_floating_point()]
-            own |= {f"{prefix}.{n}" if prefix else n for n in buffers}
-            if isinstance(child, nn.Linear):
-                last_linear = frozenset(own)
-            elif isinstance(child, nn.modules.batchnorm._BatchNorm):
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                own = {f"{prefix}.{n}" if prefix else n for n, _ in child.named_parameters(recurse=False)}
+                buffers = [n for n, b in child.named_buffers(recurse=False) if b.is_floating_point()]
+                own |= {f"{prefix}.{n}" if prefix else n for n in buffers}
                 batchnorm |= own - constant
+        params = packed((n, tuple(p.shape)) for n, p in module.named_parameters())
+        statistics = packed(
+            (n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant
+        )
+        there = {slot.name for slot in (*params, *statistics)}
         return cls(
-            packed((n, tuple(p.shape)) for n, p in module.named_parameters()),
-            packed(
-                (n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant
-            ),
-            last_linear - constant,
+            params,
+            statistics,
+            split.classifier & there,
             frozenset(batchnorm),
             getattr(module, "frozen_sha256", ""),
-            last_linear & constant,
+            split.classifier & constant,
+            split,
         )
 
     @cached_property
@@ -132,6 +199,16 @@ class Layout:
         """Names of all parameters and buffers."""
         return frozenset(slot.name for slot in self.params + self.buffers)
 
+    @cached_property
+    def parts(self) -> dict[str, list[str]]:
+        """Names of the tensors of body and classifier, and of unused parameters, which no gradient reaches, in order."""
+        ordered = [slot.name for slot in self.params + self.buffers]
+        return {
+            "body": [name for name in ordered if name not in self.classifier],
+            "classifier": [name for name in ordered if name in self.classifier],
+            "unused": [name for name in ordered if name in self.split.unused],
+        }
+
     def subset(self, names: frozenset[str]) -> Layout:
         """Return the layout of only the named tensors, packed in the same order."""
         return Layout(
@@ -139,6 +216,7 @@ class Layout:
             packed((s.name, s.shape) for s in self.buffers if s.name in names),
             self.classifier & names,
             self.batchnorm & names,
+            split=self.split,
         )
 
     def take(self, model: Model, names: frozenset[str]) -> Model:

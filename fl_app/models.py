@@ -27,17 +27,19 @@ import functools
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_app import plugins, rng
+from fl_app import plugins, rng, tracing
 from fl_app.debugging import at
 from fl_app.errors import UserError, describe, listed
 from fl_app.known_names import MODELS
+from fl_app.layout import Split
 from fl_app.machine import available_memory
+from fl_app.trainable_tensors import matching
 
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
@@ -55,15 +57,17 @@ def build(
     seed: int = 0,
     input_shape: tuple[int, ...] = (),
     input_dtype: str = "float32",
+    classifier: str = "",
 ) -> nn.Module:
-    """Return a model on the CPU, in train mode. Its weights depend only on (seed, name).
+    """Return a model on the CPU, in train mode. Its weights depend only on (seed, name). It is marked with its `Split`.
 
     name: one of the module docstring's list. norm: `batch` or `group` (32 groups), used only by the ResNets.
     input_shape: of a sample; (): images [in_channels, image_size, image_size]. input_dtype: of the model's input.
+    classifier: patterns over the names of the classifier's tensors; "": they are found.
 
     The global generators of torch, NumPy and `random` are seeded first and restored afterwards. Raises UserError for an
     unknown name or norm, for images that are too small, for a model that does not fit in the free memory, and for any
-    error of a user's factory.
+    error of a user's factory. Raises UserError also for a pattern that matches no tensor.
     """
     if norm not in NORMS:
         raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
@@ -75,12 +79,20 @@ def build(
             _refuse_larger_than_memory(name, shape, num_classes, 8.0 * (math.prod(shape) + num_classes))
             _seed(seed, name)
             example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
-            return _call_factory(name, factory, in_channels, num_classes, image_size, example)
+            return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier)
         if name not in MODELS:
             raise UserError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
         _refuse_larger_than_memory(name, shape, num_classes, _bytes_of(name, shape, num_classes, norm))
         _seed(seed, name)
-        return _named(name, shape, num_classes, norm)
+        module = _named(name, shape, num_classes, norm)
+        if classifier:
+            module.eval()
+            example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
+            _mark(module, _named, (name, norm), example, num_classes, classifier)
+            return module.train()
+        # a pass would find the same (tests/fl_app/test_split.py)
+        Split.of(module).marks(module)
+        return module
 
 
 def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> nn.Module:
@@ -221,7 +233,13 @@ class ResNet(nn.Module):
 
 
 def _call_factory(
-    name: str, factory: Callable[..., object], in_channels: int, num_classes: int, image_size: int, example: Tensor
+    name: str,
+    factory: Callable[..., object],
+    in_channels: int,
+    num_classes: int,
+    image_size: int,
+    example: Tensor,
+    classifier: str,
 ) -> nn.Module:
     more = {"input_shape": tuple(example.shape[1:])} if _takes(factory, "input_shape") else {}
     try:
@@ -237,8 +255,53 @@ def _call_factory(
             f"{type(module).__qualname__}"
         )
     _check_tensors(name, module)
-    _check_output(name, module, example, num_classes)
+    module.eval()
+    output = _mark(module, factory, (name,), example, num_classes, classifier)
+    _check_output(name, module, example, num_classes, output)
     return module
+
+
+# splits of networks that were built in this process, by what built them and their tensors' names
+_SPLITS: dict[Hashable, tuple[Callable[..., object], Split]] = {}
+
+
+def _mark(
+    module: nn.Module,
+    factory: Callable[..., object],
+    arguments: tuple[str, ...],
+    example: Tensor,
+    num_classes: int,
+    classifier: str,
+) -> Tensor | None:
+    """Mark a network, in evaluation mode, with its split. Return its output for a batch if it was needed, else None.
+
+    factory, arguments: what built the network. Equal ones share a split. classifier: patterns of the key.
+    """
+    names = tuple(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
+    key = id(factory), arguments, tuple(example.shape), example.dtype, num_classes, classifier, names
+    output: Tensor | None = None
+    if key not in _SPLITS:
+        try:
+            output, found = tracing.traced(module, example, _wanted(module, classifier) if classifier else None)
+        except UserError:
+            raise
+        except Exception as error:
+            found = Split(fault=f"its layers cannot be followed ({describe(error)})")
+            if classifier:
+                found = Split(_wanted(module, classifier)())
+        _SPLITS[key] = factory, found
+    _SPLITS[key][1].marks(module)
+    return output
+
+
+def _wanted(module: nn.Module, patterns: str) -> Callable[[], frozenset[str]]:
+    """Return a function that gives the tensors that the key `classifier` names. It raises UserError if a pattern fits none."""
+
+    def names() -> frozenset[str]:
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        return matching("classifier", patterns, [name for name, tensor in tensors if tensor.is_floating_point()])
+
+    return names
 
 
 def _takes(factory: Callable[..., object], keyword: str) -> bool:
@@ -269,12 +332,12 @@ def _check_tensors(name: str, module: nn.Module) -> None:
             raise UserError(f"model {name}: must be built on the CPU (training moves it), but {listed(devices)}")
 
 
-def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: int) -> None:
+def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: int, output: object) -> None:
     shape, dtype = tuple(example.shape), str(example.dtype).removeprefix("torch.")
-    module.eval()
     try:
-        with torch.no_grad():
-            output = module(example)
+        if output is None:
+            with torch.no_grad():
+                output = module(example)
     except Exception as error:
         raise UserError(
             f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in eval mode; it "

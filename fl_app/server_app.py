@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fl_app import debugging, flower_patches, log_format, software, tasks, weights
 from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError
+from fl_app.errors import UserError, listed
 from fl_app.layout import Layout, Model
 from fl_app.machine import available_memory
 from fl_app.metrics import Reports
@@ -52,6 +52,7 @@ from fl_app.server.run_folder import (
     PARTITION_HASH,
     READ_BY,
     SHAPE,
+    SPLIT,
     TESTED,
     RunFolder,
     folder_of,
@@ -178,6 +179,14 @@ def run(
         with trackers.following(here, folder.path, strategy.round, log.warning), printed:
             if tested := method.tested(config):
                 log.info("%s: %s", config.method, tested)
+            log.info("model %s: %s", config.model, parts_line(layout))
+            if unused := layout.parts["unused"]:
+                log.warning(
+                    "model %s: no gradient reaches %s; they travel as the method's other tensors do, unless the key share "
+                    "leaves them out",
+                    config.model,
+                    listed(unused),
+                )
             rounds.run()
             # again, for clients that came later
             folder.write_clients(_facts(roster.properties, counted))
@@ -194,6 +203,17 @@ def run(
         for one in logs:
             one.close()
         folder.close()
+
+
+def parts_line(layout: Layout) -> str:
+    """Return the layers of a model's body and classifier as one line, or why the model cannot be split."""
+    if layout.split.fault or not layout.classifier:
+        return f"no body and classifier, because {layout.split.fault or 'the classifier does not train'}"
+
+    def layers(names: list[str]) -> str:
+        return listed(list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))) or "none"
+
+    return f"body {layers(layout.parts['body'])}; classifier {layers(layout.parts['classifier'])}"
 
 
 def _check_time(config: RunConfig, simulated: bool) -> None:
@@ -248,6 +268,7 @@ def _opened_folder(
     method, agreed = METHODS[config.method], _sent_scaling(roster, start)
     facts = {
         SHAPE: roster.shape._asdict(),
+        SPLIT: layout.parts,
         FROZEN: layout.constants,
         TESTED: method.tested(config),
         **({INITIAL: start.names._asdict()} if start else {}),

@@ -24,14 +24,14 @@ HASH = "frozen-sha256"
 
 
 def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
-    """Return the names that a key's patterns match; all if there are no patterns.
+    """Return the names that a key's patterns match; all if there are no patterns. A module's name matches its tensors.
 
     Raises UserError for a pattern that matches none.
     """
     every = list(names)
     found: set[str] = set()
     for pattern in split_names(patterns):
-        matched = {name for name in every if fnmatchcase(name, pattern)}
+        matched = {name for name in every if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matched:
             raise UserError(f"{key}: no tensor of the model matches {pattern!r}; there are {listed(every)}")
         found |= matched

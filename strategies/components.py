@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_app.errors import UserError
-from fl_app.layout import Layout, Model, Slot, Vector, packed
+from fl_app.layout import Layout, Model, Slot, Split, Vector, packed
+from strategies.base import classifier_path
+from strategies.heads import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,17 +45,19 @@ def chosen_of(models: list[nn.Module]) -> nn.Module:
 
 
 def classifiers_of(draw: Callable[[int], nn.Module], count: int) -> nn.Module:
-    """Return the first drawing of a model, with the last Linear layers of `count` drawings in place of its own (`chosen_of`)."""
-    module, layers = draw(0), list[tuple[str, "nn.Module"]]()
-    for k in range(count):
-        layers.append(last_linear(module if not k else draw(k)))
-    parent, _, name = layers[0][0].rpartition(".")
-    setattr(module.get_submodule(parent), name, chosen_of([layer for _, layer in layers]))
+    """Return the first drawing of a model, with the classifiers of `count` drawings in place of its own (`chosen_of`)."""
+    module = draw(0)
+    path, own = classifier_of(module)
+    parent, _, name = path.rpartition(".")
+    chosen = chosen_of([own, *(classifier_of(draw(k))[1] for k in range(1, count))])
+    setattr(module.get_submodule(parent), name, chosen)
+    own = frozenset(f"{path}.{name}" for name in chosen.state_dict())
+    Split.of(module)._replace(classifier=own).marks(module)
     return module
 
 
 def bodies_of(models: Sequence[nn.Module]) -> nn.Module:
-    """Return one network of several. It gives the inputs of their last Linear layers, flattened and side by side.
+    """Return one network of several. It gives the inputs of their classifiers, flattened and side by side.
 
     Its output is float32 [n, sum of widths]. The models lose these layers. Its tensors are named <position>.<name in
     the model>.
@@ -82,8 +85,7 @@ def bodies_of(models: Sequence[nn.Module]) -> nn.Module:
             super().__init__(models)
             self.taps = list[Tap]()
             for model in models:
-                name, layer = last_linear(model)
-                assert isinstance(layer, nn.Linear)
+                name, layer = classifier_of(model)
                 parent, _, own = name.rpartition(".")
                 self.taps.append(Tap(layer.out_features))
                 setattr(model.get_submodule(parent), own, self.taps[-1])
@@ -96,12 +98,13 @@ def bodies_of(models: Sequence[nn.Module]) -> nn.Module:
     return SideBySide()
 
 
-def last_linear(module: nn.Module) -> tuple[str, nn.Module]:
-    """Return the name of a model's last Linear layer, and the layer; "" and the model itself if there is none below it."""
-    from torch import nn
+def classifier_of(module: nn.Module) -> tuple[str, Any]:
+    """Return the path of the module that holds a network's classifier, and this module.
 
-    linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and name]
-    return linear[-1] if linear else ("", module)
+    Raises UserError if there is none.
+    """
+    path = classifier_path(Layout.of(module))
+    return path, module.get_submodule(path)
 
 
 def component_of(name: str) -> int | None:
@@ -151,18 +154,18 @@ def concatenation(models: Sequence[nn.Module]) -> nn.Module:
     """Return one classifier on the bodies of several models of one kind.
 
     Its state dict holds encoders.<k>.<name in the model>, classifier.weight [C, Kf] and classifier.bias [C]. The models
-    lose their own last Linear layers.
+    lose their own classifiers.
     """
     from torch import nn
 
-    layer: Any = last_linear(models[0])[1]
+    layer = classifier_of(models[0])[1]
     classifier = nn.Linear(len(models) * layer.in_features, layer.out_features)
     return nn.Sequential(OrderedDict({ENCODERS: bodies_of(models), CLASSIFIER: classifier}))
 
 
 def concatenated(layout: Layout, count: int) -> Layout:
     """Return the layout of the `concatenation` of `count` models, given the layout of one."""
-    bare, (classes, width) = layout.subset(layout.names - layout.classifier), head(layout).shape
+    bare, (classes, width) = layout.subset(layout.names - layout.classifier), head_slots(layout)[0].shape
 
     def each(slots: tuple[Slot, ...]) -> list[tuple[str, tuple[int, ...]]]:
         return [(f"{ENCODERS}.{k}.{slot.name}", slot.shape) for k in range(count) for slot in slots]
@@ -170,14 +173,6 @@ def concatenated(layout: Layout, count: int) -> Layout:
     own = [(f"{CLASSIFIER}.weight", (classes, count * width)), (f"{CLASSIFIER}.bias", (classes,))]
     batchnorm = frozenset(f"{ENCODERS}.{k}.{name}" for k in range(count) for name in bare.batchnorm)
     return Layout(packed([*each(bare.params), *own]), packed(each(bare.buffers)), frozenset(dict(own)), batchnorm)
-
-
-def head(layout: Layout) -> Slot:
-    """Return the weight of a model's classifier, [C, f]. Raises UserError if it is not a parameter."""
-    found = [slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2]
-    if not found:
-        raise UserError("model: the weight of its last Linear layer is no parameter of its own, this method needs it")
-    return found[0]
 
 
 def fresh_classifier(layout: Layout, count: int, seed: int) -> Vector:
@@ -188,7 +183,7 @@ def fresh_classifier(layout: Layout, count: int, seed: int) -> Vector:
     import torch
     from torch import nn
 
-    classes, width = head(layout).shape
+    classes, width = head_slots(layout)[0].shape
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         layer = nn.Linear(count * width, classes)
@@ -197,7 +192,7 @@ def fresh_classifier(layout: Layout, count: int, seed: int) -> Vector:
 
 def sum_of_classifiers(layout: Layout, models: Sequence[Model]) -> Vector:
     """Return models' own classifiers as one on all of them, float32 [KfC + C]. Its logits are the sum of theirs."""
-    classes, weight = head(layout).shape[0], head(layout).name
+    classes, weight = head_slots(layout)[0].shape[0], head_slots(layout)[0].name
     own = [layout.tensors(model) for model in models]
     biases = [tensors[name].astype(np.float64) for tensors in own for name in layout.classifier - {weight}]
     bias = sum(biases, np.zeros(classes)).astype(np.float32)

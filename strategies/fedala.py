@@ -175,7 +175,8 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         features = None
         merged = frozenset(slot.name for slot in ctx.layout.params if slot.start >= first)
         # the fast path handles only the layer's own tensors, no constants of the key `train`
-        if trainer.task.cross_entropy and merged == ctx.layout.classifier and not ctx.layout.constant_head:
+        plain = ctx.layout.split.linear and not ctx.layout.constant_head
+        if trainer.task.cross_entropy and merged == ctx.layout.classifier and plain:
             features = head_inputs(trainer, chosen)
         if features is None:
             return [(len(batch), whole(trainer, first, batch)) for batch in batches]

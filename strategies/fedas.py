@@ -39,6 +39,7 @@ from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
 from fl_app.wire import Upload, WireError
 from strategies.base import (
+    FEATURES,
     OWN_MODEL,
     ClientState,
     LocalUpdate,
@@ -193,6 +194,7 @@ METHOD = Method(
     figures=FIGURES,
     needs_classes=True,
     not_private="its server weights models by a number that each client reports",
+    needs=FEATURES,
     overview=Overview(
         group="A part of the model",
         travels="body both ways",

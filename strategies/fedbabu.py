@@ -27,7 +27,16 @@ from typing import Literal
 from fl_app.config import RunConfig
 from fl_app.keys import key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_classifier, local_epochs
+from strategies.base import (
+    SPLIT,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    all_but_classifier,
+    local_epochs,
+)
 from strategies.fedavg import FedAvg
 
 log = logging.getLogger("corolla")
@@ -88,6 +97,7 @@ METHOD = Method(
     needs_whole=True,
     dp_epochs=local_epochs,
     sums=True,
+    needs=SPLIT,
     overview=Overview(
         group="A part of the model",
         travels="body both ways",

@@ -42,6 +42,7 @@ from fl_app.wire import Expected, Upload
 from strategies import components
 from strategies.aggregate import Stack
 from strategies.base import (
+    LINEAR,
     MOVED,
     ClientState,
     Drawings,
@@ -51,9 +52,9 @@ from strategies.base import (
     PersonalizedStrategy,
     RoundContext,
     Uploads,
-    all_but_classifier,
 )
 from strategies.base.uploads import Intake
+from strategies.heads import head_slots
 from strategies.ifca import cluster_means
 from strategies.kmeans import centres_of, kmeans, squared_distances
 from strategies.robust import RULES
@@ -122,7 +123,7 @@ def clusters(shares: ArrayLike, k: int, seed: int, cap: int = 0) -> NDArray[np.i
 def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
     """Return a network with the run's model, `model`, and a classifier on K encoders of its kind, `joint`.
 
-    `grown` selects the part that answers. Raises UserError for a model that cannot be split.
+    `grown` selects the part that answers.
     """
     import torch
     from torch import nn
@@ -133,7 +134,7 @@ def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
 
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
-            classes, width = components.head(Layout.of(model)).shape
+            classes, width = head_slots(Layout.of(model))[0].shape
             self.model = model
             joint = {"weight": torch.zeros(classes, params.clusters * width), "bias": torch.zeros(classes)}
             self.joint = nn.ParameterDict({name: nn.Parameter(zeros) for name, zeros in joint.items()})
@@ -147,9 +148,7 @@ def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
             z: Tensor = self.grown[0](x)
             return functional.linear(z, self.joint["weight"][:, : z.shape[1]], self.joint["bias"])
 
-    model = drawings(0)
-    all_but_classifier(Layout.of(model))
-    return Growing(model)
+    return Growing(drawings(0))
 
 
 def exported(make: Callable[[], nn.Module], names: frozenset[str]) -> nn.Module:
@@ -165,7 +164,7 @@ def body(layout: Layout) -> frozenset[str]:
 
 def split(classifier: NDArray[Any], layout: Layout) -> tuple[Stack, Vector]:
     """Return the weight [C, Kf] and the bias [C] of a classifier [KfC + C]."""
-    classes = components.head(layout).shape[0]
+    classes = head_slots(layout)[0].shape[0]
     return classifier[:-classes].reshape(classes, -1), classifier[-classes:]
 
 
@@ -220,7 +219,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
     def shares_of(self, client_id: int) -> Shares:
         """Return the share of each class in a connected client's labels, [C]; zeros if it reported no counts."""
         counts = client_facts(client_id, self.attempt.declared.get(client_id, {})).get("class-counts")
-        of_all = np.zeros(components.head(self.layout).shape[0]) if counts is None else np.array(counts, np.float64)
+        of_all = np.zeros(head_slots(self.layout)[0].shape[0]) if counts is None else np.array(counts, np.float64)
         shares: Shares = of_all / max(of_all.sum(), 1)
         return shares
 
@@ -325,7 +324,7 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
             return super().merge(received, state, ctx)
         state.arrays.update({name: ctx.extras[name] for name in (ENCODERS, STATISTICS) if name in ctx.extras})
         weight, bias = split(ctx.extras[CLASSIFIER], layout)
-        count = weight.shape[1] // components.head(layout).shape[1]
+        count = weight.shape[1] // head_slots(layout)[0].shape[1]
         # arrays of size 0 do not travel
         none = np.zeros((count, 0), np.float32)
         bodies = zip(*(state.arrays.get(name, none) for name in (ENCODERS, STATISTICS)), strict=True)
@@ -389,6 +388,7 @@ METHOD = Method(
     needs_classes=True,
     needs_all="fedconcat puts clients into clusters by their label counts",
     not_private="it sends label counts, and its server groups clients by them",
+    needs=LINEAR,
     overview=Overview(
         group="Several global models",
         travels="model; later classifier, and encoders down once",

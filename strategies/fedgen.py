@@ -47,9 +47,10 @@ from fl_app import rng
 from fl_app.errors import UserError
 from fl_app.figures import Scalars
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
-from fl_app.layout import Layout, Model
+from fl_app.layout import Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies.base import (
+    LINEAR,
     ClientState,
     LocalUpdate,
     Method,
@@ -57,7 +58,7 @@ from strategies.base import (
     Overview,
     RoundContext,
     Uploads,
-    all_where_features_are,
+    all_but_local_statistics,
 )
 from strategies.fedavg import FedAvg, GlobalModelParams
 from strategies.heads import head_slots
@@ -364,16 +365,6 @@ class FedGenUpdate(LocalUpdate[FedGenParams]):
         return dataclasses.replace(plain, extras={COUNTS: ctx.trainer.class_counts.astype(np.int32)})
 
 
-def shared(layout: Layout, params: FedGenParams) -> frozenset[str]:
-    """Return the names of all tensors, without local statistics.
-
-    Raises UserError for a model without features or without a plain classifier.
-    """
-    travelling = all_where_features_are(layout, params)
-    head_slots(layout)
-    return travelling
-
-
 FIGURES = (
     Scalars(
         "generator-loss", "Loss of the generator", "loss", "The loss of the last step on the server in each round."
@@ -384,10 +375,11 @@ METHOD = Method(
     FedGenParams,
     FedGen,
     FedGenUpdate,
-    shared,
+    all_but_local_statistics,
     figures=FIGURES,
     needs_classes=True,
     not_private="it sends label counts with every upload",
+    needs=LINEAR,
     overview=Overview(
         group="One global model for all",
         travels="model; up + 4C, down + generator",

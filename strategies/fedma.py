@@ -54,6 +54,7 @@ from fl_app.wire import Expected, Upload
 from strategies.aggregate import weighted_mean
 from strategies.base import (
     LATE,
+    LINEAR,
     ClientState,
     Drawings,
     LocalUpdate,
@@ -127,7 +128,7 @@ def chain_of(layout: Layout) -> list[Layer]:
         layer = chain[owner[0]]
         chain[owner[0]] = Layer(layer.weight, layer.others, (*layer.buffers, buffer))
     if len(chain) < 2 or chain[-1].weight.name not in layout.classifier:
-        raise _no_chain("its last layer must be a Linear layer above another one")
+        raise _no_chain("its last layer must be its classifier, above another layer")
     return chain
 
 
@@ -350,6 +351,7 @@ METHOD = Method(
     compose=checked,
     needs_whole=True,
     not_private="its server matches single clients' models",
+    needs=LINEAR,
     overview=Overview(
         group="One global model for all",
         travels="model; up + 8C",

@@ -38,13 +38,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
 from fl_app.figures import Layers
 from fl_app.keys import BELOW_ONE, RATIO, key
-from fl_app.layout import Layout, Model, Vector
+from fl_app.layout import Model, Vector
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks, scores
 from strategies.base import (
+    SPLIT,
     ClientState,
     LocalUpdate,
     Method,
@@ -52,7 +52,6 @@ from strategies.base import (
     RoundContext,
     Uploads,
     all_but_local_statistics,
-    check_head_trains,
 )
 from strategies.fedavg import FedAvg
 
@@ -326,17 +325,6 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         return dataclasses.replace(plain, mask=mask, extras={COUNTS: np.array(counts, np.int64)})
 
 
-def shared(layout: Layout, params: FedOBPParams) -> frozenset[str]:
-    """Return the names of all tensors, without BatchNorm's statistics if these are local.
-
-    Raises UserError if `scope` is the classifier and the model has none.
-    """
-    if params.scope == "classifier" and not layout.classifier:
-        check_head_trains(layout)
-        raise UserError("fedobp.scope: classifier needs a model with a Linear layer, this one has none")
-    return all_but_local_statistics(layout, params)
-
-
 FIGURES = (
     Layers(
         COUNTS,
@@ -353,11 +341,12 @@ METHOD = Method(
     FedOBPParams,
     FedOBP,
     FedOBPUpdate,
-    shared,
+    all_but_local_statistics,
     figures=FIGURES,
     needs_whole=True,
     sums=True,
     global_beside_personal=True,
+    needs=lambda params: SPLIT if params.scope == "classifier" else "",
     overview=Overview(
         group="A part of the model",
         stays="few parameters",

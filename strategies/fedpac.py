@@ -43,11 +43,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app.figures import Matrix
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
-from fl_app.layout import Layout, Model
+from fl_app.layout import Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies.aggregate import Stack
 from strategies.base import (
     AGE,
+    LINEAR,
     MOVED,
     ClientState,
     LocalUpdate,
@@ -55,7 +56,7 @@ from strategies.base import (
     Overview,
     RoundContext,
     Uploads,
-    all_but_classifier,
+    all_tensors,
 )
 from strategies.base.uploads import Intake
 from strategies.fedavg import FedAvg
@@ -71,7 +72,6 @@ from strategies.fedproto import (
     pulled,
     sent_prototypes,
 )
-from strategies.heads import head_slots
 
 # up: float32 [C, k] and float64 [1]
 SHARES, VARIANCE = "shares", "variance"
@@ -249,13 +249,6 @@ class FedPACUpdate(LocalUpdate[FedPACParams]):
         return dataclasses.replace(plain, extras={PROTOTYPES: means, COUNTS: counts, **own})
 
 
-def shared(layout: Layout, params: FedPACParams) -> frozenset[str]:
-    """Return the names of all tensors. Raises UserError for a model that cannot be split into body and classifier."""
-    all_but_classifier(layout)
-    head_slots(layout)
-    return layout.names
-
-
 FIGURES = (
     Matrix(
         "head-weights",
@@ -271,11 +264,12 @@ METHOD = Method(
     FedPACParams,
     FedPAC,
     FedPACUpdate,
-    shared,
+    all_tensors,
     figures=FIGURES,
     needs_classes=True,
     needs_whole=True,
     not_private="its server mixes single clients' heads",
+    needs=LINEAR,
     overview=Overview(
         group="A part of the model",
         travels="model and centroids; up + statistics",

@@ -15,7 +15,7 @@ Deviations:
 from __future__ import annotations
 
 from fl_app.keys import NoParams
-from strategies.base import LocalUpdate, Method, Overview, all_but_classifier, local_epochs
+from strategies.base import SPLIT, LocalUpdate, Method, Overview, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -26,6 +26,7 @@ METHOD = Method(
     all_but_classifier,
     dp_epochs=local_epochs,
     sums=True,
+    needs=SPLIT,
     overview=Overview(
         group="A part of the model",
         travels="body both ways",

@@ -49,6 +49,7 @@ from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies.aggregate import Stack
 from strategies.base import (
+    LINEAR,
     ClientState,
     LocalUpdate,
     Method,
@@ -57,7 +58,6 @@ from strategies.base import (
     PersonalizedStrategy,
     RoundContext,
     Uploads,
-    all_but_classifier,
 )
 from strategies.base.uploads import Intake
 from strategies.heads import head_slots
@@ -323,14 +323,10 @@ class FedProtoUpdate(LocalUpdate[FedProtoParams]):
 
 
 def shared(layout: Layout, params: FedProtoParams) -> frozenset[str]:
-    """Return no names: no tensor travels.
-
-    Raises UserError for a model without features, or without the classifier that the prediction needs.
-    """
-    all_but_classifier(layout)
+    """Return no names: no tensor travels. Raises UserError for a classifier without the bias that the prediction needs."""
     if head_slots(layout)[1] is None and params.predict == "prototypes":
         raise UserError(
-            "fedproto.predict: prototypes needs a last Linear layer with a bias that trains; take classifier, got prototypes"
+            "fedproto.predict: prototypes needs a classifier with a bias that trains; take classifier, got prototypes"
         )
     return frozenset()
 
@@ -344,6 +340,7 @@ METHOD = Method(
     needs_classes=True,
     needs_whole=True,
     not_private="its server weighs each client's prototypes by its samples of the class",
+    needs=LINEAR,
     overview=Overview(
         group="Nothing",
         travels="prototypes both ways",

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_classifier
+from strategies.base import SPLIT, ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_classifier
 from strategies.fedavg import FedAvg
 
 
@@ -64,6 +64,7 @@ METHOD = Method(
     all_but_classifier,
     sums=True,
     dp_epochs=lambda config: head_epochs(config) + config.params.body_epochs,
+    needs=SPLIT,
     overview=Overview(
         group="A part of the model",
         travels="body both ways",

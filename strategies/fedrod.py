@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fl_app.keys import key
-from fl_app.layout import Layout, Model
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_where_features_are
+from fl_app.layout import Model
+from strategies.base import LINEAR, ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_local_statistics
 from strategies.fedavg import FedAvg, GlobalModelParams
 from strategies.heads import head_slots
 
@@ -114,22 +114,16 @@ class FedRoDUpdate(LocalUpdate[FedRoDParams]):
         return trainer.read()
 
 
-def shared(layout: Layout, params: FedRoDParams) -> frozenset[str]:
-    """Return the names of the tensors that travel. Raises UserError for a model without a classifier that trains."""
-    names = all_where_features_are(layout, params)
-    head_slots(layout)
-    return names
-
-
 METHOD = Method(
     "fedrod",
     FedRoDParams,
     FedAvg[FedRoDParams],
     FedRoDUpdate,
-    shared,
+    all_but_local_statistics,
     needs_classes=True,
     sums=True,
     global_beside_personal=True,
+    needs=LINEAR,
     overview=Overview(
         group="A global model and a personal one",
         stays="second classifier",

@@ -46,7 +46,9 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, Rule, key
 from fl_app.layout import Layout, Model, Slot, packed
+from strategies import components
 from strategies.base import (
+    LINEAR,
     OWN_MODEL,
     ClientState,
     LocalUpdate,
@@ -55,8 +57,7 @@ from strategies.base import (
     Overview,
     RoundContext,
     Uploads,
-    all_but_classifier,
-    check_head_trains,
+    all_tensors,
 )
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
@@ -206,10 +207,7 @@ def centre_of(extras: Mapping[str, NDArray[Any]], endpoints: int) -> tuple[Matri
 
 
 def simplex_network(module: nn.Module, params: FLOCOParams, seed: int) -> nn.Module:
-    """Return the network with endpoints, from Xavier-normal draws, as the weight of its last Linear layer.
-
-    A network without a Linear layer, or one that is a Linear layer itself, stays as it is.
-    """
+    """Return the network with endpoints, from Xavier-normal draws, as the weight of its classifier, a Linear layer."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -233,21 +231,10 @@ def simplex_network(module: nn.Module, params: FLOCOParams, seed: int) -> nn.Mod
                 used = (self.alpha if self.training else self.centre) @ self.weight.flatten(1)
             return functional.linear(x, used.view(self.out_features, self.in_features), self.bias)
 
-    linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    if linear and linear[-1][0]:
-        parent, _, name = linear[-1][0].rpartition(".")
-        setattr(module.get_submodule(parent), name, SimplexLinear(linear[-1][1]))
+    path, linear = components.classifier_of(module)
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, SimplexLinear(linear))
     return module
-
-
-def simplex_tensors(layout: Layout, params: object) -> frozenset[str]:
-    """Return the names of all tensors.
-
-    Raises UserError for a model without a last Linear layer, or with nothing below it.
-    """
-    all_but_classifier(layout)
-    check_head_trains(layout, "weight")
-    return layout.names
 
 
 # Halves ---------------------------------------------------------------------------------------------------------------
@@ -410,10 +397,11 @@ METHOD = Method(
     FLOCOParams,
     FLOCO,
     FLOCOUpdate,
-    simplex_tensors,
+    all_tensors,
     wrap=simplex_network,
     needs_whole=True,
     not_private="its server compares single clients' updates",
+    needs=LINEAR,
     overview=Overview(
         group="Several global models",
         travels="model, M classifiers",

@@ -35,8 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
-from fl_app.layout import Layout, Model, Slot
+from fl_app.layout import Layout, Model
 from strategies.base import (
+    LINEAR,
     ClientState,
     Correction,
     LocalUpdate,
@@ -47,6 +48,7 @@ from strategies.base import (
     all_but_classifier,
 )
 from strategies.fedavg import FedAvg
+from strategies.heads import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -133,7 +135,7 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
         by_plan = ctx.config.drawn(ctx.config.num_training)
         rate = ctx.params.head_learning_rate / by_plan
         if rate:
-            slot = weight_of(ctx.layout)
+            slot = head_slots(ctx.layout)[0]
             params = after.params.copy()
             head = torch.from_numpy(params[slot.start : slot.stop].reshape(slot.shape))
             slope = collapse(head, torch.from_numpy(ctx.trainer.class_counts > 0))[1]
@@ -149,7 +151,7 @@ def on_head(ctx: RoundContext[FLUTEParams]) -> Correction | None:
     """
     import torch
 
-    p, slot = ctx.params, weight_of(ctx.layout)
+    p, slot = ctx.params, head_slots(ctx.layout)[0]
     if not p.collapse_weight and not p.head_weight:
         return None
     weights = ctx.trainer.weights
@@ -179,23 +181,11 @@ def with_features(ctx: RoundContext[FLUTEParams]) -> Objective | None:
     return loss
 
 
-def weight_of(layout: Layout) -> Slot:
-    """Return the slot of the classifier's weight [C, k]. Raises UserError if it does not train."""
-    found = next((slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2), None)
-    if found is None:
-        raise UserError("train: must include the last Linear layer's weight, which flute trains")
-    return found
-
-
 def shared(layout: Layout, params: Any) -> frozenset[str]:
-    """Return the names of the body's tensors.
-
-    Raises UserError for a model without a last Linear layer, or with a single class.
-    """
-    body = all_but_classifier(layout)
-    if weight_of(layout).shape[0] < 2:
+    """Return the names of the body's tensors. Raises UserError for a model with a single class."""
+    if head_slots(layout)[0].shape[0] < 2:
         raise UserError("model: flute needs at least 2 classes, its classifier has 1")
-    return body
+    return all_but_classifier(layout)
 
 
 METHOD = Method(
@@ -206,6 +196,7 @@ METHOD = Method(
     shared,
     needs_classes=True,
     sums=True,
+    needs=LINEAR,
     overview=Overview(
         group="A part of the model",
         travels="body both ways",

@@ -54,7 +54,9 @@ from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies.aggregate import weighted_mean
 from strategies.base import (
+    LINEAR,
     MOVED,
+    SPLIT,
     ClientState,
     LocalUpdate,
     Method,
@@ -62,7 +64,6 @@ from strategies.base import (
     Overview,
     RoundContext,
     Uploads,
-    all_but_classifier,
 )
 from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg
@@ -387,8 +388,9 @@ def _hidden(ctx: RoundContext[Any]) -> dict[str, nn.Module]:
     """Return the network's hidden layers by name: those whose outputs the scaling divides."""
     from torch import nn
 
-    kinds, last = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ctx.trainer.classifier()
-    return {name: m for name, m in ctx.trainer.module.named_modules() if isinstance(m, kinds) and m is not last}
+    kinds, last = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ctx.layout.classifier
+    layers = ctx.trainer.module.named_modules()
+    return {name: m for name, m in layers if isinstance(m, kinds) and f"{name}.weight" not in last}
 
 
 def _scaling(ctx: RoundContext[HeteroFLParams]) -> float:
@@ -423,12 +425,9 @@ def known_classes(ctx: RoundContext[Any]) -> Objective:
 def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
     """Return the names of all tensors.
 
-    Raises UserError for a model without a classifier, for one that cannot be narrowed, and for constants in a network that
-    would be narrowed. Raises UserError also for tensors of layers that cannot be narrowed, as of attention.
+    Raises UserError for a model that cannot be narrowed, and for constants in a network that would be narrowed. Raises
+    UserError also for tensors of layers that cannot be narrowed, as of attention.
     """
-    all_but_classifier(layout)
-    if params.mask_classes:
-        head_slots(layout)
     width_slices(layout, min(params.widths()))
     # attention and recurrent layers hold several layers' weights in one tensor; normalised weights do not grow with theirs
     other = [slot.name for slot in layout.params if len(slot.shape) > 1 and not slot.name.endswith(".weight")]
@@ -452,6 +451,7 @@ METHOD = Method(
     shared,
     needs_whole=True,
     not_private="its server averages each element over those clients that hold it",
+    needs=lambda params: LINEAR if params.mask_classes else SPLIT,
     overview=Overview(
         group="A part of the model",
         travels="own width both ways",

@@ -35,6 +35,7 @@ from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies import components
 from strategies.base import (
+    FEATURES,
     ClientState,
     Drawings,
     LocalUpdate,
@@ -42,7 +43,7 @@ from strategies.base import (
     Overview,
     RoundContext,
     Uploads,
-    all_but_classifier,
+    all_tensors,
 )
 from strategies.fedavg import FedAvg
 from strategies.robust import PLAIN, Averaging
@@ -88,13 +89,6 @@ def network(drawings: Drawings, params: IFCAParams) -> nn.Module:
     if params.share_body:
         return components.classifiers_of(drawings, params.clusters)
     return components.chosen_of([drawings(k) for k in range(params.clusters)])
-
-
-def shared(layout: Layout, params: IFCAParams) -> frozenset[str]:
-    """Return the names of all tensors. Raises UserError if a body is to be shared but the model cannot be split."""
-    if params.share_body:
-        all_but_classifier(layout)
-    return layout.names
 
 
 def switch(module: nn.Module) -> Any:
@@ -204,10 +198,11 @@ METHOD = Method(
     IFCAParams,
     IFCA,
     IFCAUpdate,
-    shared,
+    all_tensors,
     compose=network,
     figures=FIGURES,
     not_private="its clients upload the number of the model that they train",
+    needs=lambda params: FEATURES if params.share_body else "",
     overview=Overview(
         group="Several global models",
         travels="one up, K down",

@@ -23,7 +23,7 @@ from typing import Literal
 
 from fl_app.keys import key
 from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method, Overview, all_but_classifier, local_epochs
+from strategies.base import SPLIT, LocalUpdate, Method, Overview, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
 
@@ -54,6 +54,7 @@ METHOD = Method(
     shared,
     dp_epochs=local_epochs,
     sums=True,
+    needs=SPLIT,
     overview=Overview(
         group="A part of the model",
         travels="classifier",

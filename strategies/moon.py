@@ -28,7 +28,16 @@ from typing import TYPE_CHECKING
 
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, Objective, Overview, RoundContext, all_where_features_are
+from strategies.base import (
+    FEATURES,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Objective,
+    Overview,
+    RoundContext,
+    all_but_local_statistics,
+)
 from strategies.fedavg import FedAvg, GlobalModelParams
 
 if TYPE_CHECKING:
@@ -92,8 +101,9 @@ METHOD = Method(
     MOONParams,
     FedAvg[MOONParams],
     MOONUpdate,
-    all_where_features_are,
+    all_but_local_statistics,
     sums=True,
+    needs=FEATURES,
     overview=Overview(
         group="One global model for all",
         stays="last model",

@@ -39,7 +39,7 @@ from fl_app.keys import POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Upload
 from strategies.aggregate import check_weights, weighted_mean
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_classifier
+from strategies.base import SPLIT, ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_classifier
 from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg
 from strategies.fedbabu import warn_without_finetuning
@@ -207,6 +207,7 @@ METHOD = Method(
     all_but_classifier,
     needs_whole=True,
     not_private="its server averages each layer over those clients that train it",
+    needs=SPLIT,
     overview=Overview(
         group="A part of the model",
         travels="trained layers up, body down",

@@ -48,6 +48,7 @@ from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Expected, Upload, WireError
 from strategies.base import (
+    LINEAR,
     ClientState,
     LocalUpdate,
     Method,
@@ -249,14 +250,11 @@ def head_shape(layout: Layout) -> tuple[int, int]:
 
 
 def body(layout: Layout, params: object) -> frozenset[str]:
-    """Return the names of all tensors but the last Linear layer's.
-
-    Raises UserError for a model without such a layer, with nothing below it, or without a bias in it.
-    """
+    """Return the names of all tensors but the classifier's. Raises UserError for a classifier without a bias."""
     below = all_but_classifier(layout)
     check_head_trains(layout, "weight", "bias")
     if not any(len(slot.shape) == 1 for slot in layout.params if slot.name in layout.classifier):
-        raise UserError("model: pfedfda computes the last Linear layer's weight and bias, but it has no bias")
+        raise UserError("model: pfedfda computes the classifier's weight and bias, but it has no bias")
     return below
 
 
@@ -424,6 +422,7 @@ METHOD = Method(
     needs_classes=True,
     needs_whole=True,
     not_private="it sends the mean and covariance of each client's features",
+    needs=LINEAR,
     overview=Overview(
         group="A part of the model",
         travels="body and Gaussians",

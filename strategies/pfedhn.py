@@ -39,6 +39,7 @@ from fl_app.layout import Layout, Model
 from strategies.aggregate import weighted_mean
 from strategies.base import (
     AGE,
+    SPLIT,
     LocalUpdate,
     Method,
     Overview,
@@ -212,6 +213,7 @@ METHOD = Method(
     shared,
     dp_epochs=local_epochs,
     not_private="its server learns from single clients' models",
+    needs=lambda params: SPLIT if params.local_head else "",
     overview=Overview(
         group="Parameters among similar clients",
         server="8 H d",

@@ -37,9 +37,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app.figures import Matrix
 from fl_app.keys import RATIO, key
-from fl_app.layout import Layout, Model
+from fl_app.layout import Model
 from strategies.aggregate import mix
-from strategies.base import AGE, LocalUpdate, Method, Overview, Uploads, all_but_classifier, local_epochs
+from strategies.base import AGE, LINEAR, LocalUpdate, Method, Overview, Uploads, all_tensors, local_epochs
 from strategies.fedavg import FedAvg
 from strategies.heads import head_slots
 
@@ -146,13 +146,6 @@ class PFedSim(FedAvg[PFedSimParams]):
         return not self.personal
 
 
-def shared(layout: Layout, params: PFedSimParams) -> frozenset[str]:
-    """Return the names of all tensors. Raises UserError for a model that cannot be split into body and classifier."""
-    all_but_classifier(layout)
-    head_slots(layout)
-    return layout.names
-
-
 FIGURES = (
     Matrix(
         "classifier-similarity",
@@ -168,11 +161,12 @@ METHOD = Method(
     PFedSimParams,
     PFedSim,
     LocalUpdate[PFedSimParams],
-    shared,
+    all_tensors,
     figures=FIGURES,
     needs_whole=True,
     dp_epochs=local_epochs,
     not_private="its server compares single clients' classifiers",
+    needs=LINEAR,
     overview=Overview(
         group="Parameters among similar clients",
         server="8(d+b) a client",

@@ -300,6 +300,13 @@ class ExperimentKeys:
         "Patterns over tensor names, separated by commas, such as `*.adapter.*`: only these tensors train. All others never travel "
         "and must be the same on every node; the node checks this. Empty: all train.",
     )
+    classifier: str = key(
+        "",
+        "Patterns over tensor names, separated by commas: the tensors of the classifier, for methods that split the model into "
+        "body and classifier. A layer's name stands for its tensors. Empty: the last layers that the model's output passes "
+        "through.",
+        checked=True,
+    )
     initial_weights: str = key(
         "",
         "File with the initial weights: safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). The server reads "

@@ -58,6 +58,7 @@ MODELS = "models"
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
 # Key of run.json: the names of the data's features and outputs, by which `initial-weights` was read.
 INITIAL = "initial-names"
+SPLIT = "split"
 # Key of the entries of `made-with`.
 FROM_ROUND = "from-round"
 # Key of run.json: the path of the SuperLink's database.

@@ -14,13 +14,21 @@ from strategies.base.method import (
     AnyMethod,
     Drawings,
     Method,
-    all_but_classifier,
     all_but_local_statistics,
     all_tensors,
     all_where_features_are,
-    check_head_trains,
     local_epochs,
     no_tensors,
+)
+from strategies.base.needs import (
+    FEATURES,
+    LINEAR,
+    SPLIT,
+    Need,
+    all_but_classifier,
+    check_head_trains,
+    classifier_path,
+    refuse,
 )
 from strategies.base.overview import Overview
 from strategies.base.server_half import AGE, LATE, MOVED
@@ -29,15 +37,19 @@ from strategies.base.uploads import Sums, Uploads
 
 __all__ = [
     "AGE",
+    "FEATURES",
     "LATE",
+    "LINEAR",
     "MOVED",
     "OWN_MODEL",
+    "SPLIT",
     "AnyMethod",
     "ClientState",
     "Correction",
     "Drawings",
     "LocalUpdate",
     "Method",
+    "Need",
     "Objective",
     "Optimizer",
     "Overview",
@@ -51,6 +63,8 @@ __all__ = [
     "all_tensors",
     "all_where_features_are",
     "check_head_trains",
+    "classifier_path",
     "local_epochs",
     "no_tensors",
+    "refuse",
 ]

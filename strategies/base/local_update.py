@@ -207,8 +207,11 @@ class Trainer(Protocol):
         """Return a second network with a model's values, in evaluation mode and without gradients."""
         ...
 
-    def classifier(self, module: nn.Module | None = None) -> nn.Linear:
-        """Return a module's last Linear layer; default: that of `module`. Raises UserError if there is none."""
+    def classifier(self, module: nn.Module | None = None) -> Any:
+        """Return the part of a network, default `module`, that holds its classifier.
+
+        Raises UserError if no single module does.
+        """
         ...
 
     def logits(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -216,7 +219,7 @@ class Trainer(Protocol):
         ...
 
     def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features float32 [n, f], logits float32 [n, C]). Features are the input of the last Linear layer."""
+        """Return (features float32 [n, f], logits float32 [n, C]). Features are the classifier's input."""
         ...
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:

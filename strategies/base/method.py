@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
 
 from fl_app import metrics, rng, stopping, tasks, trainable_tensors
 from fl_app.config import RunConfig
-from fl_app.errors import UserError, listed
+from fl_app.errors import UserError
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout
 from fl_app.model_names import ModelNames
 from strategies.base import hooks
 from strategies.base.local_update import LocalUpdate
+from strategies.base.needs import FEATURES, Need, refuse
 from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.engine import late, private
@@ -59,6 +60,8 @@ class Method(Generic[P]):
     - `exported(make, names)`: returns the network of a run's final models. `names` are the names of its tensors, and
       `make()` builds the run's model. Needed only if that network is neither the run's model nor the trained network.
     - `figures`: figures that a report draws of the method's records.
+    - `needs`: what the method needs of the model's classifier (strategies/base/needs.py), or a function of the parameters
+      that returns it. Other models are refused before the run starts.
     - `needs_classes`: the method is for classification; other tasks are refused.
     - `needs_whole`: the key `share` is refused, because the method's arrays are as long as the trained model, or
       because clients keep nothing.
@@ -82,6 +85,7 @@ class Method(Generic[P]):
     compose: Callable[[Drawings, P], nn.Module] | None = None
     exported: Callable[[Callable[[], nn.Module], frozenset[str]], nn.Module] | None = None
     figures: tuple[Figure, ...] = ()
+    needs: Need | Callable[[P], Need] = ""
     needs_classes: bool = False
     needs_whole: bool = False
     dp_epochs: Callable[[RunConfig], int] | None = None
@@ -174,6 +178,8 @@ class Method(Generic[P]):
                 f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
                 "norm = group, or another model"
             )
+        if self.compose is None:
+            refuse(layout, self.need(config))
         shared = hooks.tensor_names(config.method, self.shared(layout, config.params), layout.names)
         names = trainable_tensors.travelling(config, layout, shared)
         if config.keep_uploads and not names:
@@ -181,6 +187,15 @@ class Method(Generic[P]):
                 f"keep-uploads: method {config.method} uploads no parameters; leave it empty, got {config.keep_uploads!r}"
             )
         return names
+
+    def need(self, config: RunConfig) -> Need:
+        """Return what the method needs of the model's classifier. Raises UserError for an unknown word."""
+        need = self.needs(config.params) if callable(self.needs) else self.needs
+        if need not in get_args(Need):
+            raise UserError(
+                f"method {config.method}: needs: must be one of {', '.join(get_args(Need)[1:])}, got {need!r}"
+            )
+        return need
 
     @property
     def reports(self) -> tuple[metrics.Metric, ...]:
@@ -238,7 +253,10 @@ class Method(Generic[P]):
                 seed=rng.torch_seed(config.seed, f"drawing-{k}") if k else config.seed,
                 input_shape=input_shape,
                 input_dtype=tasks.of(config).input_dtype,
+                classifier=config.classifier,
             )
+            if self.wrap is not None or self.compose is not None:
+                refuse(Layout.of(module), self.need(config))
             if initial_weights:
                 if k:
                     raise UserError(
@@ -303,49 +321,7 @@ def all_but_local_statistics(layout: Layout, params: HasStatistics) -> frozenset
     return layout.names
 
 
-def all_but_classifier(layout: Layout, params: object = None) -> frozenset[str]:
-    """Return the names of all tensors except those of the last Linear layer.
-
-    Raises UserError if the model cannot be split: it has no Linear layer, nothing below it, or the key `train` leaves
-    out all tensors of one part.
-    """
-    below = layout.names - layout.classifier
-    if not layout.classifier:
-        check_head_trains(layout)
-        what = "no Linear layer, hence no classifier"
-        raise UserError(f"model: this method splits it into body and classifier, but it has {what}")
-    if not below:
-        if layout.constants:
-            raise UserError(
-                "train: this method trains body and classifier, but no tensor of the body, below the last Linear layer, "
-                "trains"
-            )
-        what = "nothing below its only Linear layer"
-        raise UserError(f"model: this method splits it into body and classifier, but it has {what}")
-    return below
-
-
-def check_head_trains(layout: Layout, *tensors: str) -> None:
-    """Raise UserError if the key `train` leaves out tensors of the last Linear layer.
-
-    `tensors`: check only these of the layer's tensors (`weight`, `bias`). Default: all of them.
-    """
-    lacking = sorted(name for name in layout.constant_head if not tensors or name.rpartition(".")[2] in tensors)
-    if lacking:
-        raise UserError(
-            f"train: this method needs to train the last Linear layer{_tensors_said(tensors)}; the key leaves out "
-            f"{listed(lacking)}"
-        )
-
-
-def _tensors_said(tensors: tuple[str, ...]) -> str:
-    return f"'s {' and '.join(tensors)}" if tensors else ""
-
-
 def all_where_features_are(layout: Layout, params: HasStatistics) -> frozenset[str]:
-    """Return the names of `all_but_local_statistics`, for a model with features: a last Linear layer and something below it.
-
-    Raises UserError for any other model.
-    """
-    all_but_classifier(layout)
+    """Return the names of `all_but_local_statistics`, for a model with features. Raises UserError for any other model."""
+    refuse(layout, FEATURES)
     return all_but_local_statistics(layout, params)

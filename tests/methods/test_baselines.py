@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Message
-from torch import nn
 
 import client_app.client
 from client_app.client_app import app
 from client_app.state import State, StateStore
 from fl_app import models, server_app, weights, wire
 from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server import exchange
 from fl_app.server.inprocess import InProcessGrid
@@ -259,16 +257,6 @@ def test_what_stays_local_is_absent_from_the_messages(run: Any, method: str, mod
     # the search finds what does travel
     sent = travelling.tensors(layout.take(initial, shared))
     assert all(value.tobytes() in everything for value in sent.values())
-
-
-def test_a_model_that_cannot_be_split_is_refused() -> None:
-    for module, words in [
-        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-    ]:
-        for method in ("fedper", "fedrep", "lg-fedavg"):
-            with pytest.raises(UserError, match=words):
-                METHODS[method].shared(Layout.of(module), METHODS[method].params())
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,10 @@ from torch import nn
 from client_app.state import State
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
-from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from strategies.aggregate import weighted_mean
 from strategies.base import LocalUpdate, RoundContext
-from strategies.fedbabu import METHOD, FedBABUParams
+from strategies.fedbabu import METHOD
 from tests.conftest import Run
 from tests.methods.runs import client, outcome, small_clients
 
@@ -164,12 +163,3 @@ def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     assert [record["failures"] for record in records] == [[], []] and records[1]["evaluation"]["failures"] == []
     assert all(row["loss"] is not None for record in records for row in record["clients"].values())
     assert records[1]["evaluation"]["accuracy-finetuned"] is not None
-
-
-def test_a_model_that_cannot_be_split_is_refused() -> None:
-    for module, words in [
-        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            METHOD.shared(Layout.of(module), FedBABUParams())

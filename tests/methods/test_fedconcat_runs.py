@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from corolla.experiments.exported.export import export
 from fl_app import models, weights
@@ -18,7 +17,6 @@ from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS, components
 from tests.conftest import Run
 from tests.conftest import config as configured
-from tests.methods.federation import Federation
 from tests.methods.one_client import same
 from tests.methods.runs import small_clients, timeless
 from tests.methods.test_fedconcat import MODELS, SHAPE
@@ -88,24 +86,6 @@ def test_unseen_clients_get_the_model_of_the_nearest_cluster(run: Run) -> None:
 def test_what_leaves_no_room_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         configured(method="fedconcat", **changes)
-
-
-def test_models_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        """A last Linear layer whose weight follows from another parameter."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-            nn.utils.parametrizations.weight_norm(self.head)
-
-    for make, why in (
-        (lambda: nn.Conv2d(1, 3, 2), "no Linear layer"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), "nothing below its only Linear layer"),
-        (Tied, "the weight of its last Linear layer is no parameter of its own"),
-    ):
-        with pytest.raises(UserError, match=why):
-            Federation(tmp_path, "fedconcat", fedconcat={"encoder_rounds": 1}, network=make)
 
 
 def test_one_file_of_initial_weights_starts_all_clusters(tmp_path: Path) -> None:

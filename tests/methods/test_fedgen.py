@@ -30,7 +30,6 @@ from strategies import METHOD_PARAMS
 from strategies.base import Uploads
 from strategies.base.uploads import Intake
 from strategies.fedgen import (
-    METHOD,
     FedGen,
     FedGenParams,
     annealed,
@@ -291,14 +290,3 @@ def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any], fedgen: 
     records, _ = outcome(run, "fedgen", fedgen={**fedgen, "generator_steps": 3}, **small_clients(tmp_path), **model)
     assert [record["failures"] for record in records] == [[], []]
     assert all(row["loss"] is not None for record in records for row in record["clients"].values())
-
-
-def test_a_model_without_features_or_a_plain_classifier_is_refused() -> None:
-    normed = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
-    for module, words in [
-        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-        (normed, "this method needs the weight of the last Linear layer"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            METHOD.shared(Layout.of(module), FedGenParams())

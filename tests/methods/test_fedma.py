@@ -171,6 +171,6 @@ def test_models_that_are_no_chain_are_refused(run: Run) -> None:
     with pytest.raises(UserError, match="model: fedma matches chains of layers, and this model is none: "):
         run(method="fedma", model="resnet8")
     single = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2))
-    with pytest.raises(UserError, match="its last layer must be a Linear layer above another one"):
+    with pytest.raises(UserError, match="its last layer must be its classifier"):
         chain_of(Layout.of(single))
     assert METHOD.compose is not None

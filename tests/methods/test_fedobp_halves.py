@@ -14,7 +14,6 @@ from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
 from corolla.experiments import sweep
-from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload, WireError, payload_bytes, upload_message
@@ -136,11 +135,6 @@ def test_the_cifar_10_run_of_table_8_with_cls_makes_88_parameters_personal(scale
     loops: Any = Trainer()
     ctx = RoundContext(chosen, chosen.params, 2, 0, layout, layout.names, lambda: zeros, loops, 12, {})
     assert FedOBPUpdate().mask(own, zeros, State(), ctx).sum() == 88
-
-
-def test_scope_classifier_needs_a_classifier() -> None:
-    with pytest.raises(UserError, match=r"fedobp.scope: classifier needs a model with a Linear layer"):
-        METHOD.shared(flat_layout([2, 3]), FedOBPParams(scope="classifier"))
 
 
 def test_score_gradient_is_the_last_local_update() -> None:

@@ -199,6 +199,6 @@ def test_counts_and_models_that_cannot_be_are_refused() -> None:
         with pytest.raises(WireError, match="array counts must be >= 0 and add up to at most its 4 samples"):
             check_counts(upload)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3), torch.nn.Linear(3, 2, bias=False))
-    with pytest.raises(UserError, match="fedproto.predict: prototypes needs a last Linear layer with a bias"):
+    with pytest.raises(UserError, match="fedproto.predict: prototypes needs a classifier with a bias"):
         METHOD.shared(Layout.of(module), FedProtoParams())
     assert METHOD.shared(Layout.of(module), FedProtoParams(predict="classifier")) == frozenset()

@@ -17,7 +17,6 @@ from torch import nn
 
 from client_app.state import State
 from fl_app import models, weights
-from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS
@@ -225,14 +224,3 @@ def test_few_samples_and_missing_classes(n: int, kinds: dict[str, Any]) -> None:
     update, state = FLOCOUpdate(), State()
     after = update.train(update.merge(ctx.initial(), state, ctx), state, ctx)
     assert np.isfinite(after.params).all() and not same(after, ctx.initial()) and not state.arrays
-
-
-def test_models_that_do_not_fit_are_refused() -> None:
-    for module, words in [
-        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-        (nn.Linear(4, 2), "nothing below its only Linear layer"),
-    ]:
-        wrapped = simplex_network(module, FLOCOParams(), 0)
-        with pytest.raises(UserError, match=words):
-            METHODS["floco"].shared(Layout.of(wrapped), FLOCOParams())

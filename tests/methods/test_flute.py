@@ -187,18 +187,10 @@ def test_each_weight_counts(run: Run, weight: str) -> None:
     assert outcome(run, "flute", flute=some, **setting) != outcome(run, "fedper", **setting)
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), "at least 2 classes"),
-        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-    ],
-    ids=["one class", "no Linear", "nothing below"],
-)
-def test_models_that_do_not_fit_are_refused(module: nn.Module, words: str) -> None:
+def test_a_single_class_is_refused() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
     assert METHOD.shared is shared
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match="at least 2 classes"):
         shared(Layout.of(module), FLUTEParams())
 
 

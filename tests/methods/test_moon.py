@@ -16,10 +16,9 @@ from torch.nn.functional import cross_entropy
 from client_app.device_model import LoadedModel
 from client_app.state import State
 from fl_app import weights
-from fl_app.errors import UserError
-from fl_app.layout import Layout, Model
+from fl_app.layout import Model
 from strategies.base import LocalUpdate
-from strategies.moon import METHOD, MOONParams, contrastive_loss
+from strategies.moon import METHOD, contrastive_loss
 from tests.conftest import Run
 from tests.methods.runs import client, outcome, small_clients
 
@@ -159,12 +158,3 @@ def test_local_statistics(run: Run) -> None:
     # three clients and the global model
     assert len(set(saved.values())) == 4
     assert records[1]["upload-bytes"] == records[1]["download-bytes"] == 3 * 4 * 1229002
-
-
-def test_a_model_without_features_is_refused() -> None:
-    for module, words in [
-        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            METHOD.shared(Layout.of(module), MOONParams())

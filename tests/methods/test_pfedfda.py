@@ -306,14 +306,10 @@ def test_features_that_are_not_finite_are_an_error() -> None:
         PFedFDAUpdate().personal(Model(np.full_like(start.params, np.nan), start.buffers), State(), ctx)
 
 
-def test_models_that_do_not_fit_are_refused() -> None:
-    for module, words in [
-        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-        (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False)), "it has no bias"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            METHODS["pfedfda"].shared(Layout.of(module), PFedFDAParams())
+def test_a_classifier_without_a_bias_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
+    with pytest.raises(UserError, match="it has no bias"):
+        METHODS["pfedfda"].shared(Layout.of(module), PFedFDAParams())
 
 
 # The server -----------------------------------------------------------------------------------------------------------------

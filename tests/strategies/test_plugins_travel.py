@@ -78,10 +78,17 @@ class Update(LocalUpdate):
 METHOD = Method("failing", NoParams, FedAvg, Update, all_tensors)
 """
 )
-CONVOLUTION = """
+BARE = """
+import torch
 from torch import nn
+class Net(nn.Module):
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(inputs, classes))
+    def forward(self, x):
+        return x.flatten(1) @ self.w
 def net(in_channels, num_classes, image_size):
-    return nn.Sequential(nn.Conv2d(in_channels, num_classes, image_size), nn.Flatten())
+    return Net(in_channels * image_size**2, num_classes)
 """
 
 
@@ -91,7 +98,10 @@ def net(in_channels, num_classes, image_size):
         ("loss[None]", "objective: must return a scalar tensor, the batch's mean, got shape (1,)"),
         ("0.5", "objective: must return a scalar tensor, the batch's mean, got float"),
         ("loss * float('nan')", "training diverged: its loss is nan"),
-        ("loss + ctx.trainer.forward(module, x)[0].mean()", "has no Linear layer, so it has no features"),
+        (
+            "loss + ctx.trainer.forward(module, x)[0].mean()",
+            "needs features, but no single module holds its classifier w",
+        ),
         ("loss + 1 / 0", "ZeroDivisionError"),
     ],
 )
@@ -99,8 +109,8 @@ def test_a_round_goes_on_without_a_client_whose_objective_fails(
     here: Path, raw_config: dict[str, Scalar], bad: str, why: str
 ) -> None:
     (here / "failing.py").write_text(FAILING.replace("{bad}", bad))
-    (here / "convolution.py").write_text(CONVOLUTION)
-    raw = {**raw_config, "method": "failing:METHOD", "model": "convolution:net", "num-server-rounds": 1}
+    (here / "bare.py").write_text(BARE)
+    raw = {**raw_config, "method": "failing:METHOD", "model": "bare:net", "num-server-rounds": 1}
     folder = server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
     (record,) = read_metrics(folder.path)
     assert list(record["clients"]) == ["0", "2"]
