@@ -43,6 +43,7 @@ from fl_app.metrics import (
     range_error,
 )
 from fl_app.model_names import ModelNames, differ
+from fl_app.server.origin import STATE_OF
 from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
@@ -376,7 +377,7 @@ class CorollaClient(NumPyClient):
 
         config, method = self.config, self.method
         self._open_store(download)
-        state = self._store.load(download.state_version)
+        state = self._first_state(download) or self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
         # With `train` or `share`, tensors that never travel start from the file too: the server does not send them.
@@ -409,6 +410,18 @@ class CorollaClient(NumPyClient):
             extras=download.extras,
         )
         return ctx, state, ctx.trainer
+
+    def _first_state(self, download: Download) -> State | None:
+        """Return the state of the run that this run goes on from, None if it goes on from none or has a state of its own.
+
+        The state stays where it is. Raises UserError if it is missing or damaged.
+        """
+        if download.state_version or (text := download.method.get(STATE_OF)) is None:
+            return None
+        told = json.loads(str(text))
+        root = state_root(self.config.state_dir)
+        store = StateStore(root, wire.experiment_of(str(told["secret"])), int(told["client"]))
+        return State(store.load(str(told["version"])).arrays)
 
     def _network(self, weights_file: str) -> Network:
         """Return the run's network. In a lane it is the previous client's, to be set by `load`."""

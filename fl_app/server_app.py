@@ -30,6 +30,7 @@ from fl_app.server.arrivals import clock_of
 from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
 from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.origin import Origin, goes_on_line, origin_of, recorded_scaling
 from fl_app.server.progress_protocol import (
     JsonLines,
     LineProgress,
@@ -46,6 +47,7 @@ from fl_app.server.roster import Roster
 from fl_app.server.run_folder import (
     DATA,
     DATA_HASH,
+    FROM,
     FROZEN,
     INITIAL,
     NORMALIZED_BY,
@@ -62,7 +64,7 @@ from fl_app.server.run_folder import (
     refuse_fewer_rounds,
     software_before,
 )
-from fl_app.server.start import Start, start_of
+from fl_app.server.start import Start, names_of_data, normalization_of, start_of
 from fl_app.wire import SIMULATION, hashes
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -149,6 +151,8 @@ def run(
     )
     remarks += start.remarks if start else []
     layout, initial = Layout.of(module), weights.read(module)
+    origin = _origin(config, roster, layout)
+    remarks += [goes_on_line(origin, config, normalization_of(config, roster))] if origin else []
     # its values are in `initial`, which the strategy keeps as long as it needs it
     del module
     shared = method.travelling(config, layout)
@@ -159,7 +163,7 @@ def run(
     place = Path(config.resume) if config.resume else folder_of(config, config.run_name)
     disk.Disks(place, needed_on_disk(trial, trial.protocol.expected())).refuse()
     del trial
-    folder, agreed = _opened_folder(config, roster, layout, start)
+    folder, agreed = _opened_folder(config, roster, layout, start, origin)
     logs = run_log.begin(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
@@ -174,6 +178,10 @@ def run(
         rounds = strategy.rounds(exchange)
         if config.resume:
             _restore(rounds, strategy, folder)
+        elif origin:
+            origin.give(strategy)
+            rounds.first = origin.first_messages()
+        del origin
         here = () if os.environ.get(SIMULATION) else trackers.wanted(config.resolved)
         printed = debugging.printed_lines(lambda line: debugging.show_printed("server", line))
         with trackers.following(here, folder.path, strategy.round, log.warning), printed:
@@ -255,7 +263,7 @@ def _fitted(
 
 
 def _opened_folder(
-    config: RunConfig, roster: Roster, layout: Layout, start: Start | None
+    config: RunConfig, roster: Roster, layout: Layout, start: Start | None, origin: Origin | None
 ) -> tuple[RunFolder, dict[str, list[float]] | None]:
     """Return the run's folder, new or resumed, and the mean and std to send: those that sites agreed on, or the model's own.
 
@@ -266,11 +274,14 @@ def _opened_folder(
         return folder, _recorded_scaling(folder, roster, start)
     assert roster.shape is not None
     method, agreed = METHODS[config.method], _sent_scaling(roster, start)
+    if origin and config.normalizes_by_initial:
+        agreed = recorded_scaling(origin.path)
     facts = {
         SHAPE: roster.shape._asdict(),
         SPLIT: layout.parts,
         FROZEN: layout.constants,
         TESTED: method.tested(config),
+        **({FROM: origin.recorded} if origin else {}),
         **({INITIAL: start.names._asdict()} if start else {}),
         **_data_facts(roster, agreed),
     }
@@ -326,6 +337,15 @@ def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, 
     return {i: {name: said[name] for name in said if counted or name not in SAMPLES} for i, said in properties.items()}
 
 
+def _origin(config: RunConfig, roster: Roster, layout: Layout) -> Origin | None:
+    """Return the run that a new run goes on from. All clients introduce themselves for this, to be known by name."""
+    if not config.from_run or config.resume:
+        return None
+    roster.meet(roster.client_ids)
+    assert roster.shape is not None
+    return origin_of(config, roster.properties, roster.shape, names_of_data(config, roster), layout)
+
+
 def _sent_scaling(roster: Roster, start: Start | None) -> dict[str, list[float]] | None:
     """Return the scaling that a run's server sends: the model's own, or that which sites agreed on. None: it sends none."""
     return (start.scaling if start else None) or roster.agreed_scaling()
@@ -336,7 +356,7 @@ def _recorded_scaling(folder: RunFolder, roster: Roster, start: Start | None) ->
 
     Raises UserError if the run's folder does not have it.
     """
-    if _sent_scaling(roster, start) is None:
+    if not roster.config.normalizes_by_initial and _sent_scaling(roster, start) is None:
         return None
     recorded = normalization(json.dumps(read_about(folder.path).get(DATA, {}).get(NORMALIZED_BY)))
     if recorded is None:

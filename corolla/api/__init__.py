@@ -34,6 +34,7 @@ def run(
     clients_at_once: int = 1,
     resume: AnyPath | Run | None = None,
     replay: AnyPath | Run | None = None,
+    from_run: AnyPath | Run | None = None,
     scale: str = "full",
     overwrite: bool = False,
     backend: str | None = None,
@@ -54,6 +55,7 @@ def run(
       holds.
     - `resume`: an interrupted run, or its folder, to continue from its last checkpoint.
     - `replay`: a run, or its folder, to repeat in simulation with the arrivals that it recorded.
+    - `from_run`: a finished run, or its folder: the new run's clients go on from their own models and states.
     - `scale`: "small" cuts clients, rounds and samples for a laptop; `keys` still win.
     - `overwrite`: replace the run of this `run_name` just before the new one starts.
     - `backend`: processes of simulated clients, "pool" or "ray"; None: a pool on Linux without GPUs, else Ray.
@@ -80,6 +82,7 @@ def run(
         clients_at_once=clients_at_once,
         resume=resume.path if isinstance(resume, Run) else resume,
         replay=replay.path if isinstance(replay, Run) else replay,
+        from_run=from_run.path if isinstance(from_run, Run) else from_run,
         scale=scale,
         overwrite=overwrite,
         backend=backend,

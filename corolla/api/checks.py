@@ -69,7 +69,7 @@ def check_locally(config: RunConfig) -> None:
                 f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}"
             )
         names = ModelNames.of(info)
-        if config.normalizes_by_initial:
+        if config.normalizes_by_initial and config.initial_weights:
             refuse_scaling(config, names, data.prepare_for(config).x_train.dtype)
         module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights, names=names)
         method.travelling(config, Layout.of(module))

@@ -92,12 +92,14 @@ class How:
     backend: Backend | None = None
     strict: bool = False
     replay: Path | None = None
+    from_run: Path | None = None
 
 
 SET_BY_US = {
     "plugins": "set by `corolla run` from the files that method, model and task name",
     "scale": "set by `corolla run --scale`",
     "replay": "set by `corolla run --replay`",
+    "from-run": "set by `corolla run --from`",
 }
 
 
@@ -137,11 +139,19 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
             )
     if how.replay:
         base = replayed_config(preset, how)
+    if how.from_run:
+        also = ("--resume", how.resume is not None), ("--replay", how.replay is not None)
+        if beside := _beside(preset, how, *also):
+            raise UserError(
+                f"--from takes its configuration from the run {how.from_run}: leave out {' and '.join(beside)}; keys can be "
+                "changed (--set)"
+            )
+        base = next_config(how.from_run)
     given = with_clients(given, how.clients)
     for key, by in SET_BY_US.items():
         if key in given:
             raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
-    if not how.resume and not how.replay:
+    if not how.resume and not how.replay and not how.from_run:
         base = scaled(read_preset(preset) if preset else {}, how.scale)
     if how.strict and not how.resume:
         raise UserError("--strict needs --resume: it refuses to continue with other software")
@@ -228,6 +238,22 @@ def replayed_config(preset: str | None, how: How) -> dict[str, Scalar]:
     # the arrivals follow from the other run, not from these
     timeless = {spec.name: spec.default for spec in specs(TimingKeys) if spec.name in SIMULATED}
     return settings | timeless | {"replay": str(run.resolve()), "run-name": "", "overwrite": False}
+
+
+def next_config(run: Path) -> dict[str, Scalar]:
+    """Return the config of a run that goes on from another one. The data may have more or fewer clients."""
+    if not is_run(run):
+        raise UserError(f"from: {run} is not a run folder{elsewhere(run)}")
+    look_for_plugins(run / PLUGINS)
+    recorded = RecordedRun(run)
+    # raises UserError unless the run is finished
+    _ = recorded.summary
+    settings = dict(recorded.settings)
+    for key in ("run-name", "initial-weights", "initial-weights-partial", "replay", "from-run"):
+        settings.pop(key, None)
+    if settings.get("client") or settings.get("dataset") == NODE:
+        settings.pop("num-clients", None)
+    return settings | {"from-run": str(run.resolve()), "overwrite": False}
 
 
 def refuse_other_settings(run: Path, settings: Mapping[str, Scalar], config: RunConfig) -> None:

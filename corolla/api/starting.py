@@ -61,7 +61,7 @@ def _start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, An
             "backend": Backend(options["backend"]) if options["backend"] else None,
             **{
                 name: named(Path(options[name]).expanduser()) if options[name] else None
-                for name in ("resume", "replay")
+                for name in ("resume", "replay", "from_run")
             },
             "output_dir": None if options["output_dir"] is None else os.fspath(options["output_dir"]),
         }

@@ -268,10 +268,13 @@ def runs(
             help="Also write compact copies of finished runs there, for a repository; compare and report read them.",
         ),
     ] = None,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Put each run below the one that it goes on from (`corolla run --from`).")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List run folders, including those of sweeps, with their state: finished, running, or interrupted (can be resumed)."""
-    from corolla.experiments.runs import below, listing
+    from corolla.experiments.runs import below, in_tree, listing
 
     places = directories or [Path("runs")]
     found = [run for place in places for run in below(place)]
@@ -280,7 +283,11 @@ def runs(
     elif not found:
         console.print(f"no runs in {', '.join(map(str, places))}", soft_wrap=True)
     else:
-        show_table(listing(found), may_be_missing=("written", "dataset", "seed", "method"))
+        levels = in_tree(found) if tree else [(run, 0) for run in found]
+        header, *rows = listing([run for run, _ in levels])
+        for row, (_, level) in zip(rows, levels, strict=True):
+            row[0] = f"{'   ' * (level - 1)}└─ {row[0]}" if level else row[0]
+        show_table([header, *rows], may_be_missing=("written", "dataset", "seed", "method"))
     if collect is not None:
         from corolla.experiments import collect as collecting
 

@@ -85,6 +85,14 @@ def run(
             help="Repeat a run in simulation: each upload arrives in the round in which it arrived there (arrivals.jsonl).",
         ),
     ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Start a new run from a finished one: its clients go on from their own models and states, by name.",
+        ),
+    ] = None,
     scale: ScaleOption = Scale.full,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run with this run-name, just before the new one starts.")
@@ -114,6 +122,7 @@ def run(
         backend,
         strict,
         None if replay is None else named(replay.expanduser()),
+        None if from_run is None else named(from_run.expanduser()),
     )
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:

@@ -23,6 +23,7 @@ from fl_app.keys import Scalar, nearest, specs
 from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note, why_undefined
 from fl_app.server.run_folder import (
     CONFIG,
+    FROM,
     LOCK,
     METRICS,
     NAME,
@@ -380,6 +381,25 @@ def run_folders(directory: Path, *depths: int) -> list[Path]:
     """Return the run folders at the given depths below a directory, by path. Depth 0 is the directory itself."""
     patterns = ["*/" * depth + name for depth in depths for name in (CONFIG, PACKED)]
     return sorted({path.parent for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+
+
+def in_tree(found: Iterable[RecordedRun]) -> list[tuple[RecordedRun, int]]:
+    """Return each run behind the one that it goes on from, with its number of runs before it among those given."""
+    runs = {run.path.resolve(): run for run in found}
+    below: dict[Path | None, list[Path]] = {}
+    for path, run in runs.items():
+        before = run.about.get(FROM)
+        origin = Path(str(before["run"])) if isinstance(before, dict) and "run" in before else None
+        below.setdefault(origin if origin in runs and origin != path else None, []).append(path)
+    ordered: list[tuple[RecordedRun, int]] = []
+    left = [(path, 0) for path in reversed(below.get(None, []))]
+    while left:
+        path, level = left.pop()
+        ordered.append((runs[path], level))
+        left += [(child, level + 1) for child in reversed(below.get(path, []))]
+    # a damaged chain may be a circle
+    there = {run.path.resolve() for run, _ in ordered}
+    return ordered + [(run, 0) for path, run in runs.items() if path not in there]
 
 
 def listing(found: Iterable[RecordedRun]) -> list[list[str]]:

@@ -272,6 +272,13 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     resume: str = key(
         "", "Run folder to continue; set by `corolla run --resume`.", about="place", path=File(at_site=False)
     )
+    from_run: str = key(
+        "",
+        "Run folder with the models and states that a new run goes on from; set by `corolla run --from`. Its clients must have "
+        "kept their state (`keep-state`), if the method has any.",
+        compared=False,
+        path=File(at_site=False),
+    )
     strict: bool = key(
         False,
         "A resumed run is refused if its checkpoint was written by other code, or other versions of Flower, NumPy or PyTorch; "

@@ -159,8 +159,10 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
             f"normalize-over: must be site or auto with {hidden[0]}, because each site would send the server sums over its "
             f"training data, got 'sites'"
         )
-    if values["normalize-over"] == "initial" and not values["initial-weights"]:
-        problems.append("normalize-over: initial needs initial-weights, the model whose mean and std are used")
+    if values["normalize-over"] == "initial" and not values["initial-weights"] and not values["from-run"]:
+        problems.append("normalize-over: initial needs initial-weights or --from, for the mean and std of that model")
+    if values["from-run"] and values["initial-weights"]:
+        problems.append("initial-weights: a run that goes on from another one has its models; leave it unset")
     if values["keep-uploads"] and values["private"]:
         problems.append(
             f"keep-uploads: the server of a private run sees no single upload; leave it empty, got {values['keep-uploads']!r}"

@@ -59,6 +59,8 @@ STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "fro
 # Key of run.json: the names of the data's features and outputs, by which `initial-weights` was read.
 INITIAL = "initial-names"
 SPLIT = "split"
+# Key of run.json: the run that it goes on from.
+FROM = "from"
 # Key of the entries of `made-with`.
 FROM_ROUND = "from-round"
 # Key of run.json: the path of the SuperLink's database.
@@ -162,7 +164,7 @@ class RunFolder:
         try:
             run = json.loads((path / RUN).read_text(encoding="utf-8"))
             figures = from_json(run.get("figures", []))
-            folder = cls(path, _secret_of(path), int(run["starts"]) + 1, config.num_clients, figures)
+            folder = cls(path, secret_of(path, "resume"), int(run["starts"]) + 1, config.num_clients, figures)
             experiment = str(run["experiment"])
         except (OSError, *MALFORMED) as error:
             raise UserError(f"resume: {path / RUN} cannot be read: {error!r}") from None
@@ -383,11 +385,12 @@ def check_free(config: RunConfig) -> None:
     _held(path).close()
 
 
-def _secret_of(path: Path) -> str:
+def secret_of(path: Path, key: str) -> str:
+    """Return a run's secret. key: for the error. Raises UserError if it cannot be read."""
     try:
         return (path / SECRET).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"resume: {path / SECRET} cannot be read: clients keep their state for its owner") from error
+        raise UserError(f"{key}: {path / SECRET} cannot be read: clients keep their state for its owner") from error
 
 
 def _held(path: Path) -> IO[bytes]:

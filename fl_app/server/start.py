@@ -42,11 +42,11 @@ def start_of(config: RunConfig, roster: Roster, target_shift: tuple[float, ...])
     """
     if not config.initial_weights:
         return None
-    names = _names(config, roster)._replace(target_shift=target_shift)
+    names = names_of_data(config, roster)._replace(target_shift=target_shift)
     source = f"initial-weights {config.initial_weights}"
     card = read_card(source, Path(config.initial_weights))
     scaling = own_scaling(config, source, card, names) if config.normalizes_by_initial else None
-    line = scaling_line(source, card, _normalization(config, roster), config.normalize_over) if card else ""
+    line = scaling_line(source, card, normalization_of(config, roster), config.normalize_over) if card else ""
     hides = config.private and card is not None
     compared = {"features": card.names.features, "classes": names.outputs or card.names.outputs} if card else {}
     return Start(names, scaling, [line] if line else [], {MODEL_NAMES: json.dumps(compared)} if hides else {})
@@ -66,7 +66,7 @@ def own_scaling(config: RunConfig, source: str, card: ModelCard | None, names: M
     return card.for_features(source, names)
 
 
-def _names(config: RunConfig, roster: Roster) -> ModelNames:
+def names_of_data(config: RunConfig, roster: Roster) -> ModelNames:
     """Return the names of the clients' data. The sites of a private run keep their features' names."""
     if config.dataset == NODE:
         agreed = roster.agreed.names
@@ -79,7 +79,7 @@ def _names(config: RunConfig, roster: Roster) -> ModelNames:
     return ModelNames(features, next((one.names.classes for one in told if one.names.classes), None))
 
 
-def _normalization(config: RunConfig, roster: Roster) -> str:
+def normalization_of(config: RunConfig, roster: Roster) -> str:
     """Return how inputs are scaled. If no client sends their dtype, square images count as 8-bit ones."""
     facts = (input_facts(properties.get(INPUT)) for properties in roster.properties.values())
     images = roster.shape is not None and len(roster.shape.input_shape) in (0, 3)

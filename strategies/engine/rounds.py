@@ -111,9 +111,10 @@ class Rounds:
     """Control of whole rounds, which Flower's own loop lacks: retries, checkpoints, and a record of every round when it ends.
 
     versions: by client, the generation of its state that was accepted last. kept_versions: by client, the generations
-    that durable checkpoints name. spent: by client, the most epsilon that its records have spent so far. ended_early:
-    why the run ends before its last round (`stop-when`); "" if it does not. clock: simulated time; None if uploads
-    arrive when they come. working: by client, the work of earlier rounds that has not arrived.
+    that durable checkpoints name. first: by client, scalars of its messages until it has kept a state of this run.
+    spent: by client, the most epsilon that its records have spent so far. ended_early: why the run ends before its
+    last round (`stop-when`); "" if it does not. clock: simulated time; None if uploads arrive when they come.
+    working: by client, the work of earlier rounds that has not arrived.
     """
 
     def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
@@ -129,6 +130,7 @@ class Rounds:
         self.versions: dict[int, str] = {}
         self.kept_versions: dict[int, tuple[str, ...]] = {}
         self.spent: dict[int, float] = {}
+        self.first: dict[int, dict[str, Scalar]] = {}
         self.client_files = checkpoint.client_files_of(folder.path)
         self.attempt = Attempt()
         self.ended_early = ""
@@ -322,7 +324,7 @@ class Rounds:
                     attempt=attempt.generation,
                     state_version=self.versions.get(client_id, ""),
                     keep=self.kept_versions.get(client_id, ()),
-                    method={**download.method, **self.server.told, **scalars},
+                    method={**download.method, **self.server.told, **self._first(client_id), **scalars},
                 ),
                 shared,
             )
@@ -334,6 +336,10 @@ class Rounds:
             if client_id in self.server.personal:
                 client_arrays.release(self.server.personal[client_id])
             yield self.exchange.message(client_id, content, kind, attempt.round)
+
+    def _first(self, client_id: int) -> Mapping[str, Scalar]:
+        """Return what only a client without a state of this run is sent."""
+        return {} if self.versions.get(client_id) else self.first.get(client_id, {})
 
     def _begun(self, client_id: int, download: Download | None = None) -> Work:
         """Return the work that a client begins with a download. It keeps the download only if the upload may be late."""
@@ -630,6 +636,7 @@ class Rounds:
             "versions": {str(i): v for i, v in self.versions.items() if v},
             "spent": {str(i): spent for i, spent in self.spent.items() if spent},
             "screening": self.protocol.saved(),
+            **({"first": {str(i): scalars for i, scalars in self.first.items()}} if self.first else {}),
             "record": record,
         }
         if self.clock:
@@ -666,6 +673,7 @@ class Rounds:
         self.client_files.adopt(saved.meta.get(checkpoint.CLIENTS, []), server.personal)
         self._settle(list(server.personal))
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
+        self.first = {int(i): scalars for i, scalars in saved.meta.get("first", {}).items()}
         self.spent = {int(i): float(spent) for i, spent in saved.meta.get("spent", {}).items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
         self.protocol.restore(saved.meta.get("screening", {}))

@@ -118,7 +118,7 @@ _OWN = "card-sha256"
 # key of `data`: the hash of the run's data file
 FILE_HASH = "file-sha256"
 # keys about the file that a run started from, whose path is on the run's machine, and the values that need it
-_OF_START = ("initial-weights", "initial-weights-partial")
+_OF_START = ("initial-weights", "initial-weights-partial", "from-run")
 _NEED_START = (("normalize-over", "initial"),)
 # keys with values that may contain a path: `kind:/path`
 _NAMED = ("dataset", "partition")

@@ -1,0 +1,154 @@
+"""A run that goes on from another one: each client from its own last model and state, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from safetensors.numpy import load_file
+
+from fl_app.errors import UserError
+from fl_app.server.run_folder import RunFolder, read_about, read_metrics, read_summary
+from tests.conftest import Command, Run
+from tests.experiments.months import SETTING, WINE, wine
+
+KEPT = ("fedper", "ditto", "apfl", "fedrep", "fedcac", "fedamp", "cfl", "scaffold", "fedavg", "fedbabu")
+
+
+def table_of(path: Path, plants: list[str]) -> Path:
+    """Write the wines of some plants, in this order of rows, under their names."""
+    frame = pd.read_csv(wine(path))
+    frame[frame["plant"].isin(plants)].to_csv(path, index=False)
+    return path
+
+
+def month(
+    run: Run, path: Path, name: str, plants: tuple[str, ...] = ("celle", "uelzen", "verden"), **changes: Any
+) -> RunFolder:
+    table = table_of(path / f"{name}.csv", [*plants])
+    setting = {
+        **SETTING,
+        "dataset": f"table:{table}",
+        "classes": ",".join(WINE),
+        "num_clients": len(plants),
+        "run_name": name,
+        "keep_state": True,
+        "num_server_rounds": 3,
+        "method": "fedper",
+        "normalize": "unit",
+        "learning_rate": 0.0005,
+    }
+    return run(**{**setting, **changes})
+
+
+def before(folder: RunFolder) -> dict[str, float]:
+    """Return the loss of each client's model before the first round, by name."""
+    rows = next(iter(read_metrics(folder.path)))["clients"]
+    names = json.loads((folder.path / "clients.json").read_text())
+    return {names[i]["name"]: row["loss-before"] for i, row in rows.items()}
+
+
+def last(folder: RunFolder) -> dict[str, float]:
+    rows = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    names = json.loads((folder.path / "clients.json").read_text())
+    return {names[i]["name"]: row["loss"] for i, row in rows.items()}
+
+
+@pytest.mark.parametrize("method", KEPT)
+def test_clients_start_where_they_ended(run: Run, tmp_path: Path, method: str) -> None:
+    june = month(run, tmp_path, "june", method=method)
+    old = {path.name: path.read_bytes() for path in (tmp_path / "state").rglob("*.state")}
+    july = month(run, tmp_path, "july", method=method, from_run=str(june.path), num_server_rounds=1)
+    start, end = before(july), last(june)
+    assert all(start[name] == pytest.approx(end[name], rel=1e-4) for name in end)
+    # the earlier run's states stay, so that another run may go on from it again
+    now = {path.name: path.read_bytes() for path in (tmp_path / "state").rglob("*.state")}
+    assert all(now[name] == content for name, content in old.items())
+    again = month(run, tmp_path, "again", method=method, from_run=str(june.path), num_server_rounds=1)
+    assert read_summary(again.path)["digest"] == read_summary(july.path)["digest"]
+
+
+def test_clients_are_matched_by_name(run: Run, tmp_path: Path) -> None:
+    june = month(run, tmp_path, "june")
+    july = month(run, tmp_path, "july", ("uelzen", "verden"), from_run=str(june.path))
+    for name in ("uelzen", "verden"):
+        assert before(july)[name] == pytest.approx(last(june)[name], rel=1e-4)
+    told = read_about(july.path)["from"]
+    assert told == {"run": str(june.path), "digest": read_summary(june.path)["digest"], "clients": {"0": 1, "1": 2}}
+    # a client that is new to this run starts from the seed
+    august = month(run, tmp_path, "august", from_run=str(july.path), num_server_rounds=1)
+    start = before(august)
+    assert start["uelzen"] == pytest.approx(last(july)["uelzen"], rel=1e-4)
+    assert read_about(august.path)["from"]["clients"] == {"1": 0, "2": 1}
+
+
+def test_a_resumed_start_knows_its_origin(run: Run, tmp_path: Path) -> None:
+    june = month(run, tmp_path, "june")
+    whole = month(run, tmp_path, "whole", from_run=str(june.path), num_server_rounds=2, fraction_train=0.4)
+    part = month(run, tmp_path, "part", from_run=str(june.path), num_server_rounds=1, fraction_train=0.4)
+    resumed = month(
+        run, tmp_path, "part", from_run=str(june.path), num_server_rounds=2, fraction_train=0.4, resume=str(part.path)
+    )
+    assert read_summary(resumed.path)["digest"] == read_summary(whole.path)["digest"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "fedrep"}, "method"),
+        ({"model": "cnn"}, "model"),
+        ({"classes": ",".join(WINE[::-1])}, "classes: another order"),
+        ({"exclude": "ash"}, "features: ash only there"),
+    ],
+)
+def test_what_differs_is_refused_by_name(run: Run, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    june = month(run, tmp_path, "june")
+    with pytest.raises(UserError, match=words):
+        month(run, tmp_path, "july", from_run=str(june.path), **changes)
+
+
+@pytest.mark.parametrize("over", ["sites", "initial"])
+def test_the_scaling_goes_on_if_asked(run: Run, tmp_path: Path, over: str) -> None:
+    june = month(run, tmp_path, "june", normalize="mean-std")
+    plants = ("uelzen", "verden")
+    july = month(run, tmp_path, "july", plants, normalize="mean-std", from_run=str(june.path), normalize_over=over)
+    scaling = [read_about(folder.path)["data"]["normalization"]["mean"] for folder in (june, july)]
+    assert (scaling[0] == scaling[1]) == (over == "initial")
+    same = [before(july)[name] == pytest.approx(last(june)[name], rel=1e-4) for name in plants]
+    assert all(same) == (over == "initial")
+
+
+def test_removed_states_are_named(run: Run, tmp_path: Path) -> None:
+    june = month(run, tmp_path, "june", keep_state=False)
+    with pytest.raises(UserError, match="keep-state"):
+        month(run, tmp_path, "july", from_run=str(june.path))
+
+
+def test_the_command_and_the_tree(run: Run, tmp_path: Path, command: Command) -> None:
+    june = month(run, tmp_path, "june")
+    table = table_of(tmp_path / "later.csv", ["celle", "uelzen", "verden"])
+    code, _, err = command(
+        "run",
+        "--in-process",
+        "--from",
+        june.path,
+        "--set",
+        f"dataset=table:{table}",
+        "--set",
+        "num-server-rounds=1",
+        "--set",
+        "run-name=july",
+    )
+    assert code == 0, err
+    july = RunFolder(tmp_path / "runs" / "july", "")
+    assert before(july)["celle"] == pytest.approx(last(june)["celle"], rel=1e-4)
+    code, out, _ = command("runs", tmp_path / "runs", "--tree")
+    lines = [line for line in out.splitlines() if "june" in line or "july" in line]
+    assert code == 0 and "june" in lines[0] and "└─" in lines[1]
+    code, _, err = command("run", "--from", june.path, "--resume", june.path)
+    assert code == 2 and "--resume" in err
+    assert load_file(june.path / "models" / "global.safetensors") and np.isfinite(last(june)["celle"])
