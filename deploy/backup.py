@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import tarfile
 import tempfile
 import time
@@ -27,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy import site
+from deploy import database, site
 from deploy.inventory import LOCAL, Inventory
 from deploy.processes import state_home
 from fl_app.errors import MALFORMED, UserError
@@ -152,7 +151,7 @@ def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
     if part.what == _DATABASE:
         with tempfile.TemporaryDirectory(prefix=".corolla-", dir=archive.parent) as directory:
             copy = Path(directory, "copy")
-            _copy_database(part.path, copy)
+            database.copy(part.path, copy)
             tar.add(copy, name, filter=_plain)
         return
     if part.what == _CLIENT_STATE:
@@ -250,19 +249,6 @@ def _refuse_inside(archive: Path, kept: Path) -> None:
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """Return a member if it is a file or directory; sockets and devices are left out."""
     return member if member.isfile() or member.isdir() else None
-
-
-def _copy_database(path: Path, copy: Path) -> None:
-    """Copy an SQLite database that may be in use. Raises UserError if it is none."""
-    try:
-        with (
-            contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=60)) as source,
-            contextlib.closing(sqlite3.connect(copy)) as target,
-        ):
-            source.backup(target)
-    except sqlite3.Error as error:
-        raise UserError(f"superlink.database: {path} cannot be copied: {error}") from None
-    copy.chmod(0o600)
 
 
 # Restore --------------------------------------------------------------------------------------------------------------

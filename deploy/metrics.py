@@ -13,6 +13,7 @@ import io
 import logging
 import shutil
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,10 +22,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from deploy import certificates, expiry, superlink_nodes
+from deploy import certificates, expiry, log_size, superlink_nodes
 from deploy.commands import listen_address
 from fl_app import log_format
-from fl_app.errors import UserError, plain
+from fl_app.errors import UserError, describe, plain
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.extras import require
 from fl_app.metrics import moments
@@ -321,6 +322,12 @@ def server(at: tuple[str, int], exporter: Exporter) -> ThreadingHTTPServer:
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Log one line, and none about a connection that the other side closed."""
+            if not isinstance(error := sys.exception(), ConnectionError | TimeoutError):
+                log.warning("a request failed: %s", describe(error or Exception()))
+
         address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
 
     try:
@@ -340,6 +347,7 @@ def main() -> None:
     parser.add_argument("--certificate", type=Path, action="append", default=[], help="a certificate to watch")
     given = parser.parse_args()
     log_format.configure("metrics")
+    log_size.keep_small()
     connection: dict[str, Any] = {"address": given.control}
     trust = {"root-certificates": given.root_certificates} if given.root_certificates else {"insecure": True}
     with ending_on_bad_input():

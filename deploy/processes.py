@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from deploy.log_size import VARIABLE as LOG_FILE
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import publish_text
 from fl_app.processes import LAUNCH, end_processes, flower_environment, processes_with, start_mark
@@ -67,8 +68,12 @@ def start(
     """Start a process in its own session, its log in the directory. Raises UserError if one of this name runs."""
     if (old := read_record(directory, name)) and alive(old):
         raise UserError(f"{name} is already running here (pid {old.pid})")
-    env = flower_environment(directory / "flwr") | dict(environment) | {LAUNCH: f"{token}/{name}"}
-    with (directory / f"{name}.log").open("wb") as log:
+    path = directory / f"{name}.log"
+    env = flower_environment(directory / "flwr") | dict(environment)
+    env |= {LAUNCH: f"{token}/{name}", LOG_FILE: str(path)}
+    path.unlink(missing_ok=True)
+    # appended, so that a log that is emptied while it is open goes on at its start
+    with path.open("ab") as log:
         try:
             process = subprocess.Popen(
                 command,

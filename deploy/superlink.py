@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deploy import expiry, objects, slow_start
+from deploy import database, expiry, log_size, objects, slow_start
 from fl_app import log_format
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
@@ -126,9 +127,11 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     flower = importlib.import_module(_MODULE)
     # after the import, which gives Flower's logger its handler
     log_format.configure("superlink")
-    if log_format.is_json() and hasattr(flower, _LOGGING):
-        # its server would give its loggers another format
-        setattr(flower, _LOGGING, lambda level: None)
+    log_size.keep_small()
+    if hasattr(flower, _LOGGING):
+        settings = getattr(flower, _LOGGING)
+        # in JSON its server would give its loggers another format
+        setattr(flower, _LOGGING, lambda level: None if log_format.is_json() else without_access(settings(level)))
     old = serves_grpc(metadata.version("flwr"))
     if not old:
         guard(flower, None if grpc else at)
@@ -137,6 +140,9 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     if grpc or old:
         options = [*options, "--fleet-api-address", fleet]
     if path := database_of(options):
+        if note := database.make_private(Path(path)):
+            logging.getLogger("corolla").warning(note)
+        database.forget_deleted(Path(path))
         # ServerApps inherit it
         os.environ[DATABASE] = path
     objects.register_in_one_step()
@@ -144,6 +150,12 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     expiry.watch(expiry.named_by(options))
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
+
+
+def without_access(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return log settings of Flower's server without lines of requests, which would be most of the log."""
+    settings["loggers"].setdefault("uvicorn.access", {})["level"] = "WARNING"
+    return settings
 
 
 def database_of(options: Sequence[str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import socket
+import struct
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -177,6 +179,18 @@ def served(tmp_path: Path) -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_a_reset_connection_leaves_no_traceback(served: str, capfd: pytest.CaptureFixture[str]) -> None:
+    port = int(served.rpartition(":")[2])
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", port)) as link:
+            # closed with a reset, at the end of half a request
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            link.sendall(b"GET /metrics HTTP/1.0\r\n")
+    # answered after them
+    assert urllib.request.urlopen(f"{served}/health").status == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_it_is_served_as_prometheus_reads_it(served: str) -> None:

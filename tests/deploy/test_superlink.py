@@ -219,3 +219,10 @@ def test_variables_that_open_ports_are_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(variable, "0")
     with pytest.raises(UserError, match=f"^{variable}: opens a port that is not guarded; unset it"):
         superlink.run("127.0.0.1:9092", [])
+
+
+def test_requests_are_no_lines_of_the_log() -> None:
+    from flwr.supercore.http_logging import get_uvicorn_log_config
+
+    settings = superlink.without_access(get_uvicorn_log_config(20))
+    assert settings["loggers"]["uvicorn.access"]["level"] == "WARNING" and settings["loggers"]["uvicorn"]["level"] == 20
