@@ -11,9 +11,8 @@ keys)
   give() { # give DIRECTORY FILE...: only the containers' user can read the copies
     directory=$1
     shift
-    chown corolla:corolla "$directory"
     chmod 700 "$directory"
-    for file in "$@"; do install -o corolla -g corolla -m 600 "/keys/all/$file" "$directory/$file"; done
+    for file in "$@"; do install -m 600 "/keys/all/$file" "$directory/$file"; done
   }
   give /keys/superlink ca.crt server.crt server.key supernode-0.pub supernode-1.pub supernode-2.pub supernode-3.pub
   for k in 0 1 2 3; do

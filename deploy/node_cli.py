@@ -46,7 +46,9 @@ def start(
         Path | None, typer.Option(help="The list of all sites' keys, for private runs; kept for later starts.")
     ] = None,
     data_path: Annotated[str, typer.Option(help="This site's own data, for `dataset=node`.")] = "",
-    site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
+    site: Annotated[
+        str | None, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")
+    ] = None,
     warm: Annotated[
         bool, typer.Option("--warm", help="Fork applications from a process that has imported PyTorch (0.4 GB).")
     ] = False,
@@ -61,6 +63,8 @@ def start(
     from fl_app.processes import flower_environment
 
     log_format.choose(log_lines)
+    if site == "":
+        raise UserError("--site: must name the site's rules, got an empty text; leave the option out to have none")
     directory = _directory(name)
     if peers:
         typer.echo(
@@ -72,7 +76,7 @@ def start(
     options = joining.supernode_options(directory, accepted, data_path)
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
-    supernode.run(name, site, options, OWN if warm else "")
+    supernode.run(name, site or "", options, OWN if warm else "")
 
 
 @peers_app.command("accept")

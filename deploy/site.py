@@ -118,12 +118,20 @@ class Site:
 def find(given: str = "") -> Path | None:
     """Return the site's file: the given one, else $COROLLA_SITE, else corolla/site.toml in the user's configuration.
 
-    Return None if no file is named and the last does not exist.
+    A given directory holds site.toml. Return None only if none is named and it is certain that the last does not exist:
+    a node whose rules cannot be seen must not start without them. Raises UserError.
     """
     if given or os.environ.get("COROLLA_SITE"):
-        return Path(given or os.environ["COROLLA_SITE"]).expanduser()
+        named = Path(given or os.environ["COROLLA_SITE"]).expanduser()
+        return named / "site.toml" if os.path.isdir(named) else named
     usual = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "corolla" / "site.toml"
-    return usual if usual.exists() else None
+    try:
+        usual.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{usual}: its rules cannot be seen: {error.strerror}") from None
+    return usual
 
 
 def read_site(path: Path) -> Site:

@@ -63,7 +63,7 @@ def main() -> None:
     """Start a SuperNode behind its gate."""
     parser = argparse.ArgumentParser(prog="deploy.supernode")
     parser.add_argument("--name", required=True)
-    parser.add_argument("--site", default="")
+    parser.add_argument("--site")
     parser.add_argument(
         "--warm",
         nargs="?",
@@ -77,7 +77,9 @@ def main() -> None:
     given = parser.parse_args()
     with ending_on_bad_input():
         log_format.choose(given.log_format)
-        run(given.name, given.site, given.flower, given.warm)
+        if given.site == "":
+            raise UserError("--site: must name the site's rules, got an empty text; leave the option out to have none")
+        run(given.name, given.site or "", given.flower, given.warm)
 
 
 def run(name: str, rules: str, options: list[str], warm: str = "") -> None:

@@ -29,6 +29,7 @@ REFUSED = {
     "supernodes: [{name: A_b, client: 0, clients: 1, keysSecret: k}]": "does not match pattern",
     "supernodes: [{name: a, client: 0, clients: 1}]": "keysSecret",
     "supernodes: [{name: a, client: 0, clients: 1, keysSecret: k, gpu: 1}]": "gpu",
+    "supernodes: [{name: a, client: 0, clients: 1, keysSecret: k, site: ''}]": "does not match pattern",
     "supernodes: [{name: a, client: 0, clients: 1, keysSecret: k, dataPath: 'a\" b'}]": "does not match pattern",
 }
 
@@ -64,9 +65,9 @@ def pods() -> Iterator[dict[str, Any]]:
 
 def test_what_each_release_has() -> None:
     server = {"Service/lab-superlink", "Service/lab-superlink-metrics", "StatefulSet/lab-superlink"}
-    assert set(rendered("values.yaml")) == {*server, "ConfigMap/lab-superlink"}
+    assert set(rendered("values.yaml")) == {*server, "ConfigMap/lab-superlink", "NetworkPolicy/lab-superlink"}
     assert rendered("examples/server.yaml")["Service/lab-superlink"]["spec"]["type"] == "LoadBalancer"
-    kinds = ("Deployment", "PersistentVolumeClaim", "ConfigMap")
+    kinds = ("Deployment", "PersistentVolumeClaim", "ConfigMap", "NetworkPolicy")
     assert set(rendered("examples/site.yaml")) == {f"{kind}/lab-clinic-a" for kind in kinds}
 
 
@@ -101,6 +102,23 @@ def test_the_superlinks_control_port_is_on_loopback_and_its_results_on_a_volume(
     compose = yaml.safe_load((ROOT / "deploy" / "compose.tls.yaml").read_text())
     options = compose["services"]["superlink"]["command"][2].partition("-- ")[2].split()
     assert sorted(link["args"]) == sorted(options)
+
+
+def test_nothing_else_is_reached_over_the_network() -> None:
+    link = rendered("values.yaml")["NetworkPolicy/lab-superlink"]["spec"]
+    assert link["policyTypes"] == ["Ingress", "Egress"] and not link["egress"]
+    assert [rule["ports"] for rule in link["ingress"]] == [
+        [{"port": 9092, "protocol": "TCP"}],
+        [{"port": 9101, "protocol": "TCP"}],
+    ]
+    assert "from" not in link["ingress"][0] and link["ingress"][1]["from"] == [{"podSelector": {}}]
+    site = rendered("examples/site.yaml")
+    node = site["NetworkPolicy/lab-clinic-a"]["spec"]
+    assert node["policyTypes"] == ["Ingress", "Egress"] and not node["ingress"]
+    assert [{port["port"] for port in rule["ports"]} for rule in node["egress"]] == [{53}, {9092}]
+    # each policy is for the pods of its own release and component
+    labels = site["Deployment/lab-clinic-a"]["spec"]["template"]["metadata"]["labels"]
+    assert node["podSelector"]["matchLabels"].items() <= labels.items()
 
 
 def test_a_sites_supernode() -> None:

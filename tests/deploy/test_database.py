@@ -84,9 +84,7 @@ def test_files_are_the_owners_alone(tmp_path: Path, there: bool) -> None:
     if there:
         # from an earlier version
         path.parent.mkdir(mode=0o777)
-        with sqlite3.connect(path) as old:
-            old.execute("PRAGMA journal_mode = WAL")
-            old.execute("CREATE TABLE own (id)")
+        SqlObjectStore(str(path)).initialize()
         assert mode(path) == 0o644
     state, objects = started(path)
     upload(state, objects)

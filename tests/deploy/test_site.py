@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,39 @@ def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     assert site.find() == usual
     monkeypatch.setenv("COROLLA_SITE", "/etc/site.toml")
     assert site.find() == Path("/etc/site.toml") and site.find("/given.toml") == Path("/given.toml")
+
+
+def test_rules_that_cannot_be_seen_are_not_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COROLLA_SITE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "corolla").mkdir()
+    usual = tmp_path / "corolla" / "site.toml"
+    usual.symlink_to(tmp_path / "gone.toml")
+    found = site.find()
+    assert found == usual
+    with pytest.raises(UserError):
+        site.read_site(usual)
+    # a directory in which no file can be seen, as another account's with mode 0700
+    monkeypatch.setattr(Path, "lstat", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match="cannot be seen"):
+        site.find()
+    # a given directory holds the rules, or there is an error
+    assert site.find(str(tmp_path)) == tmp_path / "site.toml"
+    for given in (tmp_path, tmp_path / "misspelt"):
+        with pytest.raises(UserError):
+            site.read_site(site.find(str(given)) or Path())
+
+
+@pytest.mark.parametrize("module", ["deploy.supernode", "corolla"])
+def test_an_empty_name_is_not_no_rules(module: str, tmp_path: Path) -> None:
+    words = ["node", "start", "a", "--site", ""] if module == "corolla" else ["--name", "a", "--site", "", "--"]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        env=os.environ | {"COROLLA_STATE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "--site" in done.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
