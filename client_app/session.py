@@ -220,4 +220,5 @@ def _session(run_config: str, num_clients: int, run: int, plugins_generation: in
     plugins.read(str(raw.get("plugins", "")))
     method = str(raw.get("method", RunConfig.method))
     config = parse(own(raw, method), METHOD_PARAMS.of(method))
-    return Session(dataclasses.replace(config, num_clients=num_clients), METHODS[method])
+    # the run's number: a site's own is of the day on which it was invited
+    return Session(dataclasses.replace(config, num_clients=config.num_clients or num_clients), METHODS[method])

@@ -88,8 +88,11 @@ def print_commands(
 def status(
     inventory: Running,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+    allow_offline: Annotated[
+        int, typer.Option(metavar="N", help="SuperNodes that may be away without an error.", min=0)
+    ] = 0,
 ) -> None:
-    """Show every process. Exit with code 1 if one is not running, healthy and connected."""
+    """Show every process and key. Exit with code 1 if one is not running and connected, or if a key is nobody's."""
     from rich.console import Console
     from rich.table import Table
 
@@ -99,40 +102,55 @@ def status(
     found, failures = running.status()
     status_by_id = superlink_nodes.status_by_node_id(running)
     nodes = {node.name: node for node in running.inventory.supernodes}
-    header = ("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says")
+    header = ("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says", "key")
     rows: list[tuple[str, ...]] = []
-    good = not failures
+    good, away = not failures, 0
     for host, names in running.placement.items():
         for name in names:
             state, node = found[name], nodes.get(name)
             client, gpu = (str(node.client_id), _gpu(node.gpu)) if node else ("", "")
             if not state:
-                rows.append((name, client, host, gpu, "", "unknown", "", ""))
+                rows.append((name, client, host, gpu, "", "unknown", "", "", _key(running, name)))
                 continue
             connected = status_by_id.get(state["node-id"], "unknown") if node else ""
-            good = good and cluster.is_ready(name, state) and (not node or connected == "online")
+            ready = cluster.is_ready(name, state) and (not node or connected == "online")
+            good, away = good and (ready or node is not None), away + (node is not None and not ready)
             lives = "alive" if state["alive"] else "ended"
             healthy = "serving" if state["healthy"] else "no answer"
             pid = str(state["pid"] or "")
-            rows.append((name, client, host, gpu, pid, lives, healthy if state["alive"] else "", connected))
+            shown = healthy if state["alive"] else ""
+            rows.append((name, client, host, gpu, pid, lives, shown, connected, _key(running, name)))
     for client_id, connected in superlink_nodes.status_of_joined(running).items():
         admitted = "admitted" if connected else "not admitted yet"
-        rows.append((f"supernode-{client_id}", str(client_id), "joins", "", "", admitted, "", connected))
+        name = f"supernode-{client_id}"
+        rows.append((name, str(client_id), "joins", "", "", admitted, "", connected, _key(running, name)))
+        away += connected not in ("", "online")
+    strangers = superlink_nodes.strangers(running)
+    for key in strangers:
+        rows.append((key.name, "", "", "", "", "no entry has this key", "", key.status, key.fingerprint))
     if as_json:
         keys = [name.lower().replace(" ", "-") for name in header]
         typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2, ensure_ascii=False))
     else:
         table = Table(*header)
         for row in rows:
-            table.add_row(*row)
+            # enough to tell keys apart; --json has the whole
+            table.add_row(*row[:-1], row[-1].removeprefix("SHA256:")[:8])
         Console(width=None if Console().is_terminal else 140).print(table)
     problems = [str(error) for error in failures.values()]
     if running.inventory.secure:
         problems += certificates.expiry_warnings(running.inventory)
         problems += expiry.warnings(running.inventory)
+    problems += [
+        f"key {key.fingerprint}, registered as {key.name or 'nobody'}, is accepted and no entry has it: "
+        f"flwr supernode unregister {key.node_id} {running.inventory.name}"
+        for key in strangers
+    ]
+    if away > allow_offline:
+        problems.append(f"{counted(away, 'SuperNode')} not connected; --allow-offline {away} allows it")
     for problem in problems:
         typer.echo(problem, err=True)
-    if not good:
+    if not good or strangers or away > allow_offline:
         raise typer.Exit(exit_codes.FAILED)
 
 
@@ -169,7 +187,7 @@ def revoke(
     client: Annotated[int, typer.Argument(metavar="CLIENT", help="Client id: the K of supernode-K.")],
     quiet: Quiet = False,
 ) -> None:
-    """Revoke one SuperNode's key. It is locked out at once and permanently; the others continue."""
+    """Revoke every key that a SuperNode ever had. It is locked out at once and permanently; the others continue."""
     from deploy import superlink_nodes
 
     problems = superlink_nodes.revoke(_running(inventory), client)
@@ -262,6 +280,31 @@ def admit(
 
 
 @app.command()
+def rotate(
+    inventory: InventoryFile,
+    client: Annotated[int, typer.Argument(metavar="CLIENT", help="The client id of a site that joined.")],
+    public: Annotated[
+        Path, typer.Argument(metavar="FILE.pub", help="The site's new public key, from `corolla node rotate`.")
+    ],
+    quiet: Quiet = False,
+) -> None:
+    """Replace a joined site's key: the new one is registered, then the old one is revoked."""
+    from deploy import cluster, joining, superlink_nodes
+    from deploy import inventory as inventories
+    from fl_app.privacy.keyring import PEERS
+
+    found = inventories.read_inventory(inventory)
+    joining.admit(found, client, public, replace=True)
+    if running := cluster.find(found.name):
+        superlink_nodes.register_key(running, f"supernode-{client}")
+        _say(f"client {client}: the running cluster {found.name} accepts the new key, and the old one no longer")
+    else:
+        _say(f"client {client}: its old key ends when the cluster is up; the next `up` registers the new one")
+    if (listed := Path(found.keys) / PEERS).is_file():
+        _say(f"for private runs send {listed} to all sites again")
+
+
+@app.command()
 def backup(
     inventory: InventoryFile,
     archive: Annotated[
@@ -312,6 +355,14 @@ def _running(inventory: str) -> Cluster:
             raise UserError(f"{path}: there is no such file; a running cluster's name works too")
         return cluster.load(inventories.read_inventory(path).name)
     return cluster.load(inventory)
+
+
+def _key(running: Cluster, name: str) -> str:
+    """Return the fingerprint of a SuperNode's key, "" if it has none."""
+    from deploy import revoked
+
+    path = Path(running.inventory.keys) / f"{name}.pub"
+    return revoked.fingerprint(path.read_bytes()) if running.inventory.secure and path.is_file() else ""
 
 
 def _gpu(gpu: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The SuperLink's database: its owner's alone, whatever the umask, and without what a run has left.
+"""The SuperLink's database: its owner's alone, whatever the umask, and without a run's leftovers.
 
 SQLite leaves deleted bytes in free pages, and in the write-ahead log, until others replace them. A run's uploads would
 stay there for as long. Here deleted bytes are overwritten, and the log is emptied when a run ends.
@@ -32,7 +32,7 @@ _PAUSES = (0.2, 5.0, 60.0)
 
 
 def make_private(path: Path) -> str:
-    """Give a database's files mode 0600 and its directory 0700; make what is missing.
+    """Give a database's files mode 0600 and its directory 0700, and make the missing ones.
 
     Return a note if the directory is not for the database alone to close, "" otherwise: one of the system, or another
     user's. The files are closed there as well. Raises UserError.
@@ -64,9 +64,9 @@ def _is_shared(directory: Path) -> bool:
 
 
 def forget_deleted(path: Path) -> None:
-    """Let Flower's SuperLink overwrite in its database what it deletes, and empty the log when a run ends.
+    """Let Flower's SuperLink overwrite deleted bytes in its database, and empty the log when a run ends.
 
-    What an earlier start left in free pages is overwritten now, or a warning says why it is not.
+    Free pages of earlier runs are overwritten now. A warning gives the reason if they are not.
     """
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=60)) as database:
@@ -74,9 +74,9 @@ def forget_deleted(path: Path) -> None:
             if database.execute("PRAGMA freelist_count").fetchone()[0]:
                 database.execute("VACUUM")
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    # Flower says what is wrong with a file that is no database; a full disk is no reason not to serve
+    # Flower names a file that is no database; a full disk is no reason not to serve
     except sqlite3.Error as error:
-        log.warning("superlink.database: what earlier runs left in %s could not be overwritten: %s", path, error)
+        log.warning("superlink.database: deleted bytes of earlier runs in %s could not be overwritten: %s", path, error)
     with changing("keeps its database", "a run's uploads may stay in its free pages"):
         mixin: Any = importlib.import_module("flwr.supercore.sql_mixin")
         module: Any = importlib.import_module("flwr.server.superlink.linkstate.sql_linkstate")

@@ -459,5 +459,5 @@ def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
     # every key but a method's: its own code does not run here
     raw = {name: value for name, value in config.items() if "." not in name}
     parsed = parse({**raw, "method": "any"}, {"any": NoParams})
-    run = dataclasses.replace(parsed, num_clients=node.num_clients)
+    run = dataclasses.replace(parsed, num_clients=parsed.num_clients or node.num_clients)
     return trained_on(run, open_client(run, node.client_id, data_path=node.data_path))

@@ -22,7 +22,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from deploy import certificates, commands, peers, superlink
+from deploy import certificates, commands, peers, revoked, superlink
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
@@ -65,6 +65,17 @@ def make_key(directory: Path) -> Path:
         publish(private, lambda path: path.write_bytes(text))
     peers.make_key(private, public)
     return public
+
+
+def rotate_key(directory: Path) -> Path:
+    """Replace a site's key pairs by new ones. Return the public half's path. Raises UserError if it has none."""
+    private = directory / KEY
+    if not private.exists():
+        raise UserError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
+    # the public half last: while it is missing, `make_key` goes on where a crash ended
+    for path in (private, private.with_suffix(peers.KEY_SUFFIX), directory / PUBLIC):
+        path.unlink(missing_ok=True)
+    return make_key(directory)
 
 
 def keep_peers(directory: Path, given: Path) -> str:
@@ -154,11 +165,12 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
 # At the server --------------------------------------------------------------------------------------------------------
 
 
-def admit(inventory: Inventory, client: int, public: Path) -> Path:
-    """Register a site's public key as a client's. Return the path of its invitation, beside the key.
+def admit(inventory: Inventory, client: int, public: Path, *, replace: bool = False) -> Path:
+    """Take in a site's public key as a client's. Return the path of its invitation, beside the key.
 
-    Raises UserError if the client does not join by itself, if it has another key already, if the file holds no suitable
-    key, or if the key is another client's.
+    replace: the client's other key, which is then revoked. Raises UserError if the client does not join by itself, if it has
+    another key already (with replace: none, or this one), if the file holds no suitable key, or if the key is another
+    client's or was revoked.
     """
     if client not in inventory.joined:
         there = ", ".join(map(str, inventory.joined)) or "none; write an entry `{host: joins}`"
@@ -170,10 +182,18 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
     for path in sorted(directory.glob("supernode-*.pub")):
         if path != kept and _public_key(path) == text:
             raise UserError(f"{public}: is {path.name} already; every client needs its own key")
-    if kept.exists() and _public_key(kept) != text:
-        raise UserError(f"client {client}: has another key, {kept}; remove that file to replace it")
+    if revoked.fingerprint(text) in revoked.noted(directory):
+        raise UserError(f"{public}: was revoked, for good; `corolla node rotate` makes another key at the site")
+    before = _public_key(kept) if kept.exists() else b""
+    if before not in (b"", text) and not replace:
+        raise UserError(f"client {client}: has another key, {kept}; `corolla cluster rotate` replaces it")
+    if replace and before in (b"", text):
+        what = "this is its key already" if before else "it has no key to replace; use `corolla cluster admit`"
+        raise UserError(f"client {client}: {what}")
     line = b" ".join(filter(None, [text, peers.statement_in(public).encode()]))
     publish(kept, lambda path: path.write_bytes(line + b"\n"), 0o644)
+    if replace:
+        revoked.note(directory, revoked.fingerprint(before))
     peers.write_list(inventory)
     link, ca = inventory.superlink, (directory / certificates.CA).read_text()
     address = commands.host_port(link.fleet_address, link.fleet_port)

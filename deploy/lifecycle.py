@@ -33,6 +33,8 @@ def up(
 ) -> Cluster:
     """Start all processes, and return when they answer and are connected. After a failure none is left.
 
+    If the cluster is up and its SuperLink has ended, start the processes that have ended, and leave the others as they are.
+
     seconds: time limit for the SuperLink, and again for the SuperNodes. metrics: [HOST:]PORT of the
     metrics, or none. runs: see Cluster. Raises UserError with the end of the failing logs.
     """
@@ -50,7 +52,10 @@ def up(
         str(Path(runs).absolute()),
         log_format.chosen(),
     )
-    if find(inventory.name) is None:
+    if before := find(inventory.name):
+        if before.inventory == inventory and _superlink_ended(before):
+            return _revive(before, say, seconds)
+    else:
         connection.require_free(Path(cluster.config), inventory.name, cluster.connection)
     save_new(cluster)
     places: dict[str, Place] = {}
@@ -70,6 +75,40 @@ def up(
         if problems and isinstance(error, UserError):
             raise UserError(f"{error}\nand while cleaning up:\n" + "\n".join(problems)) from None
         raise
+    return cluster
+
+
+def _superlink_ended(cluster: Cluster) -> bool:
+    """Return whether the SuperLink's host says that its process has ended."""
+    state = cluster.ask(cluster.inventory.superlink.host, "status")["processes"].get(SUPERLINK)
+    return not state or not state["alive"]
+
+
+def _revive(cluster: Cluster, say: Say, seconds: float) -> Cluster:
+    """Start a cluster's SuperLink again, and its other processes that have ended. SuperNodes that live connect by themselves."""
+    link = cluster.inventory.superlink
+    say(f"the SuperLink on {link.host} has ended; starting it again")
+    # its children may outlive it
+    cluster.ask(link.host, "stop", names=[SUPERLINK])
+    free = [(commands.bind_address(link), link.fleet_port), ("127.0.0.1", link.control_port)]
+    here = _place(_prepare_host(cluster, link.host, free))
+    _start(cluster, link.host, [commands.superlink(cluster.inventory, here)])
+    _wait(cluster, [SUPERLINK], seconds)
+    found, failures = cluster.status()
+    if failures:
+        raise UserError("\n".join(str(error) for error in failures.values()))
+    ended = [name for name, state in found.items() if not state["alive"]]
+    if TUNNEL in ended:
+        ca = str(Path(cluster.inventory.keys) / certificates.CA) if cluster.inventory.secure else ""
+        _start(cluster, LOCAL, [commands.tunnel(cluster.inventory, ca)])
+        _wait(cluster, [TUNNEL], seconds)
+    if cluster.inventory.secure:
+        superlink_nodes.register_all(cluster)
+    if METRICS in ended:
+        _start_metrics(cluster, {link.host: here}, seconds)
+    for node in cluster.inventory.supernodes:
+        if node.name in ended:
+            restart(cluster, node.name, say, seconds)
     return cluster
 
 

@@ -37,6 +37,19 @@ def join(name: Name) -> None:
 
 
 @app.command()
+def rotate(name: Name) -> None:
+    """Replace this site's key by another one. The SuperNode needs the new one once the server has taken it in."""
+    from deploy import joining
+
+    public = joining.rotate_key(_directory(name))
+    typer.echo(f"send {public} to the server's operator (nothing in it is secret):\n{public.read_text().strip()}")
+    typer.echo(
+        "the operator runs: corolla cluster rotate CLUSTER.yaml CLIENT FILE.pub. A SuperNode that runs keeps the old key until "
+        f"then; start it again afterwards: corolla node start {name}"
+    )
+
+
+@app.command()
 def start(
     name: Name,
     invitation: Annotated[

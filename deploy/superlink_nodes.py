@@ -6,15 +6,17 @@ import contextlib
 import io
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives import serialization
 
+from deploy import revoked
 from deploy.cluster import Cluster
 from deploy.peers import KEY_SUFFIX
-from fl_app.errors import UserError
+from fl_app.errors import UserError, plain
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import flower_environment, script
 
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def register_all(cluster: Cluster) -> list[str]:
-    """Register every existing public key, also of sites that joined. Return the names of the SuperNodes."""
+    """Register every existing public key, also of sites that joined, and end their earlier keys.
+
+    Return the names of the SuperNodes. Raises UserError.
+    """
     names = [node.name for node in cluster.inventory.supernodes]
     joined = (f"supernode-{client_id}" for client_id in cluster.inventory.joined)
     names += [name for name in joined if (Path(cluster.inventory.keys) / f"{name}.pub").exists()]
@@ -34,15 +39,67 @@ def register_all(cluster: Cluster) -> list[str]:
 
 
 def register_key(cluster: Cluster, name: str) -> None:
-    """Register a SuperNode's public key with the SuperLink. Raises UserError.
+    """Register a SuperNode's public key with the SuperLink, then end every other key that was registered for it.
 
-    A kept database may have the key already.
+    A kept database may have the key already. Raises UserError, also for a key that was revoked.
     """
     public = Path(cluster.inventory.keys) / f"{name}.pub"
+    key = public_bytes(public)
     done = flwr(cluster, "supernode", "register", str(public), cluster.inventory.name, "--name", name)
     output = done.stdout + done.stderr
     if done.returncode != 0 and "already in use" not in output:
         raise UserError(f"{name}: its key {public} could not be registered:\n{output.strip()[-1000:]}")
+    nodes = list_nodes(cluster)
+    if not any(node.public_key == key and _is_accepted(node) for node in nodes):
+        raise UserError(
+            f"{name}: its key {public} was revoked, for good; `corolla node rotate` makes another at the site"
+        )
+    _end_keys(cluster, name, [node for node in nodes if node.name == name and node.public_key != key])
+
+
+def _is_accepted(node: NodeInfo) -> bool:
+    return node.status != "unregistered"
+
+
+def _end_keys(cluster: Cluster, name: str, nodes: Iterable[NodeInfo]) -> None:
+    """Let the SuperLink accept these nodes' keys no longer, and note them as revoked. Raises UserError."""
+    for node in filter(_is_accepted, nodes):
+        done = flwr(cluster, "supernode", "unregister", str(node.node_id), cluster.inventory.name)
+        if done.returncode != 0:
+            raise UserError(f"{name}: its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}")
+        revoked.note(Path(cluster.inventory.keys), revoked.fingerprint(node.public_key))
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A key that the SuperLink accepts and that is no entry's. name: under which it was registered, "" for none."""
+
+    node_id: int
+    name: str
+    fingerprint: str
+    status: str
+
+
+def strangers(cluster: Cluster) -> list[Unknown]:
+    """Return the accepted keys that no entry of a secure cluster's inventory has; none if the SuperLink does not answer."""
+    if not cluster.inventory.secure:
+        return []
+    with contextlib.suppress(UserError):
+        return unknown_keys(cluster, list_nodes(cluster))
+    return []
+
+
+def unknown_keys(cluster: Cluster, nodes: Iterable[NodeInfo]) -> list[Unknown]:
+    """Return the accepted keys that are not the present key of a SuperNode of the inventory."""
+    directory, inventory = Path(cluster.inventory.keys), cluster.inventory
+    ids = [*(node.client_id for node in inventory.supernodes), *inventory.joined]
+    paths = [directory / f"supernode-{client_id}.pub" for client_id in ids]
+    known = {public_bytes(path) for path in paths if path.is_file()}
+    return [
+        Unknown(node.node_id, plain(node.name), revoked.fingerprint(node.public_key), node.status)
+        for node in nodes
+        if _is_accepted(node) and node.public_key not in known
+    ]
 
 
 def flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -129,10 +186,10 @@ def public_bytes(path: Path) -> bytes:
 
 
 def revoke(cluster: Cluster, client_id: int) -> list[str]:
-    """Revoke a SuperNode's key: the SuperLink rejects it, its key files are deleted, and its process is ended.
+    """Revoke all keys that a SuperNode ever had: the SuperLink rejects them, its files are deleted, its process is ended.
 
-    Returns a sentence for each step that failed afterwards. The node is found by its registered key, not by a name that
-    it gives itself. Raises UserError if there is no key to revoke.
+    Returns a sentence for each step that failed afterwards. The keys are the registered one, and those that were registered
+    for this client, not those of a node that gives itself its name. Raises UserError if there is no key to revoke.
     """
     node = next((n for n in cluster.inventory.supernodes if n.client_id == client_id), None)
     if node is None and client_id not in cluster.inventory.joined:
@@ -145,14 +202,19 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
             f"client {client_id}: without authentication there is no key to revoke (`tls: true` in the inventory)"
         )
     public = Path(cluster.inventory.keys) / f"{name}.pub"
-    if not public.is_file():
+    key = public_bytes(public) if public.is_file() else b""
+    try:
+        nodes = list_nodes(cluster)
+    except UserError:
+        if key:
+            raise
+        nodes = []
+    accepted = [info for info in nodes if _is_accepted(info) and (info.public_key == key or info.name == name)]
+    if not key and not accepted:
         raise UserError(f"client {client_id}: there is no {public}; it was revoked before, or never had a key")
-    key = public_bytes(public)
-    ids = [info.node_id for info in list_nodes(cluster) if info.public_key == key and info.status != "unregistered"]
-    for node_id in ids:
-        done = flwr(cluster, "supernode", "unregister", str(node_id), cluster.inventory.name)
-        if done.returncode != 0:
-            raise UserError(f"{name}: its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}")
+    _end_keys(cluster, name, accepted)
+    if key:
+        revoked.note(public.parent, revoked.fingerprint(key))
     # the private half first: `corolla cluster keys` makes a public key of what is left after a crash
     for path in (public.with_suffix(".key"), public, public.with_suffix(KEY_SUFFIX), public.with_name(PEERS)):
         path.unlink(missing_ok=True)
