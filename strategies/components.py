@@ -128,9 +128,15 @@ def alone(layout: Layout, k: int) -> Layout:
     def plain(names: frozenset[str]) -> frozenset[str]:
         return frozenset(_COMPONENT.sub("", name, count=1) for name in names)
 
-    classifier, batchnorm = plain(layout.classifier), plain(layout.batchnorm)
+    found = layout.split
+    layer = None if found.layer is None else _COMPONENT.sub("", f"{found.layer}.", count=1).rstrip(".")
     return dataclasses.replace(
-        layout, params=own(layout.params), buffers=own(layout.buffers), classifier=classifier, batchnorm=batchnorm
+        layout,
+        params=own(layout.params),
+        buffers=own(layout.buffers),
+        classifier=plain(layout.classifier),
+        batchnorm=plain(layout.batchnorm),
+        split=found._replace(classifier=plain(found.classifier), layer=layer, unused=plain(found.unused)),
     )
 
 
