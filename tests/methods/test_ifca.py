@@ -120,7 +120,7 @@ def test_one_model_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], share:
     setting = {**model, "momentum": 0.5, "fraction_train": 0.7, "evaluate_every": 1}
     plain, saved = outcome(run, "fedavg", **setting)
     records, files = outcome(run, "ifca", ifca={"clusters": 1, "share_body": share}, **setting)
-    assert files == {"global.safetensors": saved["global.safetensors"]}
+    assert files.keys() > {"global.safetensors"} and set(files.values()) == {saved["global.safetensors"]}
     for ours, theirs in zip(records, plain, strict=True):
         assert ours["evaluation"]["digest"] == theirs["evaluation"]["digest"]
         assert ours["loss"] == theirs["loss"] and ours["accuracy-after"] == theirs["accuracy-after"]
