@@ -67,6 +67,8 @@ class Batches:
         self._x_test, self.test_labels = self._resident(data.x_test), self._resident(data.y_test)
         self._x_validation = self._resident(data.x_validation)
         self._validation_labels = self._resident(data.y_validation)
+        # the number of training samples that a privacy budget is planned for
+        self.num_told = data.num_train
         normalize = tasks.normalization(config, data.x_train.dtype)
         self._prepared = Inputs(self.task, normalize, self._x_train.ndim - 1, device, data.info.mean, data.info.std)
         if self._x_train.ndim != 4:

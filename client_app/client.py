@@ -21,9 +21,10 @@ from client_app import at_once
 from client_app.notes import Notes, OwnData, spent_on
 from client_app.session import Session
 from client_app.state import State, StateStore, state_root
-from fl_app import debugging, extras, software, tasks, trainable_tensors, wire
+from fl_app import debugging, extras, reasons, software, tasks, trainable_tensors, wire
 from fl_app.checksums import HASHES, stamp_of
 from fl_app.config import RunConfig
+from fl_app.config.rules import split_names
 from fl_app.data import ClientData, client_names, data_root
 from fl_app.data.moments import Scaling, Sums
 from fl_app.debugging import Place
@@ -40,9 +41,12 @@ from fl_app.metrics import (
     ONE_CLASS,
     REPLACE_EPSILON,
     VALIDATION,
+    of_evaluation,
+    of_training,
     range_error,
 )
 from fl_app.model_names import ModelNames, differ
+from fl_app.outgoing import TABLE, Way
 from fl_app.server.origin import STATE_OF
 from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
@@ -100,8 +104,7 @@ class CorollaClient(NumPyClient):
         try:
             return self._properties()
         except Exception as error:
-            log.debug("properties", exc_info=True)
-            return {"client-id": self.client_id, wire.ERROR: debugging.reason(error)}
+            return {"client-id": self.client_id, **refused(self.client_id, error, self.place)}
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
         """Answer a task: "train" a round, "collect" the personal model, or "forget" all that is kept of a run."""
@@ -123,7 +126,7 @@ class CorollaClient(NumPyClient):
             with self._printing_into(aside):
                 metrics = self._evaluate(wire.decode_download(parameters, config))
                 self._leave_network()
-            return float(metrics.pop("loss")), self._reported_count(len(self.data.y_test)), {**metrics, **aside}
+            return float(metrics.pop("loss")), self._reported_count(self.data.num_test), {**metrics, **aside}
         except Exception as error:
             return 0.0, 0, {**self._failed(error), **aside}
 
@@ -133,14 +136,16 @@ class CorollaClient(NumPyClient):
         update = self.method.local_update()
         watch = Stopwatch()
         ctx, state, trainer = self._prepare(download)
-        masker = self._claim_attempt(download, ctx.num_samples)
+        with reasons.stage("protocol", "private", "hidden"):
+            masker = self._claim_attempt(download, ctx.num_samples)
         watch.lap("prepare")
         start = update.merge(download.model, state, ctx)
         watch.lap("merge")
         before = self._measured(update.personal(start, state, ctx), trainer, "before")
         watch.lap("evaluate")
         try:
-            trained = update.train(start, state, ctx)
+            with reasons.stage("method"):
+                trained = update.train(start, state, ctx)
         except UserError as error:
             raise self._training_error(error, before["loss-before"]) from None
         train_loss = trainer.last_loss
@@ -153,13 +158,14 @@ class CorollaClient(NumPyClient):
         reported = self._reported(dict(figures), trainer)
         upload = update.upload(start, trained, state, ctx)
         if masker:
-            upload = masker.mask(upload)
+            with reasons.stage("protocol", "private-range", "in-range"):
+                upload = masker.mask(upload)
         watch.lap("score")
         version = self._save(state, download)
         watch.lap("state")
         metrics: dict[str, Scalar] = {
             **reported,
-            "test-samples": self._reported_count(len(self.data.y_test)),
+            "test-samples": self._reported_count(self.data.num_test),
             wire.STATE_VERSION: version,
         }
         if self.config.dp_epsilon:
@@ -177,26 +183,36 @@ class CorollaClient(NumPyClient):
     # Other tasks
 
     def _properties(self) -> Config:
-        self.session.prepare_changed_data(self.data_path)
+        self._require_classes()
+        with reasons.stage("data", "dataset", "readable"):
+            self.session.prepare_changed_data(self.data_path)
         if self.config.device.startswith("cuda"):
             from client_app.device_model import resolve_device
 
-            resolve_device(self.config.device)
-        tasks.require_packages(self.config)
+            with reasons.stage("capability", "device", "available"):
+                resolve_device(self.config.device)
+        with reasons.stage("capability", "task", "installed"):
+            tasks.require_packages(self.config)
         if self.config.dp_epsilon:
-            extras.require("opacus", "dp-epsilon")
+            with reasons.stage("capability", "dp-epsilon", "installed"):
+                extras.require("opacus", "dp-epsilon")
             from client_app.dp import Plan, Spent, check_module
 
-            self.session.check_once(check_module, self.data.info)
+            with reasons.stage("method", "model", "per-record"):
+                self.session.check_once(check_module, self.data.info)
             # a resumed run's own spending cannot be separated from that of other runs here
             own = None if self.keys == wire.SEED_KEYS or self.config.resume else self._own_data()
             before = Spent.of(spent_on(site_directory(), own) if own else [])
-            Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config), before)
+            with reasons.stage("budget", "dp-epsilon", "affordable"):
+                Plan.of(self.config, self.data.num_train, self.method.dp_epochs_of(self.config), before)
+        if any(left := self.data.unknown):
+            what = "training and %d test samples are left out: their label is not in `classes`"
+            log.warning(f"client %d: %d {what}", self.client_id, *left)
         properties: Config = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,
-            "train-samples": self._reported_count(len(self.data.y_train)),
-            "test-samples": self._reported_count(len(self.data.y_test)),
+            "train-samples": self._reported_count(self.data.num_train),
+            "test-samples": self._reported_count(self.data.num_test),
             **data_properties(self.data, self.config),
             **self._data_hashes(),
             SOFTWARE: json.dumps({**software.announced(), software.WIRE: wire.WIRE_VERSION}),
@@ -214,12 +230,33 @@ class CorollaClient(NumPyClient):
         if self.config.private:
             from client_app import private
 
-            keys = self._site_keys.keys
+            with reasons.stage("deployment", "private", "keys"):
+                keys = self._site_keys.keys
             properties |= private.properties(keys)
             if own_data:
                 info = self.data.info
                 properties[FEATURE_TAGS] = private.tags(keys, json.dumps([info.facts.features, info.classes]))
         return properties
+
+    def _require_classes(self) -> None:
+        """Raise UserError if a run with a promise has no classes for a site's data, or divides them by their values."""
+        config = self.config
+        promises, own = config.private or config.dp_epsilon > 0, source_of(config.dataset).known is None
+        if self.place is Place.DEPLOYMENT and promises and config.test_after:
+            raise UserError(
+                "test-after: a run that is private or has a privacy budget must not count a site's rows by their values",
+                code="configuration",
+                key="test-after",
+                rule="values",
+            )
+        if self.place is Place.DEPLOYMENT and promises and own and not config.classes and tasks.of(config).has_classes:
+            raise UserError(
+                "classes: a run that is private or has a privacy budget must declare the names of the classes; they would show "
+                "which labels a site has",
+                code="configuration",
+                key="classes",
+                rule="declared",
+            )
 
     def _input_facts(self) -> str:
         """Return the facts by which an exported model reads raw rows, as JSON.
@@ -267,7 +304,8 @@ class CorollaClient(NumPyClient):
 
         Raises UserError if the server does not send them.
         """
-        self._compare_names(download)
+        with reasons.stage("protocol", "initial-weights", "same-model"):
+            self._compare_names(download)
         by_model = self.config.normalizes_by_initial
         if not by_model and not self._needs_agreement:
             return self.data
@@ -363,7 +401,8 @@ class CorollaClient(NumPyClient):
     @cached_property
     def data(self) -> ClientData:
         """This client's part of the data."""
-        return self.session.data(self.client_id, self.data_path)
+        with reasons.stage("data", "dataset", "readable"):
+            return self.session.data(self.client_id, self.data_path)
 
     def _prepare(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Load the state and build the run's model. Return the method's context, the state and the trainer.
@@ -376,16 +415,21 @@ class CorollaClient(NumPyClient):
         from client_app.trainer import LocalTrainer
 
         config, method = self.config, self.method
-        self._open_store(download)
-        state = self._first_state(download) or self._store.load(download.state_version)
+        with reasons.stage("deployment", "state-dir", "outside"):
+            self._open_store(download)
+        with reasons.stage("deployment", "state-dir", "state"):
+            state = self._first_state(download) or self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
         # With `train` or `share`, tensors that never travel start from the file too: the server does not send them.
         weights_file = config.initial_weights if config.train or config.share else ""
-        network = self._network(weights_file)
+        data = self.data
+        with reasons.stage("capability", "model", "available"):
+            network = self._network(weights_file)
         facts = network.facts
-        part = method.local_update.held(facts.shared_layout, download.extras)
-        check_same_model(download, facts.layout, facts.shared_layout, config.model, part)
+        with reasons.stage("protocol", "model", "same-model"):
+            part = method.local_update.held(facts.shared_layout, download.extras)
+            check_same_model(download, facts.layout, facts.shared_layout, config.model, part)
 
         @functools.cache
         def initial() -> Model:
@@ -406,7 +450,7 @@ class CorollaClient(NumPyClient):
             shared=facts.shared,
             initial=initial,
             trainer=self._with_budget(trainer) if config.dp_epsilon else trainer,
-            num_samples=len(self.data.y_train),
+            num_samples=data.num_train,
             extras=download.extras,
         )
         return ctx, state, ctx.trainer
@@ -519,11 +563,28 @@ class CorollaClient(NumPyClient):
     def _failed(self, error: Exception) -> dict[str, Scalar]:
         """Return the metrics that report an exception to the server. A site's traceback stays in its log."""
         if self.place is Place.DEPLOYMENT:
-            log.exception("client %d failed", self.client_id)
-            return {wire.ERROR: debugging.reason(error, "the log of its SuperNode")}
+            return refused(self.client_id, error, self.place)
         told: dict[str, Scalar] = {wire.ERROR: debugging.reason(error)}
         trace = debugging.trace_to_show(error)
         return {**told, wire.TRACEBACK: debugging.cut([trace])} if trace else told
+
+    def widened(self, way: Way) -> Way:
+        """Return what may leave, with the numbers that this run's task and method declare.
+
+        With it leave the names of the classes if the server knows them.
+        """
+        measured = tasks.measured(self.config)
+        numbers = (*of_training(measured, True), *of_evaluation(measured, True, True), ONE_CLASS)
+        names = frozenset(metric.name for metric in numbers)
+        classes = split_names(self.config.classes)
+        if source_of(self.config.dataset).known and "data" in self.__dict__:
+            classes = self.data.info.classes
+        return dataclasses.replace(
+            way,
+            metrics=names - {entry.name for entry in TABLE},
+            own=frozenset(metric.name for metric in self.session.reports),
+            known={"class-names": json.dumps(classes)} if classes else {},
+        )
 
     # Figures for the server
 
@@ -557,7 +618,7 @@ class CorollaClient(NumPyClient):
             return dict.fromkeys(measured, math.nan)
         if name := diverged_metric(measured):
             error = diverged(name, measured[name], trainer.learning_rate)
-            raise UserError(f"{error}{self._far_values()}")
+            raise Diverged(f"{error}{self._far_values()}")
         return {name: LOSS.clipped(value) if _is_loss(name) else value for name, value in measured.items()}
 
     def _own(self, reported: Mapping[str, Scalar], trainer: Any) -> dict[str, Scalar]:
@@ -577,6 +638,9 @@ class CorollaClient(NumPyClient):
     def _failed_metrics(self, trainer: Any) -> dict[str, Scalar]:
         """Return the reasons why metrics failed, for the server. Empty with `report-accuracy = false`."""
         errors = trainer.metric_errors if self.config.report_accuracy else {}
+        if self.place is Place.DEPLOYMENT and errors:
+            log.warning("client %d: metrics failed: %s", self.client_id, dict(errors))
+            errors = dict.fromkeys(errors, "not computed")
         return {wire.METRIC_ERRORS: "; ".join(f"{name}: {error}" for name, error in errors.items())} if errors else {}
 
     @cached_property
@@ -591,10 +655,10 @@ class CorollaClient(NumPyClient):
         """Return a training's error. It adds the received model's loss if that model had diverged already."""
         may_tell = self.config.report_accuracy and len(self.data.y_test) > 0
         if may_tell and isinstance(error, Diverged):
-            error = UserError(f"{error}{self._far_values()}")
+            error = Diverged(f"{error}{self._far_values()}")
         if not may_tell or loss_before < DIVERGED_LOSS:
             return error
-        return UserError(f"{error}; the model it was sent had a loss of {loss_before:.3g} already")
+        return Diverged(f"{error}; the model it was sent had a loss of {loss_before:.3g} already")
 
     def _far_values(self) -> str:
         """Return advice on data far from 1, as the end of an error; empty if all are near.
@@ -604,6 +668,19 @@ class CorollaClient(NumPyClient):
         if self.config.is_confidential:
             return ""
         return "".join(f"; {line}" for line in far_values(self.data, self.config))
+
+
+def refused(client_id: int, error: Exception, place: Place) -> dict[str, Scalar]:
+    """Return the entries that report an exception to the server.
+
+    At a site they are a reason, and the text, which few sites let leave. The site's log has the text and the traceback.
+    """
+    if place is not Place.DEPLOYMENT:
+        return {wire.ERROR: debugging.reason(error)}
+    reason = reasons.of(error)
+    trace = error if debugging.trace_to_show(error) else None
+    log.error("client %d: %s (%s)", client_id, debugging.reason(error), reason, exc_info=trace)
+    return {wire.ERROR: str(reason), wire.DETAILS: debugging.reason(error, "the log of its SuperNode")}
 
 
 def _is_loss(name: str) -> bool:

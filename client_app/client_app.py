@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 
-from flwr.app import Context, Message, MessageType
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.compat.client.client import Client
 from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
-from client_app.client import CorollaClient
+from client_app.client import CorollaClient, refused
 from client_app.session import Session
-from fl_app import plugins
+from fl_app import debugging, plugins, reasons, refusal
 from fl_app.app_bundle import unpacked
 from fl_app.debugging import Place, refuse_breakpoints
 from fl_app.errors import UserError
 from fl_app.files import without_near_names
+from fl_app.outgoing import DETAILED, TELL, Kind, Way, leaving, modes_of
 from fl_app.wire import (
-    ERROR,
     IN_PROCESS,
     PRIVATE_KEYS,
     QUERY,
@@ -31,6 +34,8 @@ from fl_app.wire import (
     properties_reply,
 )
 
+log = logging.getLogger("corolla")
+
 # Flower loads this module before it starts Ray, in `flwr run .` too. By default Ray listens on all of a machine's
 # addresses and runs any code sent there. The first variable declares that no other machine joins: Ray then listens on
 # the loopback address alone. The second gives Ray's clients the usual priority: niceness 15 leaves them no time on a
@@ -40,12 +45,16 @@ for _name, _value in RAY.items():
     os.environ.setdefault(_name, _value)
 
 
+# The kinds of messages that a client answers, by Flower's types.
+KINDS: dict[str, Kind] = {MessageType.TRAIN: "fit", MessageType.EVALUATE: "evaluate", QUERY: "properties"}
+
+
 def client_fn(context: Context) -> Client:
     """Build the client for one message; its id is the SuperNode's partition-id."""
     return client_of(context).to_client()
 
 
-def client_of(context: Context) -> NumPyClient:
+def client_of(context: Context) -> CorollaClient | Refusal:
     """Return the client for one message, or a Refusal with the reason why it cannot take part.
 
     Raises UserError without a partition-id.
@@ -53,7 +62,8 @@ def client_of(context: Context) -> NumPyClient:
     client_id, num_clients = context.node_config.get("partition-id"), context.node_config.get("num-partitions")
     if type(client_id) is not int or type(num_clients) is not int:
         raise UserError(
-            f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}"
+            f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}",
+            code="deployment",
         )
     place = _place(context)
     if place is not Place.IN_PROCESS:
@@ -61,7 +71,7 @@ def client_of(context: Context) -> NumPyClient:
     try:
         session = Session.of(context.run_config, num_clients, context.run_id)
     except UserError as error:
-        return Refusal(client_id, str(error))
+        return Refusal(client_id, error, place)
     data_path = str(context.node_config.get("data-path", ""))
     keys = str(context.node_config.get(PRIVATE_KEYS, ""))
     if not keys and place is Place.SIMULATION:
@@ -77,22 +87,41 @@ class CorollaApp(ClientApp):
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message. At a site, no error names files, and a run names no code but the application's."""
-        if _place(context) is not Place.DEPLOYMENT:
-            return self._answer(message, context)
-        with without_near_names(), plugins.only_from(unpacked()):
-            return self._answer(message, context)
+        """Answer a message. At a site, only the entries that fl_app/outgoing.py lets pass leave, errors included."""
+        kind = KINDS.get(message.metadata.message_type)
+        if _place(context) is Place.DEPLOYMENT:
+            return _answer_of_site(kind, message, context)
+        if kind is None:
+            return super().__call__(message, context)
+        return Message(_content(kind, client_of(context), message), reply_to=message)
 
-    def _answer(self, message: Message, context: Context) -> Message:
-        kind = message.metadata.message_type
-        if kind == MessageType.TRAIN:
-            return Message(fit_reply(*client_of(context).fit(*instructions(message.content, "fit"))), reply_to=message)
-        if kind == MessageType.EVALUATE:
-            found = client_of(context).evaluate(*instructions(message.content, "evaluate"))
-            return Message(evaluate_reply(*found), reply_to=message)
-        if kind == QUERY:
-            return Message(properties_reply(client_of(context).get_properties({})), reply_to=message)
-        return super().__call__(message, context)
+
+def _answer_of_site(kind: Kind | None, message: Message, context: Context) -> Message:
+    """Return a site's answer. An exception becomes a reason, and its text stays in the site's log.
+
+    No error names files, and a run names no code but the application's.
+    """
+    if kind is None:
+        return Message(Error(ErrorCode.UNKNOWN, str(reasons.Reason("protocol"))), reply_to=message)
+    way = Way(modes_of(context.run_config), details=os.environ.get(TELL) == DETAILED)
+    with without_near_names(), plugins.only_from(unpacked()):
+        try:
+            client = client_of(context)
+            content = _content(kind, client, message)
+            way = client.widened(way)
+        except Exception as error:
+            log.exception("%s", message.metadata.message_type)
+            content = refusal.encode(kind, None, reasons.of(error), debugging.reason(error))
+    return Message(leaving(kind, content, way), reply_to=message)
+
+
+def _content(kind: Kind, client: CorollaClient | Refusal, message: Message) -> RecordDict:
+    """Return a client's reply to a message of this kind, with all that the client has put into it."""
+    if kind == "fit":
+        return fit_reply(*client.fit(*instructions(message.content, "fit")))
+    if kind == "evaluate":
+        return evaluate_reply(*client.evaluate(*instructions(message.content, "evaluate")))
+    return properties_reply(client.get_properties({}))
 
 
 def _place(context: Context) -> Place:
@@ -115,8 +144,15 @@ def _is_rays() -> bool:
 class Refusal(NumPyClient):
     """A client that cannot take part, and answers every message with the reason."""
 
-    def __init__(self, client_id: int, reason: str) -> None:
-        self.client_id, self.answer = client_id, {ERROR: reason}
+    def __init__(self, client_id: int, error: UserError, place: Place) -> None:
+        self.client_id = client_id
+        with contextlib.suppress(UserError), reasons.stage("configuration"):
+            raise error
+        self.answer = refused(client_id, error, place)
+
+    def widened(self, way: Way) -> Way:
+        """Return what may leave: nothing more."""
+        return way
 
     def get_properties(self, config: Config) -> Config:
         """Return the client's id, and the reason."""

@@ -358,7 +358,7 @@ class NoisyTrainer:
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan to spend the budget."""
-        return Plan.of(self._local.config, self._local.data.num_used, self._epochs, self.budget.before())
+        return Plan.of(self._local.config, self._local.data.num_told, self._epochs, self.budget.before())
 
     @property
     def replace_epsilon(self) -> float:
@@ -416,7 +416,7 @@ class NoisyTrainer:
                     torch.optim.SGD(self.module.parameters(), lr=0.0),
                     noise_multiplier=plan.noise,
                     max_grad_norm=config.dp_clip,
-                    expected_batch_size=max(1, round(plan.rate * local.data.num_used)),
+                    expected_batch_size=max(1, round(plan.rate * local.data.num_told)),
                 )
                 trained = local.train(
                     start,

@@ -51,7 +51,10 @@ from fl_app.errors import UserError, describe
 from fl_app.files import without_near_names
 from fl_app.keys import NoParams, Scalar
 from fl_app.log_format import about
+from fl_app.outgoing import DETAILED, OPEN, Kind, Mode, Way, leaving, modes_of
 from fl_app.plugins import is_reference
+from fl_app.reasons import RULES, Reason, admitted
+from fl_app.wire import QUERY
 
 log = logging.getLogger("corolla")
 
@@ -65,6 +68,13 @@ _MAX_OPEN = 100
 _MAX_PROJECT = 64 * 1024
 # Most runs whose judgement is kept, more than can be held, and most applications, of a few MB each, whose code is kept.
 _MAX_JUDGED, _MAX_FABS = 2 * _MAX_HELD, 4
+
+# kinds of replies by the type of the message
+KINDS: Mapping[str, Kind] = {"train": "fit", "evaluate": "evaluate", QUERY: "properties"}
+
+_ERRORS = frozenset(code for code in vars(ErrorCode).values() if isinstance(code, int))
+# rules whose texts begin with a key of the run
+_NAMING = ("bounds", "readable-paths", "confine")
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -97,7 +107,8 @@ class Node:
 class Judged:
     """A run, fetched once, and the sha256 of its code, so that the code that is checked is the code that starts.
 
-    refusal: the broken rule, or "". waits: the run waits for a person's approval.
+    refusal: the broken rule in full, or "". way: limits of replies in this run. waits: the run waits for a
+    person's approval.
     """
 
     run: Run
@@ -105,6 +116,8 @@ class Judged:
     config: Mapping[str, Scalar]
     refusal: str = ""
     waits: bool = False
+    # until its config is known, a run may have made every promise
+    way: Way = Way(frozenset({Mode.PRIVATE, Mode.DP}))
 
     @property
     def request(self) -> Request:
@@ -176,7 +189,7 @@ class Gate:
             why = judged.refusal or self._used_up(judged, message)
         # a run that cannot be written to the audit does not start
         except (UserError, OSError) as error:
-            self._answer(message, str(error))
+            self._answer(message, _of_audit(error))
             return None
         if why:
             self._refuse(message, why)
@@ -229,13 +242,15 @@ class Gate:
         if self.rules.max_upload is not None and size > self.rules.max_upload:
             self._refuse(asked, f"max-upload: a reply may have {self.rules.max_upload} bytes, this one has {size}")
             return set(), ""
+        if message.has_error():
+            return self._send_error(asked, message.error)
         if not _is_plain(message, asked, tree.object_id, parts[tree.object_id]):
             self._refuse(asked, "reply: its envelope has fields of its own")
             return set(), ""
         try:
             self._note("upload", message.metadata.run_id, message, size, message.metadata.message_id)
         except UserError as error:
-            self._answer(asked, str(error))
+            self._answer(asked, _of_audit(error))
             return set(), ""
         self._leaving = set(parts)
         return self._inner.send(message, tree, seconds)
@@ -273,15 +288,37 @@ class Gate:
         self._answer(message, why)
 
     def _answer(self, message: Message, why: str) -> None:
-        """Send an error in the client's name, instead of the application's reply."""
-        kind, run_id = message.metadata.message_type, message.metadata.run_id
-        text = f"refused by its site: {why}"
-        log.warning("run %d, %s: %s", run_id, kind, text, extra=self._about(message))
-        content = refusal.encode(kind, self.node.client_id, text)
-        if content is None:
-            reply = Message(Error(ErrorCode.UNKNOWN, text), reply_to=message)
-        else:
-            reply = Message(content, reply_to=message)
+        """Send a refusal in the client's name, instead of the application's reply. why: it begins with its rule."""
+        asked = message.metadata
+        log.warning(
+            "run %d, %s: refused by its site: %s", asked.run_id, asked.message_type, why, extra=self._about(message)
+        )
+        judged = self._judged.get(asked.run_id)
+        way = judged.way if judged else Judged.way
+        reason = reason_of(why)
+        kind = KINDS.get(asked.message_type)
+        if kind is None:
+            self._reply(message, Message(Error(ErrorCode.UNKNOWN, str(reason)), reply_to=message))
+            return
+        content = refusal.encode(kind, self.node.client_id, reason, f"refused by its site: {why}")
+        self._reply(message, Message(leaving(kind, content, way), reply_to=message))
+
+    def _send_error(self, message: Message, error: Error) -> tuple[set[str], str]:
+        """Note Flower's report of an application that failed, and send it with a reason instead of the error's text."""
+        judged = self._judge(message.metadata.run_id)
+        log.warning(
+            "run %d: its application failed: %s", message.metadata.run_id, error.reason, extra=self._about(message)
+        )
+        with contextlib.suppress(UserError):
+            self._note("failure", message.metadata.run_id, message, 0, "", why=error.reason)
+        told = error.reason if judged.way.details and judged.way.modes == OPEN else str(Reason("failed"))
+        # an application may choose any number
+        code = error.code if error.code in _ERRORS else ErrorCode.UNKNOWN
+        self._reply(message, Message(Error(code, told), reply_to=message))
+        return set(), ""
+
+    def _reply(self, message: Message, reply: Message) -> None:
+        run_id = message.metadata.run_id
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():
             tree, parts = get_object_tree(reply), get_all_nested_objects(reply)
@@ -292,7 +329,7 @@ class Gate:
                     self._inner.push_object(run_id, session, object_id, part.deflate())
         except Exception:
             # as in Flower's loop when a reply cannot be sent: the SuperNode continues
-            log.exception("run %d: the refusal could not be sent", run_id, extra=self._about(message))
+            log.exception("run %d: the reply could not be sent", run_id, extra=self._about(message))
 
     def _about(self, message: Message) -> dict[str, Any]:
         """Return the fields of a JSON log line about a message."""
@@ -358,10 +395,16 @@ class Gate:
             return why
         _refuse_large_project(fab.content)
         judged.config = get_fused_config_from_fab(fab.content, run)
+        judged.way = Way(modes_of(judged.config), details=self.rules.tell == DETAILED)
         if why := site.refusal(self.rules, judged.application, judged.config):
             return why
-        if (least := self.rules.min_samples) is not None and (has := train_samples(judged.config, self.node)) < least:
-            return f"min-samples: a client must have {least} training samples, this one has {has}"
+        if (least := self.rules.min_samples) is not None:
+            try:
+                has = train_samples(judged.config, self.node)
+            except UserError as error:
+                return f"min-samples: the samples cannot be counted: {error}"
+            if has < least:
+                return f"min-samples: a client must have {least} training samples, this one has {has}"
         judged.waits = self.rules.approval == site.ASK
         return ""
 
@@ -428,6 +471,22 @@ def _is_plain(reply: Message, asked: Message, object_id: str, content: bytes) ->
         return False
 
 
+def _of_audit(error: Exception) -> str:
+    """Return why a run does not start that cannot be noted."""
+    return f"audit: {str(error).removeprefix('audit: ')}"
+
+
+def reason_of(why: str) -> Reason:
+    """Return the reason for a refusal, without its values. why: the broken rule, a colon, and the rest.
+
+    The text about a bound, a path or a directory names the run's key first.
+    """
+    rule, _, rest = why.partition(": ")
+    key = "method" if rule == "methods" else rest.partition(" ")[0] if rule in _NAMING else ""
+    # a bound may be on a method's key; site.toml names it
+    return admitted("refused", key, rule if rule in RULES else "application", [key] if rule == "bounds" else ())
+
+
 def _keep_last(kept: dict[K, V], key: K, value: V, most: int) -> None:
     """Put a value last, and take out the first ones above `most`."""
     kept.pop(key, None)
@@ -455,7 +514,7 @@ def _refuse_large_project(content: bytes) -> None:
 def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
     """Return the number of training samples that a run's config gives this client. Raises UserError if unreadable."""
     if is_reference(task := str(config.get("task", ""))):
-        raise UserError(f"min-samples: the samples of task {task} cannot be counted without running its code")
+        raise UserError(f"task {task} runs code of its own")
     # every key but a method's: its own code does not run here
     raw = {name: value for name, value in config.items() if "." not in name}
     parsed = parse({**raw, "method": "any"}, {"any": NoParams})

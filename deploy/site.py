@@ -10,6 +10,7 @@ readable-paths = ["/data/xray"]
 confine = true                      # applications reach nothing else
 site-dir = "/srv/corolla/notes"     # notes of this site that no run may undo
 approval = "ask"                    # each run waits for `corolla node approve RUN`
+tell = "reasons"                    # errors leave as codes; their text stays here
 
 [bounds]
 local-epochs = {max = 10}
@@ -35,6 +36,7 @@ from deploy.inventory import Form
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
+from fl_app.outgoing import DETAILED
 from fl_app.paths import path_keys, path_of
 from fl_app.toml import read_toml
 
@@ -112,6 +114,12 @@ class Site:
         "Most evaluations that this site answers in all its private runs and runs with `dp-epsilon` together; each message to "
         "train or to evaluate is one. With `report-accuracy = false` none is counted",
         _COUNT,
+    )
+    tell: str | None = key(
+        None,
+        "Form in which this site's errors leave. `reasons`: a code, a key and a rule, each from a list; `details`: the "
+        "text, too, but never in private runs and runs with a privacy budget",
+        Form("reasons or details", lambda v: v in ("reasons", DETAILED)),
     )
 
 

@@ -39,6 +39,7 @@ from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.files import make_directory
+from fl_app.outgoing import TELL
 from fl_app.privacy.keyring import PEERS
 from fl_app.site import VARIABLE, site_directory, user_state
 from fl_app.wire import PRIVATE_KEYS
@@ -94,6 +95,7 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     log_format.configure("supernode", node=name)
     path = site.find(rules)
     found = use_rules(path)
+    os.environ[TELL] = found.tell or ""
     directory = sites_directory() / name
     check_places(directory)
     audit = Audit(directory)

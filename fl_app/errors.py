@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 DIVERGED = "training diverged"
 _MAX_LISTED = 5
 # C0, DEL and C1; then marks that change the direction of text or end a line
@@ -15,7 +17,31 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 
 
 class UserError(ValueError):
-    """Bad input. The message names the key or thing, the rule and the value, and fits on one screen."""
+    """Bad input. The message names the key or thing, the rule and the value, and fits on one screen.
+
+    code, key and rule: parts that may leave a site, if fl_app/reasons.py lists them. value: it never leaves a
+    site. Without a message, the message is made of key, rule and value.
+    """
+
+    def __init__(self, message: str = "", *, code: str = "", key: str = "", rule: str = "", value: object = "") -> None:
+        self.code, self.key, self.rule, self.value = code, key, rule, value
+        super().__init__(message or _sentence(key, rule, value))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the parts of a copy in another process."""
+        return _again, (type(self), str(self), self.__dict__)
+
+
+def _sentence(key: str, rule: str, value: object) -> str:
+    """Return `key: rule, got value`, without the parts that are empty."""
+    got = "" if value == "" else f", got {value if isinstance(value, str) else repr(value)}"
+    return (f"{key}: " if key else "") + rule + got
+
+
+def _again(kind: type[UserError], message: str, fields: dict[str, Any]) -> UserError:
+    error = kind(message)
+    error.__dict__.update(fields)
+    return error
 
 
 class RunFailed(RuntimeError):

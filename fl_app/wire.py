@@ -25,6 +25,7 @@ from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.typing import Code, Config
 from numpy.typing import NDArray
 
+from fl_app import reasons
 from fl_app.errors import plain
 from fl_app.flower_patches import ReceivedArray, fill
 from fl_app.keys import Scalar
@@ -35,6 +36,8 @@ from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
 Array = NDArray[np.generic]
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 ARRAYS, ERROR = "arrays", "error"
+# Entry of a site's reply beside ERROR: the error's text, which few sites let leave.
+DETAILS = "details"
 # Version of this file's messages. It grows with every change that a node of an earlier version would misread. Nodes that send
 # none are of the first.
 WIRE_VERSION = "1"
@@ -278,8 +281,8 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
         tensors = [record[name] for name in record if name != compat.EMPTY_TENSOR_KEY]
     except Exception as error:
         raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
-    if metrics.get(ERROR):
-        raise WireError(one_line(metrics[ERROR]))
+    if why := error_in(metrics):
+        raise WireError(why)
     if type(num_examples) is not int or num_examples < 0:
         raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(num_examples)}")
     shapes = expected.shapes()
@@ -307,8 +310,8 @@ def decode_evaluation(content: RecordDict, hashed: bool = True) -> tuple[float, 
         metrics = _scalars(result.metrics)
     except Exception as error:
         raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
-    if metrics.get(ERROR):
-        raise WireError(one_line(metrics[ERROR]))
+    if why := error_in(metrics):
+        raise WireError(why)
     if not isinstance(result.loss, float) or result.loss < 0:
         raise WireError(f"loss must be a number >= 0, got {reprlib.repr(result.loss)}")
     if type(result.num_examples) is not int or result.num_examples < 0:
@@ -355,9 +358,23 @@ def sent_hash(download: Download) -> str:
     return found.hexdigest()
 
 
+def error_in(entries: Mapping[str, Scalar]) -> str:
+    """Return the error in a client's reply, on one line; "" if there is none.
+
+    A site sends a reason. It becomes a sentence, unless the site sends details, too.
+    """
+    if not (error := entries.get(ERROR)):
+        return ""
+    if details := entries.get(DETAILS):
+        return one_line(details)
+    reason = reasons.read(error)
+    return reason.sentence if reason else one_line(error)
+
+
 def one_line(text: object) -> str:
-    """Return a client's text on one line, its last 500 characters, for logs that others read."""
-    return plain(" ".join(str(text).split()))[-_LINE:]
+    """Return a client's text on one line, for logs that others read. Of a long one, 500 characters: front and end."""
+    line = plain(" ".join(str(text).split()))
+    return line if len(line) <= _LINE else f"{line[: _LINE // 2]} ... {line[5 - _LINE // 2 :]}"
 
 
 def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> float:

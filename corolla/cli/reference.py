@@ -1,7 +1,7 @@
 """Reference pages generated from declarations in the code (`corolla reference`).
 
-These are docs/config.md, the defaults in pyproject.toml, the tables of methods in README.md and docs/methods/, and the table
-of a site's rules in docs/deployment.md.
+These are docs/config.md, the defaults in pyproject.toml, the tables of methods in README.md and docs/methods/, the table of a
+site's rules in docs/deployment.md, and the table of all that leaves a site in docs/privacy.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import tomli_w
 
 from deploy.site import Site
+from fl_app import outgoing
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
@@ -91,6 +92,7 @@ def pages_with_tables(root: Path) -> dict[Path, str]:
     docs = root / "docs" / "methods"
     pages = {root / "README.md": {"Methods": names_table("`{}`")}}
     pages[root / "docs" / "deployment.md"] = {"What a site decides": site_table()}
+    pages[root / "docs" / "privacy.md"] = {"Every word that leaves a site": "\n".join(outgoing.table())}
     pages[docs / "index.md"] = {"Methods": names_table("[{0}]({0}.md)"), "Side by side": methods_table()}
     pages[docs / "index.md"]["Cited, and not here"] = absent_table()
     pages |= {docs / f"{name}.md": {"Cost": cost_table(name)} for name in METHODS}

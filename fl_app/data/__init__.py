@@ -23,9 +23,20 @@ from fl_app import tasks
 from fl_app.checksums import DataHashes, Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
 from fl_app.data import index_files, validation
+from fl_app.data.arrays import UNKNOWN
 from fl_app.data.index_files import Partition, client_names, partition_of
 from fl_app.data.moments import Sums
-from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root, keyed_hash
+from fl_app.data.prepared import (
+    DataRequest,
+    DatasetInfo,
+    Prepared,
+    Samples,
+    Targets,
+    absolute,
+    data_root,
+    hides_labels,
+    keyed_hash,
+)
 from fl_app.errors import UserError
 from fl_app.files import no_such
 from fl_app.known_names import BY_COLUMN
@@ -59,7 +70,9 @@ MANY_SPILLED = 0.05
 class ClientData:
     """One client's samples x [n, ...] and targets y [n] or [n, k]; `info` describes the whole data set.
 
-    validation: samples and targets that are kept out of training (`validation-ratio`). None: there are none.
+    validation: samples and targets that are kept out of training (`validation-ratio`). None: there are none. unknown:
+    the numbers of training and test samples that are left out, because their label is no class. Counts that
+    a client sends include them.
     """
 
     x_train: Samples
@@ -68,6 +81,30 @@ class ClientData:
     y_test: Targets
     info: DatasetInfo
     validation: tuple[Samples, Targets] | None = None
+    unknown: tuple[int, int] = (0, 0)
+
+    @property
+    def num_train(self) -> int:
+        """The number of training samples that the client reports."""
+        return len(self.y_train) + self.unknown[0]
+
+    @property
+    def num_test(self) -> int:
+        """The number of test samples that the client reports."""
+        return len(self.y_test) + self.unknown[1]
+
+    def of_known_labels(self) -> ClientData:
+        """Return these data without the samples whose label is no class."""
+        train, test, held_out = (y != UNKNOWN for y in (self.y_train, self.y_test, self.y_validation))
+        return dataclasses.replace(
+            self,
+            validation=self.validation and (self.x_validation[held_out], self.y_validation[held_out]),
+            x_train=self.x_train[train],
+            y_train=self.y_train[train],
+            x_test=self.x_test[test],
+            y_test=self.y_test[test],
+            unknown=(int(np.count_nonzero(~train)), int(np.count_nonzero(~test))),
+        )
 
     @property
     def x_validation(self) -> Samples:
@@ -125,15 +162,15 @@ class OpenedData:
             whole = ClientData(*_take(data, train), *_take(data, test), data.info)
         if self.scales_clients:
             whole = dataclasses.replace(whole, info=data.info.scaled_by(Sums.of(whole.x_train).moments))
-        if not self.config.validation_ratio:
-            return whole
-        kept, held_out = _validation_split(self.config, whole.y_train, client_id)
-        return dataclasses.replace(
-            whole,
-            x_train=whole.x_train[kept],
-            y_train=whole.y_train[kept],
-            validation=(whole.x_train[held_out], whole.y_train[held_out]),
-        )
+        if self.config.validation_ratio:
+            kept, held_out = _validation_split(self.config, whole.y_train, client_id)
+            whole = dataclasses.replace(
+                whole,
+                x_train=whole.x_train[kept],
+                y_train=whole.y_train[kept],
+                validation=(whole.x_train[held_out], whole.y_train[held_out]),
+            )
+        return whole.of_known_labels() if hides_labels(self.config) else whole
 
 
 # A client's part ------------------------------------------------------------------------------------------------------
@@ -147,7 +184,7 @@ def open_client(config: RunConfig, client_id: int, *, data_path: str = "") -> Cl
 
 def trained_on(config: RunConfig, data: ClientData) -> int:
     """Return the number of training samples of which an epoch makes its batches (`drop-last`)."""
-    samples, size = len(data.y_train), config.batch_size
+    samples, size = data.num_train, config.batch_size
     return samples - samples % size if config.drop_last and samples > size else samples
 
 

@@ -19,6 +19,9 @@ from fl_app.tasks import Regression, Task
 
 CHANNELS = (1, 3, 4)
 
+UNKNOWN = -1
+"""Label of a sample whose word is no class, in data that hide which words they have."""
+
 Side = tuple[str, NDArray[Any]]
 """(name in errors, array) of the training or the test part."""
 
@@ -82,14 +85,26 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
 
 
 def targets(
-    path: Path, task: Task, train: Side, test: Side, classes: Sequence[str], *, site: bool = False, what: str = "images"
+    path: Path,
+    task: Task,
+    train: Side,
+    test: Side,
+    classes: Sequence[str],
+    *,
+    site: bool = False,
+    hides: bool = False,
+    what: str = "images",
 ) -> tuple[Targets, Targets, Sequence[str]]:
     """Return training and test targets in the task's form, and the names of the model's outputs.
 
     A task with classes gets labels, int64 [n]. The classes' names are `classes`, or the labels if these are strings, or
     "0" .. "max". Any other task gets float32 [n, k]. site: whether the data are one site's; a site may lack classes.
+    hides: labels that are no class become UNKNOWN.
     what: the word for samples in errors. Raises UserError.
     """
+    if hides:
+        sides = [_marked(path, side, classes) for side in (train, test)]
+        return sides[0], sides[1], at_least_two(list(classes), path)
     if task.has_classes:
         return _labels(path, train, test, classes, site, what)
     y_train, y_test = (_numbers(path, name, y, task) for name, y in (train, test))
@@ -221,6 +236,25 @@ def _named(path: Path, train: Side, test: Side, classes: Sequence[str]) -> tuple
             refuse(path, name, f"hold labels among {listed(names)}", repr(unknown[0]))
     y_train, y_test = (np.array([place[word] for word in side], np.int64) for side in words)
     return y_train, y_test, at_least_two(names, path)
+
+
+def _marked(path: Path, side: Side, classes: Sequence[str]) -> Labels:
+    """Return labels as places in `classes`, UNKNOWN for all others. The result for a row depends on this row alone."""
+    name, y = side
+    if y.ndim != 1:
+        refuse(path, name, "have shape [n]", list(y.shape))
+    place = {name: k for k, name in enumerate(classes)}
+    if not all(re.fullmatch(r"-?\d+", name) for name in classes):
+        # whole numbers are places in label order, as in data that refuse other labels
+        place = {str(k): k for k in range(len(classes))} | place
+    return np.array([place.get(_whole(value), UNKNOWN) for value in y], np.int64)
+
+
+def _whole(value: Any) -> str:
+    """Return a label as text; a float that is a whole number, and a truth value, as integers."""
+    if isinstance(value, float | np.floating) and float(value).is_integer():
+        return str(int(value))
+    return word(value)
 
 
 def word(value: Any) -> str:

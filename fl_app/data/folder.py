@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fl_app.data.arrays import UNKNOWN
 from fl_app.data.prepared import DataRequest, Prepared, at_least_two, listed, note, open_or_convert
 from fl_app.errors import UserError
 
@@ -48,7 +49,8 @@ def prepare(request: DataRequest) -> Prepared:
     train = _class_directories(path, "train")
     test = _class_directories(path, "test", required=not site)
     names = request.classes or tuple(train)
-    _check_class_directories(path, names, train, test, explicit=bool(request.classes), site=site)
+    if not request.hides:
+        _check_class_directories(path, names, train, test, explicit=bool(request.classes), site=site)
     # without the folder's own time: a data directory inside the folder would change it
     stamps = [stamp(d) for d in (path / "train", path / "test", *train.values(), *test.values())]
 
@@ -63,7 +65,11 @@ def prepare(request: DataRequest) -> Prepared:
                 raise UserError(
                     f"dataset: class {empty[0]!r} has no images in {train[empty[0]]}{_below(train[empty[0]])}"
                 )
-            listings.append([(file, names.index(name)) for name, files in images.items() for file in files])
+            listing = [(file, names.index(name)) for name, files in images.items() for file in files]
+            if request.hides:
+                others = (directory for name, directory in side.items() if name not in names)
+                listing += [(file, UNKNOWN) for directory in others for file in images_in(directory)]
+            listings.append(listing)
         if not listings[0]:
             raise UserError(f"dataset: no images in the class directories of {path / 'train'}")
         note(directory, not_read((path / "train", train), (path / "test", test)))
@@ -73,7 +79,7 @@ def prepare(request: DataRequest) -> Prepared:
     def files() -> str:
         return _files_hash([*train.values(), *test.values()])
 
-    parts = [RULES, str(path), stamps, names, request.image_size, site]
+    parts = [RULES, str(path), stamps, names, request.image_size, site, *(["hides"] if request.hides else [])]
     return open_or_convert(request, f"folder-{path.name}", parts, convert, files)
 
 

@@ -43,6 +43,8 @@ def prepare(request: DataRequest) -> Prepared:
     if request.client:
         parts.append({"client": request.client})
     parts.append({"rules": RULES})
+    if request.hides:
+        parts.append("hides")
     return open_or_convert(request, f"npz-{path.stem}", parts, convert)
 
 
@@ -101,6 +103,7 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
         ("y_test", targets.of(y_test)),
         classes,
         site=site,
+        hides=request.hides,
         what=what,
     )
     if not chosen:

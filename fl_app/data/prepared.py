@@ -73,8 +73,9 @@ class DataRequest:
     these rows. exclude, categorical, impute: columns that are no features, columns of words, and columns of numbers
     with missing values. na_values, separator, test_after: as the keys of these names. site: whether the data are one
     site's own, which may lack classes and test samples. public: whether columns must be declared such that names and
-    shapes follow from the config and the columns' names, and from no record (`dp-epsilon`). force: convert again. look:
-    convert again if files were overwritten since.
+    shapes follow from the config and the columns' names, and from no record (`dp-epsilon`). hides: whether a sample
+    whose label is no class is marked (arrays.UNKNOWN) and not refused: a refusal would show the labels of a site.
+    force: convert again. look: convert again if files were overwritten since.
     """
 
     dataset: str
@@ -95,6 +96,7 @@ class DataRequest:
     test_after: str = ""
     site: bool = False
     public: bool = False
+    hides: bool = False
     force: bool = False
     look: bool = False
 
@@ -121,6 +123,7 @@ class DataRequest:
             config.test_after,
             site,
             config.dp_epsilon > 0,
+            hides_labels(config),
             **more,
         )
 
@@ -133,6 +136,12 @@ class DataRequest:
     def targets(self) -> tuple[str, ...]:
         """Names of the columns that hold the targets."""
         return split_names(self.target)
+
+
+def hides_labels(config: RunConfig) -> bool:
+    """Return whether a run hides which labels its data have: samples whose label is no class are left out."""
+    promises = config.private or config.dp_epsilon > 0
+    return promises and bool(config.classes) and tasks.of(config).has_classes
 
 
 def absolute(path: str) -> Path:

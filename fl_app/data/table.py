@@ -19,7 +19,7 @@ from fl_app import extras, rng
 from fl_app.data import arrays, by_time, columns, hugging_face, precision, table_files
 from fl_app.data.columns import Columns, Read
 from fl_app.data.encoding import DATE, Encoding
-from fl_app.data.parsing import Places, no_number, numbers_of
+from fl_app.data.parsing import Places, missing, no_number, numbers_of
 from fl_app.data.prepared import DataRequest, Facts, Groups, Prepared, Targets, note, open_or_convert, save
 from fl_app.errors import UserError
 
@@ -100,6 +100,8 @@ def open_columns(
     ]
     if request.public:
         settings.append("public")
+    if request.hides:
+        settings.append("hides")
     return open_or_convert(request, f"{kind}-{path.stem}", [str(path), stamps, *settings, VERSION], convert)
 
 
@@ -115,7 +117,7 @@ def _layout_notes(request: DataRequest, part: Columns) -> list[str]:
 def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str], directory: Path) -> Sequence[str]:
     """Write the arrays and return the names of the outputs. Raises UserError naming every problem of the data."""
     places, problems = table_files.places(request), columns.unknown(request, parts[0])
-    parts = columns.by_name(request, parts)
+    parts = [_with_labels(request, part) for part in columns.by_name(request, parts)]
     named = [name for name in (*request.targets, request.client) if name in parts[0]]
     unusable = {name for name in request.targets if name not in parts[0]}
     for name, part in ((name, part) for name in named for part in parts):
@@ -166,6 +168,18 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     )
     save(directory, arrays.stored(x[0], outputs.train, x[1], outputs.test), groups, facts)
     return outputs.names
+
+
+def _with_labels(request: DataRequest, part: Columns) -> Columns:
+    """Return a part in which rows without a label have "" for one, which is no class, if the data hide such rows."""
+    if not request.hides:
+        return part
+    filled = dict(part)
+    for name in request.targets:
+        if name in part and part[name].ndim == 1 and (gone := missing(part[name])).any():
+            filled[name] = part[name].astype(object)
+            filled[name][gone] = ""
+    return filled
 
 
 def _refuse(request: DataRequest, problems: Sequence[str]) -> None:
@@ -219,7 +233,9 @@ def _outputs(
         stored = arrays.stored_targets(request, column, y[0])
         remarks = precision.remarks(y[0], stored, request.targets)
     train, test = ((column, stored.of(side)) for side in y)
-    y_train, y_test, names = arrays.targets(path, task, train, test, classes, site=request.site, what="rows")
+    y_train, y_test, names = arrays.targets(
+        path, task, train, test, classes, site=request.site, hides=request.hides, what="rows"
+    )
     if task.has_classes and not request.classes and not request.site:
         arrays.refuse_one_class(path, column, y_train, names)
     if task.has_classes:

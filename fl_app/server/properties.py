@@ -18,7 +18,7 @@ from fl_app.data.moments import PIXEL, Sums
 from fl_app.errors import MALFORMED, counted, plain
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME, SCALING
-from fl_app.wire import ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WIRE_VERSION, WireError
+from fl_app.wire import DETAILS, ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WIRE_VERSION, WireError
 
 Properties = dict[str, Scalar]
 
@@ -42,7 +42,7 @@ SOFTWARE = "software"
 """What a client computes with (fl_app/software.py), as JSON."""
 _TEXTS = (
     *("class-counts", "class-names", CLIENT_NAME, FEATURES, FEATURE_TAGS),
-    *(*HASHES, NORMALIZATION, SUMS, INPUT, SOFTWARE, LIST, SEALED, KEYS, ERROR),
+    *(*HASHES, NORMALIZATION, SUMS, INPUT, SOFTWARE, LIST, SEALED, KEYS, ERROR, DETAILS),
 )
 _SAMPLE = "input-shape"
 # Most names in an error.

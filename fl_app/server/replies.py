@@ -23,6 +23,7 @@ from typing import Literal
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fl_app import reasons
 from fl_app.errors import describe
 from fl_app.server import superlink
 from fl_app.server.inprocess import InProcessGrid
@@ -185,7 +186,9 @@ def _answer(name: str, fetch: Callable[[], Message]) -> Answer:
     try:
         message = fetch()
         if message.has_error():
-            return Answer(name, None, f"error {int(message.error.code)}: {one_line(message.error.reason)}", "error")
+            reason = reasons.read(message.error.reason)
+            why = reason.sentence if reason else one_line(message.error.reason)
+            return Answer(name, None, f"error {int(message.error.code)}: {why}", "error")
         if not isinstance(message.content, RecordDict):
             raise WireError(f"its content is no RecordDict but a {type(message.content).__name__}")
         return Answer(name, message.content)

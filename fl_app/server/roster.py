@@ -420,8 +420,8 @@ class Roster:
                 raise wire.WireError(answer.cause if answer.kind == "malformed" else f"no properties: {answer.reason}")
             given = properties.known(wire.decode_properties(answer.content))
             who = claimed(given)
-            if given.get(wire.ERROR):
-                raise wire.WireError(wire.one_line(given[wire.ERROR]))
+            if error := wire.error_in(given):
+                raise wire.WireError(error)
             told = Told(given)
             properties.check_wire(told.software)
             self._answers[node] = told

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import ErrorCode
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
@@ -52,6 +53,8 @@ dataset = "digits"
 train-samples = 30
 test-samples = 10
 state-dir = ""
+target = ""
+classes = ""
 private = false
 dp-epsilon = 0.0
 report-accuracy = true
@@ -186,7 +189,7 @@ def test_a_sites_evaluations_are_counted_over_runs_and_restarts(tmp_path: Path, 
     assert not link.sent
     for kind, run in (("evaluate", 2), ("train", 2), ("evaluate", 3)):
         assert not passes(kind, run)
-    assert all(error.startswith("refused by its site: max-evaluations:") for error in link.errors)
+    assert set(link.errors) == {"refused//max-evaluations"}
     # without figures, and in runs that hide nothing
     assert all(passes(kind, run) for kind, run in (("get_properties", 2), ("evaluate", 4), ("train", 1), ("train", 4)))
     (site_dir / "evaluations").write_text("damaged")
@@ -209,23 +212,11 @@ def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLi
 @pytest.mark.parametrize(
     "rules, run_id, expected",
     [
-        (
-            {"applications": ("ab" * 32,)},
-            7,
-            f"refused by its site: applications: {HASH} is not among those allowed here",
-        ),
-        ({"methods": ("fedobp",)}, 7, "refused by its site: methods: fedcac is not among fedobp"),
-        (
-            {"bounds": {"local-epochs": {"max": 10}}},
-            8,
-            "refused by its site: bounds: local-epochs must be at most 10, got 20",
-        ),
-        (
-            {"min_samples": 31},
-            7,
-            "refused by its site: min-samples: a client must have 31 training samples, this one has 30",
-        ),
-        ({}, 9, "refused by its site: application: cannot be read"),
+        ({"applications": ("ab" * 32,)}, 7, "refused//applications"),
+        ({"methods": ("fedobp",)}, 7, "refused/method/methods"),
+        ({"bounds": {"local-epochs": {"max": 10}}}, 8, "refused/local-epochs/bounds"),
+        ({"min_samples": 31}, 7, "refused//min-samples"),
+        ({}, 9, "refused//application"),
     ],
 )
 def test_refusals_answer_every_message_by_name(
@@ -235,7 +226,7 @@ def test_refusals_answer_every_message_by_name(
     for kind in ("get_properties", "train", "evaluate"):
         link.ask(kind, run_id)
         assert opened.receive() is None
-    assert len(link.sent) == 3 and all(error.startswith(expected) for error in link.errors), link.errors
+    assert link.errors == [expected] * 3
     first, parts = link.sent[0]
     assert first.content.config_records["getpropertiesres.properties"]["client-id"] == 0
     assert parts[first.object_id] and first.metadata.message_type == "get_properties"
@@ -244,11 +235,73 @@ def test_refusals_answer_every_message_by_name(
     assert lines(tmp_path) == [("run", str(run_id)), *[("refusal", str(run_id))] * 3]
 
 
+CELL = "John Smith 1957-03-02"
+
+
+def site_table(directory: Path, *, cell: str = "61", word: str = "well", rows: int = 60) -> Path:
+    """A site's table of patients, in which one row has this cell and this word."""
+    path = directory / "patients.csv"
+    lines = [f"{row % 70},{row % 7},{'ill' if row % 2 else 'well'}" for row in range(rows - 1)]
+    path.write_text("\n".join(["age,visits,state", *lines, f"{cell},3,{word}"]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("promise", [{}, {"private": True}, {"dp-epsilon": 1.0}])
+@pytest.mark.parametrize("tell", [None, "reasons", "details"])
+def test_a_cell_leaves_only_where_the_site_tells_and_the_run_promises_nothing(
+    tmp_path: Path, link: SuperLink, promise: dict[str, Any], tell: str | None
+) -> None:
+    path = site_table(tmp_path, cell=CELL)
+    link.overrides[7] = {"dataset": f"table:{path}", "target": "state", "classes": "well,ill", **promise}
+    made = Gate(Site(min_samples=30, tell=tell), Audit(tmp_path), tmp_path, Node(0, 1), InMemoryObjectStore())
+    opened = made.around(link.connection())
+    for kind in ("get_properties", "train", "evaluate"):
+        link.ask(kind)
+        assert opened.receive() is None
+    assert link.errors == ["refused//min-samples"] * 3
+    sent = b"".join(content for message, _ in link.sent for content in parts_of(message).values())
+    assert (CELL.encode() in sent) == (tell == "details" and not promise)
+    assert CELL in audit.entries(tmp_path)[-1]["why"]
+
+
+def test_too_few_samples_and_unreadable_ones_have_one_answer(tmp_path: Path, link: SuperLink) -> None:
+    answers = []
+    for cell, rows in ((CELL, 60), ("61", 20)):
+        place = tmp_path / str(rows)
+        place.mkdir()
+        link.overrides[7] = {"dataset": f"table:{site_table(place, cell=cell, rows=rows)}", "target": "state"}
+        link.sent.clear()
+        _, opened = gate(place, link, min_samples=30)
+        link.ask("get_properties")
+        assert opened.receive() is None
+        answers.append(link.errors)
+    assert answers[0] == answers[1] == ["refused//min-samples"]
+
+
+@pytest.mark.parametrize("tell", [None, "details"])
+def test_the_text_of_an_application_that_failed_stays_here(tmp_path: Path, link: SuperLink, tell: str | None) -> None:
+    made, opened = gate(tmp_path, link, tell=tell)
+    asked = link.ask("train")
+    assert opened.receive() is not None
+    text = f"<class 'ValueError'>:<'{CELL}'>"
+    reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, text), reply_to=asked)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    made.store.preregister(7, get_object_tree(reply))
+    for name, content in parts_of(reply).items():
+        made.store.put(name, content)
+    opened.send(reply, get_object_tree(reply), 1.0)
+    ((sent, parts),) = link.sent
+    assert sent.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    assert sent.error.reason == (text if tell else "failed//")
+    assert (CELL.encode() in b"".join(parts.values())) == bool(tell)
+    assert CELL in audit.entries(tmp_path)[-1]["why"]
+
+
 def test_a_reply_that_is_too_large_is_not_sent(tmp_path: Path, link: SuperLink) -> None:
     made, opened = gate(tmp_path, link, max_upload=4000)
     link.ask("train")
     exchange(opened, made, link, 1000)
-    assert len(link.sent) == 1 and "max-upload: a reply may have 4000 bytes, this one has 5" in link.errors[0]
+    assert link.errors == ["refused//max-upload"] and "this one has 5" in audit.entries(tmp_path)[-1]["why"]
     assert lines(tmp_path)[-1] == ("refusal", "7") and not any(kind == "upload" for kind, _ in lines(tmp_path))
 
 
@@ -275,7 +328,7 @@ def test_samples_are_counted_as_the_client_counts_them(
     made = Gate(Site(min_samples=101), Audit(tmp_path), tmp_path, node, InMemoryObjectStore())
     opened = made.around(link.connection())
     link.ask("get_properties")
-    assert opened.receive() is None and link.errors[0].endswith(f"this one has {has}"), link.errors
+    assert opened.receive() is None and audit.entries(tmp_path)[-1]["why"].endswith(f"this one has {has}")
 
 
 def refusals(directory: Path) -> list[str]:
@@ -383,7 +436,8 @@ def test_code_that_is_not_what_was_announced(tmp_path: Path, link: SuperLink) ->
     link.fab = Fab(HASH, FAB + b"x", {})
     _, opened = gate(tmp_path, link, applications=(HASH,))
     link.ask("get_properties")
-    assert opened.receive() is None and "applications: the code's sha256 is" in link.errors[0]
+    assert opened.receive() is None and link.errors == ["refused//applications"]
+    assert "applications: the code's sha256 is" in audit.entries(tmp_path)[-1]["why"]
 
 
 def packed(project: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -417,7 +471,7 @@ def test_little_is_unpacked_before_an_application_is_allowed(
     monkeypatch.setattr(f"{__name__}.HASH", name)
     _, opened = gate(tmp_path, link, **rules)
     link.ask("get_properties")
-    assert opened.receive() is None and expected in link.errors[0], link.errors
+    assert opened.receive() is None and expected in audit.entries(tmp_path)[-1]["why"]
 
 
 def test_what_was_judged_is_what_is_started(tmp_path: Path, link: SuperLink) -> None:
@@ -483,7 +537,7 @@ def test_agents_do_not_run_here(tmp_path: Path, link: SuperLink) -> None:
     link.kind = TaskType.AGENT_APP
     _, opened = gate(tmp_path, link)
     link.ask("get_properties")
-    assert opened.receive() is None and "agents do not run here" in link.errors[0]
+    assert opened.receive() is None and "agents do not run here" in audit.entries(tmp_path)[-1]["why"]
 
 
 def test_a_part_that_is_not_what_its_name_says(tmp_path: Path, link: SuperLink) -> None:
@@ -504,7 +558,8 @@ def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink)
     received = opened.receive()
     assert received is not None and received[0] is second
     approval.decide(tmp_path, "7", False)
-    assert opened.receive() is None and "approval: " in link.errors[0] and "has declined it" in link.errors[0]
+    assert opened.receive() is None and link.errors == ["refused//approval"]
+    assert "has declined it" in audit.entries(tmp_path)[-1]["why"]
     assert approval.waiting(tmp_path) == [] and first.metadata.run_id == 7
     assert [kind for kind, _ in lines(tmp_path)] == ["run", "run", "approval", "approval", "refusal"]
     link.ask("train", 8)
@@ -564,9 +619,8 @@ def test_nothing_runs_that_cannot_be_noted(tmp_path: Path, link: SuperLink) -> N
         file.write(b"{}\n")
     link.ask("train")
     exchange(opened, made, link, 10)
-    assert len(link.sent) == 2 and "it was changed" in str(
-        link.sent[1][0].content.config_records["fitres.metrics"][wire.ERROR]
-    )
+    assert len(link.sent) == 2
+    assert link.sent[1][0].content.config_records["fitres.metrics"][wire.ERROR] == "refused//audit"
     link.ask("train", 8)
     assert opened.receive() is None and len(link.sent) == 3
 

@@ -56,11 +56,11 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
         'approval = "ask"\n',
     ]
     expected = {
-        2: "methods: fedcac is not among fedobp",
-        3: "bounds: learning-rate must be at most 0.01, got 0.1",
-        4: "min-samples: a client must have 41 training samples, this one has 40",
-        5: "applications: ",
-        6: "readable-paths: state-dir names",
+        2: ("(method: methods)", "methods: fedcac is not among fedobp"),
+        3: ("(learning-rate: bounds)", "bounds: learning-rate must be at most 0.01, got 0.1"),
+        4: ("(min-samples)", "min-samples: a client must have 41 training samples, this one has 40"),
+        5: ("(applications)", "applications: "),
+        6: ("(state-dir: readable-paths)", "readable-paths: state-dir names"),
     }
     cluster.start_superlink()
     for client_id, text in enumerate(rules):
@@ -85,13 +85,15 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
 
     for record in rounds(run.folder):
         assert sorted(record["clients"]) == ["0", "1", "7"] and record["failures"] == []
-        for entry, (client_id, why) in zip(record["left-out"], expected.items(), strict=True):
-            assert entry["who"] == f"client {client_id}" and f"refused by its site: {why}" in entry["cause"]
+        for entry, (client_id, (why, _)) in zip(record["left-out"], expected.items(), strict=True):
+            assert entry["who"] == f"client {client_id}" and f"refused by its site {why}; " in entry["cause"]
     assert rounds(run.folder)[-1]["evaluation"]["absent"] == [2, 3, 4, 5, 6]
     log = " ".join(run.log.split())
-    for client_id, why in expected.items():
-        assert f"client {client_id} cannot take part: refused by its site: {why}" in log, run.log
+    for client_id, (why, text) in expected.items():
+        assert f"client {client_id} cannot take part: refused by its site {why}; " in log, run.log
         directory = cluster.home.parent / "nodes" / "sites" / f"site-{client_id}"
+        assert audit.entries(directory)[-1]["why"].startswith(text)
+        assert f"refused by its site: {text}" in " ".join(cluster.log(f"site-{client_id}").split())
         assert set(kinds(directory)) == {"start", "run", "refusal"}
         assert not (cluster.home / "apps").exists() or "flwr-clientapp" not in cluster.log(f"site-{client_id}")
     first = cluster.home.parent / "nodes" / "sites" / "site-0"
@@ -127,9 +129,7 @@ def test_a_reply_that_is_too_large_stays_at_the_site(cluster: Cluster, tmp_path:
         assert sorted(record["clients"]) == ["0", "1"]
         (failure,) = record["failures"]
         assert failure["client"] == 2
-        assert failure["cause"].startswith(
-            "refused by its site: max-upload: a reply may have 3000 bytes, this one has "
-        )
+        assert failure["cause"].startswith("refused by its site (max-upload); ")
     small, large = (uploads(cluster.home.parent / "nodes" / "sites" / f"site-{client_id}") for client_id in (2, 1))
     assert max(small) <= 3000 < max(large)
 

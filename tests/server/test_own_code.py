@@ -84,7 +84,8 @@ def test_a_sites_traceback_stays_in_its_log(write: Any, caplog: pytest.LogCaptur
         client = CorollaClient(Session(parsed, METHODS[parsed.method]), 0, "", "", 1, place)
         answers[place] = client.fit([], {})[2]
     assert wire.TRACEBACK not in answers[Place.DEPLOYMENT] and wire.PRINTED not in answers[Place.DEPLOYMENT]
-    assert "the traceback is in the log of its SuperNode" in str(answers[Place.DEPLOYMENT][wire.ERROR])
+    assert answers[Place.DEPLOYMENT][wire.ERROR] == "failed//"
+    assert "the traceback is in the log of its SuperNode" in str(answers[Place.DEPLOYMENT][wire.DETAILS])
     assert len([r for r in caplog.records if r.exc_info]) == 1
     for place in (Place.SIMULATION, Place.IN_PROCESS):
         assert "Traceback" in str(answers[place][wire.TRACEBACK])

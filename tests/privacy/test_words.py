@@ -1,0 +1,228 @@
+"""Every word that leaves a site: answers of the real client to start questions, over data that differ in one cell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from client_app.client_app import app
+from fl_app import outgoing, reasons, wire
+from fl_app.keys import Scalar
+from fl_app.layout import NOTHING
+from fl_app.outgoing import OPEN, TABLE, TELL, Mode
+from fl_app.wire import Download, Upload
+from tests.conftest import SMALL
+
+CELL = "John Smith 1957-03-02"
+PLAIN: dict[str, Scalar] = {}
+PRIVATE: dict[str, Scalar] = {"private": True}
+DP: dict[str, Scalar] = {"dp-epsilon": 3.0, "dp-delta": 1e-3}
+PROMISES = (PRIVATE, DP, PRIVATE | DP)
+ROWS = 40
+# what an answer tells of a site's data by a hash under the site's own key, and what it draws anew each time
+KEYED = {"data-sha256", "private-sealed"}
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "site"))
+    monkeypatch.delenv(TELL, raising=False)
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 0
+
+
+def run_config(promise: Mapping[str, Scalar], **more: Scalar) -> dict[str, Scalar]:
+    given = {name.replace("_", "-"): value for name, value in more.items()}
+    return {**SMALL, "dataset": "node", "partition": "iid", "num-server-rounds": 1, **promise, **given}
+
+
+def answer(
+    config: Mapping[str, Scalar], path: Path | str, kind: str = wire.QUERY, content: RecordDict | None = None
+) -> Message:
+    """What a site with this data sends to a message: the real application, as a SuperNode starts it."""
+    node = {"partition-id": 0, "num-partitions": 3, "data-path": str(path), wire.PRIVATE_KEYS: wire.SEED_KEYS}
+    message = Message(content or wire.encode_query(), 1, kind)
+    message.metadata.__dict__["_message_id"] = "0" * 64
+    return app(message, Context(1, 1, node, RecordDict(), dict(config)))
+
+
+def entries(message: Message) -> dict[str, Any]:
+    """All entries of an answer that are no arrays."""
+    records = message.content.values()
+    return {name: value for r in records if not hasattr(r, "to_numpy_ndarrays") for name, value in r.items()}
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
+    names = first.keys() | second.keys()
+    return {name for name in names if repr(first.get(name)) != repr(second.get(name))}
+
+
+def of_data(config: Mapping[str, Scalar]) -> set[str]:
+    """The entries that may depend on values in the data, in a run with this config."""
+    modes = outgoing.modes_of(config)
+    return {entry.name for entry in TABLE if entry.of_data and modes <= entry.modes}
+
+
+def table(path: Path, changed: tuple[int, str, str] | None = None) -> Path:
+    """A site's table, in which one cell (row, column, value) is changed."""
+    words = ("well", "ill")
+    rows = [
+        {"name": f"person {k}", "age": str(20.5 + k * k % 17), "ward": "ab"[k % 2], "state": words[k % 2]}
+        for k in range(ROWS)
+    ]
+    if changed:
+        row, column, value = changed
+        rows[row][column] = value
+    path.write_text("\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]) + "\n")
+    return path
+
+
+cells = st.tuples(
+    st.integers(0, ROWS - 1),
+    st.sampled_from(["age", "ward", "state"]),
+    st.sampled_from([CELL, "", "well", "ill", "a", "b", "c", "33.5", "1e999", "nan", "None", "0", "-1", "true"]),
+)
+
+
+@pytest.mark.parametrize("promise", [PLAIN, *PROMISES])
+def test_answers_to_tables_that_differ_in_one_cell_differ_in_listed_entries(
+    tmp_path: Path, promise: dict[str, Scalar]
+) -> None:
+    config = run_config(promise, target="state", classes="well,ill", categorical="ward", exclude="name")
+    whole = answer(config, table(tmp_path / "whole.csv"))
+    assert wire.ERROR not in entries(whole)
+    count = iter(range(10**6))
+
+    @settings(max_examples=25)
+    @given(cells)
+    def check(changed: tuple[int, str, str]) -> None:
+        found = answer(config, table(tmp_path / f"{next(count)}.csv", changed))
+        differs = differing(entries(whole), entries(found))
+        told = entries(found)
+        if wire.ERROR in told:
+            # one constant answer, whatever the cell
+            assert told == {wire.ERROR: "data/dataset/readable", "client-id": 0, "code": 0, "message": "Success"}
+        else:
+            assert differs <= of_data(config) | KEYED, changed
+        if promise and changed[1] == "state":
+            assert differs <= KEYED, changed
+
+    check()
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@settings(max_examples=20)
+@given(st.lists(st.sampled_from([f"person {k}" for k in range(ROWS + 20)]), min_size=2, max_size=25, unique=True))
+def test_guesses_of_a_column_have_one_answer(
+    tmp_path_factory: pytest.TempPathFactory, promise: dict[str, Scalar], guesses: list[str]
+) -> None:
+    directory = tmp_path_factory.mktemp("guesses")
+    config = run_config(promise, target="name", classes=",".join(guesses), categorical="ward,state")
+    other = table(directory / "other.csv", (7, "name", "person 50"))
+    found = [entries(answer(config, path)) for path in (table(directory / "site.csv"), other)]
+    assert wire.ERROR not in found[0] and differing(*found) <= KEYED
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize("label", [0, 1, 2, 9, -1, 10**6])
+def test_labels_of_arrays_have_one_answer(tmp_path: Path, promise: dict[str, Scalar], label: int) -> None:
+    config, found = run_config(promise, classes="well,ill"), []
+    for name, last in (("whole", 1), ("other", label)):
+        y = np.array([*(k % 2 for k in range(ROWS - 1)), last])
+        x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        found.append(entries(answer(config, tmp_path / f"{name}.npz")))
+    assert wire.ERROR not in found[0] and differing(*found) <= KEYED
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_an_image_of_another_class_has_the_same_answer(tmp_path: Path, promise: dict[str, Scalar]) -> None:
+    config, found = run_config(promise, classes="well,ill"), []
+    for last in ("well", "ill", "dead"):
+        for k in range(12):
+            place = tmp_path / last / "train" / (last if k == 11 else ("well", "ill")[k % 2])
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((8, 8), 20 * k, np.uint8)).save(place / f"{k:02}.png")
+        found.append(entries(answer(config, tmp_path / last)))
+    assert wire.ERROR not in found[0]
+    assert differing(found[0], found[1]) <= KEYED and differing(found[0], found[2]) <= KEYED
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_classes_must_be_declared(tmp_path: Path, promise: dict[str, Scalar]) -> None:
+    config = run_config(promise, dataset=f"table:{table(tmp_path / 'site.csv')}", target="name", exclude="state")
+    assert entries(answer(config, ""))[wire.ERROR] == "configuration/classes/declared"
+
+
+@pytest.mark.parametrize("promise", [PLAIN, *PROMISES])
+@pytest.mark.parametrize("tell", ["", "reasons", "details"])
+def test_a_bad_cell_is_named_only_where_the_site_tells_and_the_run_promises_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    promise: dict[str, Scalar],
+    tell: str,
+) -> None:
+    monkeypatch.setenv(TELL, tell)
+    path = table(tmp_path / "site.csv", (3, "age", CELL))
+    config = run_config(promise, target="state", classes="well,ill", categorical="ward", exclude="name")
+    for kind in (wire.QUERY, "train", "evaluate"):
+        task = "evaluate" if kind == "evaluate" else "train"
+        content = None
+        if kind != wire.QUERY:
+            content = wire.encode_download(Download(task, 1, 0, "words", NOTHING))
+        caplog.clear()
+        told = entries(answer(config, path, kind, content))
+        assert told[wire.ERROR] == "data/dataset/readable"
+        assert (CELL in str(told)) == (tell == "details" and not promise)
+        assert CELL in caplog.text
+        assert (CELL in wire.error_in(told)) == (tell == "details" and not promise)
+
+
+@pytest.mark.parametrize("kind", [wire.QUERY, "train", "evaluate", "get_parameters"])
+def test_no_exception_leaves_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(CELL)
+
+    monkeypatch.setattr("client_app.client_app.client_of", fail)
+    reply = answer(run_config(PLAIN), table(tmp_path / "site.csv"), kind)
+    text = reply.error.reason if reply.has_error() else entries(reply)[wire.ERROR]
+    assert reasons.read(text) is not None and CELL not in str(reply)
+
+
+def test_what_is_not_declared_stays(caplog: pytest.LogCaptureFixture) -> None:
+    content = wire.upload_message(Upload(NOTHING, metrics={"rows": 3, "names": CELL, "test-samples": 2}))
+    content["fitres.more"] = wire.upload_message(Upload(NOTHING))["fitres.metrics"]
+    caplog.set_level(logging.WARNING, "corolla")
+    left = outgoing.leaving("fit", content, outgoing.Way(OPEN))
+    assert "rows" not in left["fitres.metrics"] and CELL not in str(dict(left)) and "fitres.more" not in left
+    assert left["fitres.metrics"]["test-samples"] == 2 and "names, rows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "config, modes",
+    [
+        ({}, {Mode.PLAIN}),
+        ({"private": False, "dp-epsilon": 0.0}, {Mode.PLAIN}),
+        ({"private": True, "dp-epsilon": 0}, {Mode.PRIVATE}),
+        ({"dp-epsilon": 1}, {Mode.DP}),
+        ({"private": "no", "dp-epsilon": False}, {Mode.PRIVATE, Mode.DP}),
+    ],
+)
+def test_modes(config: dict[str, Scalar], modes: set[Mode]) -> None:
+    assert outgoing.modes_of(config) == modes
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    assert "\n".join(outgoing.table()) in page
