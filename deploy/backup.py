@@ -17,7 +17,6 @@ import errno
 import io
 import json
 import os
-import re
 import shutil
 import tarfile
 import tempfile
@@ -33,11 +32,10 @@ from fl_app.errors import MALFORMED, UserError
 from fl_app.files import explain_full_disk, make_directory, publish
 from fl_app.machine import versions
 from fl_app.site import VARIABLE, site_directory, user_state
+from fl_app.wire import EXPERIMENT_ID
 
 MANIFEST, FORMAT = "manifest.json", 1
 _DATABASE, _CLIENT_STATE = "database", "client state"
-# the name of an experiment's directory of client state
-_EXPERIMENT = re.compile("[0-9a-f]{12}")
 # copied first: what is written later refers to them
 _FIRST = "checkpoints"
 
@@ -87,7 +85,7 @@ def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Part
     usual = Path(os.environ.get("COROLLA_STATE_DIR") or user_state())
     for root in dict.fromkeys(path.expanduser().absolute() for path in (usual, *states)):
         experiments = sorted(root.iterdir()) if root.is_dir() else []
-        named = [path for path in experiments if _EXPERIMENT.fullmatch(path.name) and not path.is_symlink()]
+        named = [path for path in experiments if EXPERIMENT_ID.fullmatch(path.name) and not path.is_symlink()]
         found += [Part(_CLIENT_STATE, path) for path in named]
     return _existing(found)
 

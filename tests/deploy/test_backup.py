@@ -104,7 +104,7 @@ def test_a_site_keeps_its_own(machine: Path, tmp_path: Path, command: Command) -
     site = machine / "state" / "sites" / "bern"
     Audit(site).append("start", site="", rules="")
     (site / "node.key").write_text("secret")
-    state = machine / "client-state" / "0123456789ab" / "client-0000" / "000001-0.state"
+    state = machine / "client-state" / "0123456789abcdef0123456789abcdef" / "client-0000" / "000001-0.state"
     state.parent.mkdir(parents=True)
     state.write_bytes(b"weights")
     rules = machine / "config" / "corolla" / "site.toml"
@@ -198,7 +198,7 @@ def test_links_are_kept_as_what_they_lead_to(machine: Path, tmp_path: Path) -> N
     # back to a directory above: its content is there once
     (elsewhere / "r1" / "loop").symlink_to(runs)
     (elsewhere / "r1" / "itself").symlink_to(".")
-    state = machine / "client-state" / "0123456789ab"
+    state = machine / "client-state" / "0123456789abcdef0123456789abcdef"
     state.mkdir(parents=True)
     (state / "planted").symlink_to(elsewhere / "lab.yaml")
     archive = tmp_path / "a.tar"
@@ -221,11 +221,11 @@ def test_no_link_that_an_application_makes_meanwhile_is_followed(
     secret.mkdir()
     (secret / "node.key").write_text("secret")
     root = machine / "client-state"
-    state, other = root / "0123456789ab", root / "fedcba987654"
+    state, other = root / "0123456789abcdef0123456789abcdef", root / "fedcba9876543210fedcba9876543210"
     for path in (state / "d" / "node.key", state / "f0", state / "f1", other / "node.key"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("own")
-    (root / "aaaaaaaaaaaa").symlink_to(secret)
+    (root / ("a" * 32)).symlink_to(secret)
     add = tarfile.TarFile.addfile
 
     def and_then(self: tarfile.TarFile, member: tarfile.TarInfo, content: Any = None) -> None:
@@ -243,7 +243,7 @@ def test_no_link_that_an_application_makes_meanwhile_is_followed(
     assert b"secret" not in archive.read_bytes()
     shutil.rmtree(root)
     backup.read(archive)
-    assert contents(root) == {"0123456789ab/f0": b"own"} and other.is_dir()
+    assert contents(root) == {"0123456789abcdef0123456789abcdef/f0": b"own"} and other.is_dir()
 
 
 def test_a_link_that_cannot_be_kept_is_named(machine: Path, tmp_path: Path) -> None:

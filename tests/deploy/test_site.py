@@ -184,7 +184,13 @@ def test_paths_of_a_run_must_lie_where_the_site_says(tmp_path: Path) -> None:
 
 def test_every_key_with_a_path_is_ruled_or_the_servers() -> None:
     at_site = {name: spec.path.at_site for name, spec in path_keys().items() if spec.path}
-    assert {name for name, here in at_site.items() if not here} == {"output-dir", "replay", "speeds", "resume"}
+    assert {name for name, here in at_site.items() if not here} == {
+        "output-dir",
+        "replay",
+        "speeds",
+        "resume",
+        "from-run",
+    }
     assert {name for name, here in at_site.items() if here} == {
         "dataset",
         "partition",

@@ -15,6 +15,7 @@ from torch import nn
 from corolla.experiments.exported import loading, model_card, predict
 from corolla.experiments.exported.export import export
 from fl_app import data, model_names, weights
+from fl_app.checksums import sha256_of
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.model_names import ModelNames
@@ -286,14 +287,16 @@ class Hidden(nn.Module):
 
 
 def file_of(module: nn.Module, path: Path) -> Path:
-    card = {
+    card: dict[str, Any] = {
         "format": 1,
         "features": list("abcde"),
         "classes": list("xyz"),
         "input": {"normalize": "mean-std", "mean": [0.0] * 5, "std": [1.0] * 5},
     }
     torch.save(module.state_dict(), path)
-    model_card.write(path, card)
+    card["sha256"] = sha256_of(path)
+    card[model_names.CARD_HASH] = model_names.card_hash(card)
+    model_names.card_beside(path).write_text(model_names.card_text(card))
     return path
 
 

@@ -98,7 +98,7 @@ cells = st.tuples(
 def test_answers_to_tables_that_differ_in_one_cell_differ_in_listed_entries(
     tmp_path: Path, promise: dict[str, Scalar]
 ) -> None:
-    config = run_config(promise, target="state", classes="well,ill", categorical="ward", exclude="name")
+    config = run_config(promise, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
     whole = answer(config, table(tmp_path / "whole.csv"))
     assert wire.ERROR not in entries(whole)
     count = iter(range(10**6))
@@ -127,7 +127,7 @@ def test_guesses_of_a_column_have_one_answer(
     tmp_path_factory: pytest.TempPathFactory, promise: dict[str, Scalar], guesses: list[str]
 ) -> None:
     directory = tmp_path_factory.mktemp("guesses")
-    config = run_config(promise, target="name", classes=",".join(guesses), categorical="ward,state")
+    config = run_config(promise, target="name", classes=",".join(guesses), categorical="ward=a|b,state=well|ill")
     other = table(directory / "other.csv", (7, "name", "person 50"))
     found = [entries(answer(config, path)) for path in (table(directory / "site.csv"), other)]
     assert wire.ERROR not in found[0] and differing(*found) <= KEYED
@@ -175,7 +175,7 @@ def test_a_bad_cell_is_named_only_where_the_site_tells_and_the_run_promises_noth
 ) -> None:
     monkeypatch.setenv(TELL, tell)
     path = table(tmp_path / "site.csv", (3, "age", CELL))
-    config = run_config(promise, target="state", classes="well,ill", categorical="ward", exclude="name")
+    config = run_config(promise, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
     for kind in (wire.QUERY, "train", "evaluate"):
         task = "evaluate" if kind == "evaluate" else "train"
         content = None
