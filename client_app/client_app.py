@@ -108,7 +108,9 @@ def _answer_of_site(kind: Kind | None, message: Message, context: Context) -> Me
         try:
             client = client_of(context)
             content = _content(kind, client, message)
-            way = client.widened(way)
+            # what refuses a run may also keep its task and method from being read
+            with contextlib.suppress(UserError):
+                way = client.widened(way)
         except Exception as error:
             log.exception("%s", message.metadata.message_type)
             content = refusal.encode(kind, None, reasons.of(error), debugging.reason(error))

@@ -136,7 +136,7 @@ def read(plugins: str) -> dict[str, bytes]:
         here = [path for place in places if (path := _within(place, name)) is not None]
         same = next((path for path in here if fingerprint({name: _content(path)}) == entry), None)
         if same is None and _at_site:
-            raise UserError("plugins: names a file that is not the application's")
+            raise _not_the_applications("plugins", "file")
         if same is None:
             what = (
                 f"{here[0]} differs from the file the run was started with"
@@ -153,6 +153,11 @@ def write(files: Mapping[str, bytes], directory: Path) -> None:
     for name, content in files.items():
         make_directory((directory / name).parent)
         publish(directory / name, functools.partial(Path.write_bytes, data=content))
+
+
+def _not_the_applications(key: str, what: str) -> UserError:
+    text = f"{key}: names a {what} that is not the application's"
+    return UserError(text, code="configuration", key=key, rule="own-files")
 
 
 def _within(directory: Path, name: str) -> Path | None:
@@ -225,7 +230,7 @@ def load(key: str, reference: str) -> Any:
     module_name, _, attribute = reference.partition(":")
     where = source(reference)
     if _at_site and (where is None or not where[0].resolve().is_relative_to(where[1])):
-        raise UserError(f"{key}: names a module that is not the application's")
+        raise _not_the_applications(key, "module")
     try:
         module = importlib.import_module(module_name) if where is None else _import(module_name, *where)
     except UserError as error:

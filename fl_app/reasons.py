@@ -60,6 +60,7 @@ RULES = {
     "hidden": "an answer must hide the single client",
     "once": "an attempt is answered once",
     "in-range": "values must fit the range of a private run",
+    "own-files": "must name a file of the application",
     "outside": "must lie outside the site's own directory",
     "state": "the client's state must be whole",
 }

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from fl_app.errors import UserError, listed
 from fl_app.layout import Layout, Model
 from fl_app.machine import available_memory
 from fl_app.metrics import Reports
+from fl_app.privacy.secure_random import secret
 from fl_app.server import checkpoint, disk, run_log, trackers
 from fl_app.server.arrivals import clock_of
 from fl_app.server.discovery import clients_to_meet
@@ -285,7 +285,7 @@ def _opened_folder(
         **({INITIAL: start.names._asdict()} if start else {}),
         **_data_facts(roster, agreed),
     }
-    return RunFolder.create(config, secrets.token_hex(), method.drawn, facts), agreed
+    return RunFolder.create(config, secret().hex(), method.drawn, facts), agreed
 
 
 def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:

@@ -162,7 +162,7 @@ BAD = {
     "relative initial weights missing": (["initial-weights=none.safetensors"], "none.safetensors"),
     "a classifier where there is none": (
         ["model=badmodel:convolution", "method=fedobp", "fedobp.scope=classifier"],
-        "fedobp.scope: classifier needs a model with a",
+        "model: this method needs",
     ),
     "more threads than there is room for": (
         ["client-threads=1000000"],

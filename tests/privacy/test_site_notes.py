@@ -154,7 +154,8 @@ def test_a_clients_records_have_one_budget_however_a_run_names_them(tmp_path: Pa
     ]
     steps = 0
     for number, (raw, data_path) in enumerate(ways):
-        target = {"target": "label"} if str(data_path).endswith(".csv") else {}
+        columns = {"target": "label", "classes": "0,1,2,3,4,5,6,7,8,9"}
+        target = columns if str(data_path).endswith(".csv") or "target" in raw else {}
         found = notes({**base, **target, **raw}, data_path, experiment=f"run {number}")
         assert sum(t.steps for t in found.trainings()) == steps, raw
         with found.alone():

@@ -23,7 +23,7 @@ def test_every_method_is_in_one_group() -> None:
 
 def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     pages = pages_with_tables(ROOT)
-    assert len(pages) == len(METHODS) + 3
+    assert len(pages) == len(METHODS) + 4
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
     methods(table=True)
     printed = capsys.readouterr().out

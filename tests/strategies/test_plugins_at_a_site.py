@@ -61,10 +61,12 @@ def test_a_run_imports_no_module_of_the_site(key: str, module: str) -> None:
     assert not {"this", "unittest.__main__", "of_the_site", "linked"} & (set(sys.modules) - before)
 
 
-@pytest.mark.parametrize("key", ["method", "task"])
+@pytest.mark.parametrize(
+    "key, reason", [("method", "configuration/method/own-files"), ("task", "data/dataset/readable")]
+)
 @pytest.mark.usefixtures("app")
-def test_a_client_answers_and_lives(key: str) -> None:
-    assert "names a module that is not the application's" in answer(**{key: "of_the_site:main"})
+def test_a_client_answers_and_lives(key: str, reason: str) -> None:
+    assert answer(**{key: "of_the_site:main"}) == answer(**{key: "no_such_module:main"}) == reason
 
 
 @pytest.mark.parametrize("module", ["client_app.process", "deploy.supernode", "json"])
@@ -100,4 +102,4 @@ def test_the_key_plugins_tells_nothing_of_the_sites_files(app: Path, tmp_path: P
         for name in (secret, tmp_path / "none", "../secret", "../none", "none", "linked.py", "of_the_app.py")
         for digits in (right, "0" * 16)
     }
-    assert answers == {"plugins: names a file that is not the application's"}
+    assert answers == {"configuration/plugins/own-files"}
