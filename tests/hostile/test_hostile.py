@@ -123,7 +123,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     directory = tmp_path_factory.mktemp("hostile")
     nodes: list[SuperNode] = []
     with pytest.MonkeyPatch.context() as patch, own_cluster(directory, COLUMNS="400") as cluster:
+        # where the run finds its model, and where a site does: in the application that it has unpacked
         patch.syspath_prepend(Path(gated.__file__).parent)
+        patch.setattr("client_app.client_app.unpacked", lambda: Path(gated.__file__).parent)
         try:
             cluster.start_superlink()
             yield attack_all(cluster, directory, nodes)
