@@ -532,7 +532,8 @@ class CorollaClient(NumPyClient):
         hooks.check_kept(self.config.method, "state.arrays", state.arrays, converts=True)
         # a repeated round would start from it again
         read_from = state.version
-        version = self._store.save(state, download.round, download.attempt)
+        with reasons.stage("deployment", "state-dir", "writable"):
+            version = self._store.save(state, download.round, download.attempt)
         self._store.delete_before(read_from, download.keep)
         return version
 

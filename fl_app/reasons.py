@@ -63,6 +63,7 @@ RULES = {
     "own-files": "must name a file of the application",
     "outside": "must lie outside the site's own directory",
     "state": "the client's state must be whole",
+    "writable": "must be writable",
 }
 """A reason's rule, and its words. The first ones are site.toml's."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fl_app.processes import end_processes
+from fl_app.reasons import Reason
 from tests.disks import full_disk
 from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, settings, wait_for
 from tests.e2e.faults import COMMON, EVERY_REPLY, assert_nothing_is_lost, causes, failures
@@ -101,6 +102,8 @@ def test_a_machine_that_is_lost_between_two_rounds_goes_on_from_a_backup(lab: La
 
 # Client state
 
+UNWRITABLE = Reason("deployment", "state-dir", "writable").sentence
+
 
 @pytest.mark.nightly
 def test_unwritable_state_directory_fails_that_client_by_name(cluster: Cluster, tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_unwritable_state_directory_fails_that_client_by_name(cluster: Cluster, 
     run.finish()
     for record in rounds(run.folder):
         assert [f["client"] for f in record["failures"]] == [1]
-        assert "cannot write its state" in record["failures"][0]["cause"]
+        assert record["failures"][0]["cause"] == UNWRITABLE
         assert sorted(record["clients"]) == ["0", "2"]
     assert_nothing_is_lost(run, tmp_path)
 
@@ -145,7 +148,7 @@ def test_full_disk_fails_that_client_by_name_and_leaves_its_last_state(cluster: 
     cluster.release(1, training=3)
     run.finish()
     assert failures(run) == [(2, 1, 0)]
-    assert causes(run).startswith("cannot write its state") and "No space left on device" in causes(run)
+    assert causes(run) == UNWRITABLE and "No space left on device" in cluster.log("supernode-1")
     assert_nothing_is_lost(run, tmp_path)
 
 
@@ -210,5 +213,6 @@ def test_truncated_state_with_none_before_fails_that_client_by_name(cluster: Clu
     cluster.release(0, training=2)
     run.finish()
     assert failures(run) == [(2, 1, 0)]
-    assert causes(run) == f"state of {file.stem} is damaged (checksum): {file}"
+    assert causes(run) == Reason("deployment", "state-dir", "state").sentence
+    assert f"state of {file.stem} is damaged (checksum): {file}" in " ".join(cluster.log("supernode-1").split())
     assert_nothing_is_lost(run, tmp_path)

@@ -200,6 +200,21 @@ def test_no_exception_leaves_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert reasons.read(text) is not None and CELL not in str(reply)
 
 
+def test_a_state_that_cannot_be_written_or_read_has_a_reason_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run_config(PLAIN, method="local", dataset="digits")
+
+    def asked(version: str = "") -> str:
+        content = wire.encode_download(Download("train", 1, 0, "words", NOTHING, version))
+        return str(entries(answer(config, "", "train", content))[wire.ERROR])
+
+    assert asked("000007-000000") == "deployment/state-dir/state"
+    # a file in its place: root, whom permissions do not stop, cannot write there either
+    (tmp_path / "state").write_text("a file")
+    assert asked() == "deployment/state-dir/writable" and "Not a directory" in caplog.text
+
+
 def test_what_is_not_declared_stays(caplog: pytest.LogCaptureFixture) -> None:
     content = wire.upload_message(Upload(NOTHING, metrics={"rows": 3, "names": CELL, "test-samples": 2}))
     content["fitres.more"] = wire.upload_message(Upload(NOTHING))["fitres.metrics"]
