@@ -29,6 +29,8 @@ from tests.e2e.browser import find as find_browser
 from tests.e2e.network import network as network
 
 COROLLA = script("corolla")
+MODELS = Path(__file__).parent
+"""Where gated.py lies. Its models travel with a run of a command in this directory; a site takes them from nowhere else."""
 
 
 @pytest.fixture(scope="session")
@@ -299,6 +301,7 @@ class BackgroundRun:
             self.process = subprocess.Popen(
                 [*inside, *words, *settings({"run-name": folder.name, **config})],
                 env=place.environment,
+                cwd=MODELS,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -349,7 +352,7 @@ def replay(run: BackgroundRun, directory: Path) -> str:
     raw |= {"num-clients": run.clients, "min-available-clients": 0, "min-results": 0.0}
     replies = {(r["round"], int(client)) for r in rounds(run.folder) for client in r["clients"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))  # gated:mlp
+        patch.syspath_prepend(str(MODELS))
         grid = LossyGrid(client_app, raw, run.clients)
         asked = {(round, client) for round in range(1, len(rounds(run.folder)) + 1) for client in range(run.clients)}
         grid.missing = frozenset(asked - replies)
@@ -359,7 +362,7 @@ def replay(run: BackgroundRun, directory: Path) -> str:
 
 def with_test_models(environment: Mapping[str, str]) -> dict[str, str]:
     """What to add to an environment in which models of gated.py are built."""
-    paths = [str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
+    paths = [str(MODELS), *filter(None, [environment.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -13,7 +13,7 @@ import pytest
 from fl_app.processes import end_processes
 from fl_app.reasons import Reason
 from tests.disks import full_disk
-from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, settings, wait_for
+from tests.e2e.conftest import MODELS, BackgroundRun, Cluster, Lab, corolla, rounds, settings, wait_for
 from tests.e2e.faults import COMMON, EVERY_REPLY, assert_nothing_is_lost, causes, failures
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -38,6 +38,7 @@ def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_af
             *("run", "--superlink", "test", "--clients", "3", "--output-dir", str(tmp_path)),
             *settings({"run-name": "refused", **config}),
             environment=cluster.environment,
+            directory=MODELS,
         )
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert "and a round needs about 25.6 MB, 12.8 MB of it for uploads alone" in " ".join(refused.stderr.split())
