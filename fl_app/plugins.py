@@ -119,6 +119,17 @@ def files(config: Mapping[str, Scalar]) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
+def refuse_left_behind(config: Mapping[str, Scalar]) -> None:
+    """Raise UserError if a run names a module that would not travel with it: a site has no other."""
+    for key, reference in references(config).items():
+        if source(reference) is None:
+            name = reference.partition(":")[0]
+            raise UserError(
+                f"{key} {reference}: a site takes {name} from the run alone; put its file beside the config file or in "
+                "the current directory"
+            )
+
+
 def fingerprint(files: Mapping[str, bytes]) -> str:
     """Return the value of the key `plugins`: every file with the beginning of its SHA-256."""
     return ",".join(f"{name}:{hashlib.sha256(content).hexdigest()[:_DIGITS]}" for name, content in files.items())

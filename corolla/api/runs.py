@@ -32,7 +32,7 @@ from corolla.api.settings import (
 )
 from corolla.api.waiting import Submit, simulated, waiting
 from corolla.experiments.runs import RecordedRun, elsewhere
-from fl_app import debugging
+from fl_app import debugging, plugins
 from fl_app.config import RunConfig
 from fl_app.config.timing import SIMULATED, TimingKeys
 from fl_app.errors import RunFailed, UserError, counted
@@ -311,6 +311,7 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
     from fl_app.processes import flower_environment
     from fl_app.server.disk import full_database
 
+    plugins.refuse_left_behind(config)
     require_known(superlink)
     require_closed(superlink)
     environment = flower_environment()

@@ -42,6 +42,17 @@ def test_a_bundle_is_the_app_with_the_users_files_and_keys(here: Path) -> None:
     assert all(name.endswith(".py") or name == "pyproject.toml" for name in files) and not directory.exists()
 
 
+def test_a_module_that_does_not_travel_is_refused_before_a_deployment(
+    here: Path, corolla: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "installed").mkdir()
+    (here / "installed" / "mentor.py").write_text(example())
+    monkeypatch.syspath_prepend(here / "installed")
+    words = [word for word in settings(method="mentor:METHOD") if word != "--in-process"]
+    code, _, err = corolla("run", "--superlink", "nowhere", "--clients", "3", *words)
+    assert code == 2 and "method mentor:METHOD: a site takes mentor from the run alone" in " ".join(err.split())
+
+
 def refused(raw: dict[str, Scalar], sent: dict[str, Scalar]) -> str:
     """Why the clients of a run, to whom `sent` is sent, cannot take part."""
     with pytest.raises(UserError) as error:
