@@ -47,6 +47,7 @@ from fl_app.metrics import (
 )
 from fl_app.model_names import ModelNames, differ
 from fl_app.outgoing import TABLE, Way
+from fl_app.run_secret import experiment_of
 from fl_app.server.origin import STATE_OF
 from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
@@ -464,7 +465,7 @@ class CorollaClient(NumPyClient):
             return None
         told = json.loads(str(text))
         root = state_root(self.config.state_dir)
-        store = StateStore(root, wire.experiment_of(str(told["secret"])), int(told["client"]))
+        store = StateStore(root, experiment_of(str(told["secret"])), int(told["client"]))
         return State(store.load(str(told["version"])).arrays)
 
     def _network(self, weights_file: str) -> Network:

@@ -31,8 +31,8 @@ from deploy.processes import state_home
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import explain_full_disk, make_directory, publish
 from fl_app.machine import versions
+from fl_app.run_secret import EXPERIMENT_ID
 from fl_app.site import VARIABLE, site_directory, user_state
-from fl_app.wire import EXPERIMENT_ID
 
 MANIFEST, FORMAT = "manifest.json", 1
 _DATABASE, _CLIENT_STATE = "database", "client state"

@@ -17,7 +17,7 @@ OCCASIONS: Mapping[int, tuple[str, ...]] = {
         "`sweep`: at least one run failed; the others are finished.",
         "Your own model, method or task raised an exception; the file and line are named.",
         "`compare --paper`: no run has a published counterpart.",
-        "`cluster status`: a process is not running, healthy and connected.",
+        "`cluster status`: a process is not running, healthy and connected, a site is not connected, or a key is nobody's.",
         "`cluster down`, `cluster revoke`: part of the work could not be done on a host that is named.",
         "`node audit`: the audit was changed, or lacks the expected hash.",
         "An error in Corolla itself: its traceback is printed.",

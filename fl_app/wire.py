@@ -32,6 +32,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import MAX_NUMBER, range_error
 from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
+from fl_app.run_secret import experiment_of
 
 Array = NDArray[np.generic]
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
@@ -119,15 +120,6 @@ class Download:
     def experiment(self) -> str:
         """The experiment's id, under which clients keep state and notes. Only who has the secret reaches them."""
         return experiment_of(self.secret)
-
-
-EXPERIMENT_ID = re.compile("[0-9a-f]{32}")
-"""An experiment's id, which also names the directory of its clients' state."""
-
-
-def experiment_of(secret: str) -> str:
-    """Return the id of the experiment with this secret: 128 bits of its hash, from which nobody finds the secret."""
-    return hashlib.sha256(f"corolla experiment {secret}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)

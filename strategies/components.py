@@ -178,7 +178,10 @@ def concatenated(layout: Layout, count: int) -> Layout:
 
     own = [(f"{CLASSIFIER}.weight", (classes, count * width)), (f"{CLASSIFIER}.bias", (classes,))]
     batchnorm = frozenset(f"{ENCODERS}.{k}.{name}" for k in range(count) for name in bare.batchnorm)
-    return Layout(packed([*each(bare.params), *own]), packed(each(bare.buffers)), frozenset(dict(own)), batchnorm)
+    split = Split(frozenset(dict(own)), CLASSIFIER, linear=True)
+    return Layout(
+        packed([*each(bare.params), *own]), packed(each(bare.buffers)), split.classifier, batchnorm, split=split
+    )
 
 
 def fresh_classifier(layout: Layout, count: int, seed: int) -> Vector:

@@ -33,11 +33,11 @@ from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
 from fl_app.paths import anchored, path_of
+from fl_app.run_secret import experiment_of
 from fl_app.server import arrivals, client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.sources import NODE, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
-from fl_app.wire import experiment_of
 
 log = logging.getLogger("corolla")
 
@@ -64,9 +64,9 @@ FROM = "from"
 # Key of the entries of `made-with`.
 FROM_ROUND = "from-round"
 # Key of run.json: the path of the SuperLink's database.
-# The run's secret: clients hand the state that they keep only to a server that sends it.
-SECRET = "secret"
 DATABASE = "superlink-database"
+# The file of the run's secret: clients hand the state that they keep only to a server that sends it.
+SECRET = "secret"
 DATA = "data"
 # Keys that name a file: run.json has its hash, under the key with this ending.
 HASHED = "-sha256"

@@ -13,8 +13,9 @@ from client_app.session import Session
 from client_app.state import State, StateStore, missing_clients, remove, state_root, stored
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING
+from fl_app.run_secret import experiment_of
 from fl_app.site import site_directory
-from fl_app.wire import Download, experiment_of
+from fl_app.wire import Download
 from strategies import METHODS
 from tests.conftest import config, f32
 

@@ -17,9 +17,10 @@ from fl_app.data.prepared import HASH_KEY
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
+from fl_app.run_secret import experiment_of
 from fl_app.server.run_folder import read_metrics
 from fl_app.site import site_directory
-from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, Download, experiment_of
+from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, Download
 from strategies import METHOD_PARAMS, METHODS
 from strategies.fedcac import FedCACParams
 from tests.conftest import Run
