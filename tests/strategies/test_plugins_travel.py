@@ -46,11 +46,12 @@ def test_a_module_that_does_not_travel_is_refused_before_a_deployment(
     here: Path, corolla: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "installed").mkdir()
-    (here / "installed" / "mentor.py").write_text(example())
+    text = "from torch import nn\n\ndef make(**_):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    (here / "installed" / "left_behind.py").write_text(text)
     monkeypatch.syspath_prepend(here / "installed")
-    words = [word for word in settings(method="mentor:METHOD") if word != "--in-process"]
+    words = [word for word in settings(model="left_behind:make") if word != "--in-process"]
     code, _, err = corolla("run", "--superlink", "nowhere", "--clients", "3", *words)
-    assert code == 2 and "method mentor:METHOD: a site takes mentor from the run alone" in " ".join(err.split())
+    assert code == 2 and "model left_behind:make: a site takes left_behind from the run alone" in " ".join(err.split())
 
 
 def refused(raw: dict[str, Scalar], sent: dict[str, Scalar]) -> str:
