@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from deploy import audit
+from fl_app import reasons
 from fl_app.processes import free_ports
 from tests.e2e.conftest import BackgroundRun, Cluster, rounds
 from tests.privacy.keys import make
@@ -89,7 +90,9 @@ def test_containers_with_keys_run_private_and_those_without_say_so(cluster: Clus
     }
     run = BackgroundRun(cluster, tmp_path / "r", 4, config | {"state-dir": str(tmp_path / "state")})
     run.finish()
-    assert "client 3 cannot take part: private: this SuperNode has no key for private runs" in " ".join(run.log.split())
+    reason = reasons.Reason("deployment", "private", "keys").sentence
+    assert f"client 3 cannot take part: {reason}" in " ".join(run.log.split())
+    assert "this SuperNode has no key for private runs" in " ".join(cluster.log("node-3").split())
     assert [sorted(record["clients"]) for record in rounds(run.folder)] == [["0", "1", "2"]]
 
 
