@@ -210,6 +210,8 @@ class Gate:
         content = self._inner.pull_object(run_id, object_id)
         if get_object_id(content) != object_id:
             raise ValueError(f"{object_id} is not the sha256 of the received bytes")
+        if (asked := self._open.get(object_id)) is not None:
+            _take_tasks(asked, content)
         with self._counting:
             self._pulled += len(content)
         return content
@@ -445,6 +447,16 @@ class Gate:
                 self._held.remove(held)
                 return held
         return None
+
+
+def _take_tasks(asked: Message, content: bytes) -> None:
+    """Give a message the tasks that its own part names: a SuperLink with a database leaves them out of the envelope.
+
+    The application takes them from the part, and its reply answers them.
+    """
+    told = MessageProto.FromString(get_object_body(content, Message)).metadata
+    asked.metadata.src_task_id = told.src_task_id if told.HasField("src_task_id") else None
+    asked.metadata.dst_task_id = told.dst_task_id if told.HasField("dst_task_id") else None
 
 
 def _envelope(message: Message, **less: str) -> bytes:
