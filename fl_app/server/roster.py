@@ -147,8 +147,8 @@ class Roster:
         """Wait until `minimum` clients are connected, and every connected node has answered or has had its time.
 
         Refused and silent nodes are left out, and the log names them. Raises UserError if `available-timeout` passes
-        with too few clients, or at once if no others can come. While answers are pending, the limit is at least
-        `round-timeout`.
+        with too few clients, or at once if no others can come or every client has refused. While answers are pending,
+        the limit is at least `round-timeout`.
         """
         if self._known and not self._started:
             self._meet_first()
@@ -172,7 +172,7 @@ class Roster:
                 why = "the machine is busy" if os.environ.get(wire.SIMULATION) else "a site may have to approve the run"
                 log.info("%d SuperNodes have not answered yet: %s", len(self._asked), why)
             limit = max(self.config.available_timeout, self.config.round_timeout if pending else 0)
-            if waited > limit or (self._refused and not pending and not self._started and has_fixed_nodes(self.grid)):
+            if waited > limit or (not pending and self._all_refused):
                 raise UserError(self._too_few(waited))
             if not answered:
                 time.sleep(POLL_SECONDS)
@@ -242,6 +242,14 @@ class Roster:
         return "clients that cannot take part:\n" + "\n".join(
             f"  {who}: {why}" for who, why in sorted(self._refused.values())
         )
+
+    @property
+    def _all_refused(self) -> bool:
+        """Whether waiting has no use before the start: every client has refused, or one has and no node can join."""
+        if self._started or not self._refused:
+            return False
+        everyone = max(self.num_clients, self.minimum)
+        return has_fixed_nodes(self.grid) or (not self.node_of and len(self._refused) >= everyone)
 
     def _refuse(self, node: int, who: str, why: str) -> None:
         self._refused[node] = who, why

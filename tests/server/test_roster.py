@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -117,6 +118,18 @@ def test_two_nodes_with_the_same_partition_id() -> None:
 def test_all_refusals_are_reported_together() -> None:
     text = refused(exchange({1: properties(0, error="a"), 2: properties(1, error="b"), 3: properties(2, error="c")}))
     assert text.splitlines()[1:] == ["  client 0: a", "  client 1: b", "  client 2: c"]
+
+
+@pytest.mark.parametrize("refusing, waits", [(3, False), (2, True)])
+def test_a_run_whose_sites_all_refuse_ends_at_once(monkeypatch: pytest.MonkeyPatch, refusing: int, waits: bool) -> None:
+    # nodes of a deployment may come later
+    monkeypatch.setattr(roster_module, "has_fixed_nodes", lambda grid: False)
+    nodes = {k: properties(k, error="refused//methods") for k in range(refusing)}
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    text = refused(exchange(nodes, available_timeout=1000.0, round_timeout=1.0))
+    assert text.startswith("clients that cannot take part:\n  client 0: refused by its site (methods)")
+    assert (next(clock) > 1000) == waits
 
 
 # nodes that come and go
