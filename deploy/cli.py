@@ -27,7 +27,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on standard output
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS, no authentication: for a trusted network only.")]
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster up lab.yaml")
 def up(
     inventory: InventoryFile,
     insecure: Insecure = False,
@@ -68,7 +68,7 @@ def up(
     _say(f"{counted(nodes, 'SuperNode')} connected. Now: {run}")
 
 
-@app.command("commands")
+@app.command("commands", epilog="Example: corolla cluster commands lab.yaml --slurm")
 def print_commands(
     inventory: InventoryFile,
     insecure: Insecure = False,
@@ -84,7 +84,7 @@ def print_commands(
     typer.echo(render.slurm(found) if slurm else render.by_host(found), nl=False)
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster status lab.yaml")
 def status(
     inventory: Running,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
@@ -154,7 +154,7 @@ def status(
         raise typer.Exit(exit_codes.FAILED)
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster logs lab.yaml supernode-2")
 def logs(
     inventory: Running,
     node: Annotated[str | None, typer.Argument(help="superlink, supernode-K, tunnel; without it all.")] = None,
@@ -167,7 +167,7 @@ def logs(
         typer.echo(text if node else f"--- {name}\n{text}")
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster restart lab.yaml supernode-2")
 def restart(
     inventory: Running,
     node: Annotated[str, typer.Argument(help="supernode-K")],
@@ -181,7 +181,7 @@ def restart(
     _say(f"{node} is connected")
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster revoke lab.yaml 2")
 def revoke(
     inventory: Running,
     client: Annotated[int, typer.Argument(metavar="CLIENT", help="Client id: the K of supernode-K.")],
@@ -197,7 +197,7 @@ def revoke(
         raise typer.Exit(exit_codes.FAILED)
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster down lab.yaml")
 def down(
     inventory: Running,
     forget: Annotated[bool, typer.Option("--forget", help="Treat hosts that cannot be reached as ended.")] = False,
@@ -218,7 +218,7 @@ def down(
     _say(f"cluster {running.inventory.name} is down")
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster keys lab.yaml")
 def keys(
     inventory: InventoryFile,
     force: Annotated[
@@ -252,7 +252,7 @@ def keys(
         _say("note: this cluster is on loopback or insecure, and uses them only with `tls: true`")
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster admit lab.yaml 2 bern.pub")
 def admit(
     inventory: InventoryFile,
     client: Annotated[int, typer.Argument(metavar="CLIENT", help="The site's client id, from an entry {host: joins}.")],
@@ -279,7 +279,7 @@ def admit(
         )
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster rotate lab.yaml 2 bern.pub")
 def rotate(
     inventory: InventoryFile,
     client: Annotated[int, typer.Argument(metavar="CLIENT", help="The client id of a site that joined.")],
@@ -304,7 +304,7 @@ def rotate(
         _say(f"for private runs send {listed} to all sites again")
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster backup lab.yaml lab-monday.tar --runs runs")
 def backup(
     inventory: InventoryFile,
     archive: Annotated[
@@ -331,7 +331,7 @@ def backup(
     _show_parts(f"{archive} keeps", parts)
 
 
-@app.command()
+@app.command(epilog="Example: corolla cluster restore lab-monday.tar")
 def restore(
     archive: Annotated[Path, typer.Argument(metavar="FILE.tar", help="An archive of `backup`.")], quiet: Quiet = False
 ) -> None:

@@ -22,7 +22,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The site's name on th
 Only = Annotated[str | None, typer.Option("--name", help="Only this site, if this machine has several.")]
 
 
-@app.command()
+@app.command(epilog="Example: corolla node join bern")
 def join(name: Name) -> None:
     """Make this site's key, which stays here, and name its public half for the server's operator."""
     from deploy import joining
@@ -36,7 +36,7 @@ def join(name: Name) -> None:
     typer.echo(f"then run here: corolla node start {name} --invitation FILE")
 
 
-@app.command()
+@app.command(epilog="Example: corolla node rotate bern")
 def rotate(name: Name) -> None:
     """Replace this site's key by another one. The SuperNode needs the new one once the server has taken it in."""
     from deploy import joining
@@ -49,7 +49,7 @@ def rotate(name: Name) -> None:
     )
 
 
-@app.command()
+@app.command(epilog="Example: corolla node start bern")
 def start(
     name: Name,
     invitation: Annotated[
@@ -92,7 +92,7 @@ def start(
     supernode.run(name, site or "", options, OWN if warm else "")
 
 
-@peers_app.command("accept")
+@peers_app.command("accept", epilog="Example: corolla node peers accept bern --peers peers.txt")
 def accept_peers(
     name: Name,
     peers: Annotated[
@@ -114,7 +114,7 @@ def accept_peers(
     typer.echo(f"{name} agrees to the list with sha256 {found} ({was}); the other sites must have the same")
 
 
-@app.command()
+@app.command(epilog="Example: corolla node backup bern-monday.tar")
 def backup(
     archive: Annotated[
         Path, typer.Argument(metavar="FILE.tar", help="The archive to write; only its owner can read it.")
@@ -131,7 +131,7 @@ def backup(
     typer.echo("\n".join([f"{archive} keeps:", *(f"  {part.what}: {part.path}" for part in parts)]))
 
 
-@app.command()
+@app.command(epilog="Example: corolla node restore bern-monday.tar")
 def restore(archive: Annotated[Path, typer.Argument(metavar="FILE.tar", help="An archive of `backup`.")]) -> None:
     """Put everything in a backup back at its path. Existing files are never overwritten."""
     from deploy import backup as backups
@@ -139,7 +139,7 @@ def restore(archive: Annotated[Path, typer.Argument(metavar="FILE.tar", help="An
     typer.echo("\n".join(["restored:", *(f"  {part.what}: {part.path}" for part in backups.read(archive))]))
 
 
-@app.command()
+@app.command(epilog="Example: corolla node approve 1234567890")
 def approve(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="The run's id; without it, list the runs that wait.")
@@ -169,7 +169,7 @@ def approve(
         typer.echo(f"run {run} is {'declined' if decline else 'approved'} at {site}")
 
 
-@app.command()
+@app.command(epilog="Example: corolla node audit bern")
 def audit(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="One site; without it all on this machine.")
@@ -198,7 +198,7 @@ def audit(
         raise typer.Exit(exit_codes.FAILED)
 
 
-@app.command()
+@app.command(epilog="Example: corolla node application")
 def application() -> None:
     """Print the sha256 of the application that `corolla run` submits, for `applications` in site.toml."""
     from fl_app.app_bundle import application_hash

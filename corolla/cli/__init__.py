@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ from corolla.api import log_file
 from corolla.api.console import errors
 from corolla.api.ranges import in_words
 from corolla.api.settings import look_for_plugins
-from corolla.cli import completion, examples, listings, products, results, runs, sweeps, verify
+from corolla.cli import completion, listings, products, results, runs, sweeps, verify
 from fl_app import debugging, exit_codes, log_format
 from fl_app.errors import MethodFault, RoundFailed, RunFailed, UserError
 
@@ -30,46 +31,41 @@ app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 app.callback()(listings.about)
-app.command("run")(runs.run)
-app.command("demo")(runs.demo)
-app.command("sweep")(sweeps.sweep)
-app.command("compare")(results.compare)
-app.command("report")(results.report)
-app.command("export")(products.export)
-app.command("verify")(products.verify)
-app.command("predict")(products.predict)
-app.command("runs")(results.runs)
-app.command("summary")(results.summary)
-app.command("presets")(listings.presets)
-app.command("methods")(listings.methods)
-listings.data_app.command("verify")(verify.data_verify)
-app.add_typer(listings.data_app, name="data")
-app.add_typer(listings.state_app, name="state")
-app.add_typer(deploy.cli.app, name="cluster")
-app.add_typer(deploy.node_cli.app, name="node")
+# headings of `corolla -h`
+RUN, LOOK, DATA, DEPLOY = "Run", "Look", "Data and state", "Deploy"
+
+
+def add(name: str, function: Callable[..., Any], heading: str, example: str) -> None:
+    """Add a command, with an example of its arguments, under a heading."""
+    app.command(name, rich_help_panel=heading, epilog=f"Example: corolla {name} {example}")(function)
+
+
+add("run", runs.run, RUN, "--set method=fedcac --set fedcac.beta=5 --clients 10")
+add("demo", runs.demo, RUN, "--output-dir demo")
+add("sweep", sweeps.sweep, RUN, "digits --output-dir sweep")
+add("compare", results.compare, LOOK, "runs/mine runs/base --to 80")
+add("report", results.report, LOOK, "runs/mine runs/base --output report")
+add("export", products.export, LOOK, "runs/mine --client 3 --onnx")
+add("verify", products.verify, LOOK, "mine-client-3.onnx")
+add("predict", products.predict, LOOK, "mine-client-3.onnx rows.csv")
+add("runs", results.runs, LOOK, "runs")
+add("summary", results.summary, LOOK, "runs/mine --json")
+add("presets", listings.presets, RUN, "'fedobp/fashion-mnist*'")
+add("methods", listings.methods, RUN, "fedcac")
+listings.data_app.command("verify", epilog="Example: corolla data verify")(verify.data_verify)
+app.add_typer(listings.data_app, name="data", rich_help_panel=DATA)
+app.add_typer(listings.state_app, name="state", rich_help_panel=DATA)
+app.add_typer(deploy.cli.app, name="cluster", rich_help_panel=DEPLOY)
+app.add_typer(deploy.node_cli.app, name="node", rich_help_panel=DEPLOY)
 app.command("reference", hidden=True)(listings.reference)
 
 
 def whole() -> click.Command:
     """Return the command with all its subcommands. Its help prints texts as they are written, including [brackets]."""
     found = get_command(app)
-    _add_examples(found, ())
     _mend_refusals(found)
     _escape(found)
     return found
-
-
-def _add_examples(command: Any, path: tuple[str, ...]) -> None:
-    """Add each command's example to its help, and each command to its group in the list of commands."""
-    for name, below in getattr(command, "commands", {}).items():
-        if below.hidden:
-            continue
-        if not path:
-            below.rich_help_panel = examples.group_of(name)
-        words = " ".join([*path, name])
-        if words in examples.EXAMPLES:
-            below.epilog = f"Example: {examples.example(words)}"
-        _add_examples(below, (*path, name))
 
 
 def _mend_refusals(command: Any) -> None:

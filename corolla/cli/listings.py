@@ -202,7 +202,7 @@ def reference(root: Annotated[Path, typer.Argument(help="A clone's root.")] = Pa
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", epilog="Example: corolla data prepare --set dataset=cifar10")
 def data_prepare(
     preset: PresetArgument = None,
     set_: SetOption = None,
@@ -215,7 +215,7 @@ def data_prepare(
     prepared(data_config(preset, set_ or [], clients, scale), force)
 
 
-@data_app.command("show")
+@data_app.command("show", epilog="Example: corolla data show my-experiment.toml")
 def data_show(
     preset: PresetArgument = None,
     set_: SetOption = None,
@@ -328,7 +328,7 @@ def state(context: typer.Context) -> None:
         state_list("", Path("runs"), as_json=False)
 
 
-@state_app.command("list")
+@state_app.command("list", epilog="Example: corolla state list")
 def state_list(
     state_dir: StateDirOption = "",
     runs: Annotated[Path, typer.Option(help="Directory where the run folders are searched.")] = Path("runs"),
@@ -363,7 +363,7 @@ def state_list(
         )
 
 
-@state_app.command("prune")
+@state_app.command("prune", epilog="Example: corolla state prune --older-than 30d --dry-run")
 def state_prune(
     older_than: Annotated[str, typer.Option(metavar="AGE", help="Least age of the last write: 30d, 12h or 8w.")],
     state_dir: StateDirOption = "",
@@ -395,7 +395,7 @@ def seconds_in(option: str, text: str) -> float:
     return int(found[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[found[2]]
 
 
-@state_app.command("remove")
+@state_app.command("remove", epilog="Example: corolla state remove 3f2a9c4b7d10")
 def state_remove(
     experiment: Annotated[str, typer.Argument(help="Experiment id, as `corolla state list` prints it.")],
     state_dir: StateDirOption = "",
