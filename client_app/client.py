@@ -38,6 +38,7 @@ from fl_app.metrics import (
     GLOBAL,
     LOSS,
     MAX_NUMBER,
+    OF_EVERY_METHOD,
     ONE_CLASS,
     REPLACE_EPSILON,
     VALIDATION,
@@ -46,7 +47,7 @@ from fl_app.metrics import (
     range_error,
 )
 from fl_app.model_names import ModelNames, differ
-from fl_app.outgoing import TABLE, Way
+from fl_app.outgoing import Way
 from fl_app.run_secret import experiment_of
 from fl_app.server.origin import STATE_OF
 from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
@@ -577,13 +578,12 @@ class CorollaClient(NumPyClient):
         """
         measured = tasks.measured(self.config)
         numbers = (*of_training(measured, True), *of_evaluation(measured, True, True), ONE_CLASS)
-        names = frozenset(metric.name for metric in numbers)
         classes = split_names(self.config.classes)
         if source_of(self.config.dataset).known and "data" in self.__dict__:
             classes = self.data.info.classes
         return dataclasses.replace(
             way,
-            metrics=names - {entry.name for entry in TABLE},
+            metrics=frozenset(metric.name for metric in numbers) - {metric.name for metric in OF_EVERY_METHOD},
             own=frozenset(metric.name for metric in self.session.reports),
             known={"class-names": json.dumps(classes)} if classes else {},
         )

@@ -60,7 +60,8 @@ class Metric:
     ratio: it lies in [0, 1] and is shown in per cent. low, high: the range of any other number; None: no bound. reduce:
     see Reduction. tracked: its name in trackers, for metrics of every method; a method's own are method/NAME. picture:
     title of its picture in the report; empty: it has no picture, or one of another kind. unit: label of the picture's
-    axis. undefined: the reason why it may be undefined on a client's data.
+    axis. undefined: the reason why it may be undefined on a client's data. promised: why clients send it in private runs
+    and with `dp-epsilon` too; empty: they do not. It has an effect in OF_EVERY_METHOD only.
 
     pooling: the rule that computes the metric over all samples from the clients' metrics and numbers of samples.
     `mean`: it is a mean over samples (accuracy). `root-mean-square`: it is the root of a mean (RMSE). Empty: there is
@@ -77,6 +78,7 @@ class Metric:
     tracked: str = ""
     picture: str = ""
     unit: str = ""
+    promised: str = ""
     # not compared: runs of earlier versions do not record these two
     pooling: Literal["mean", "root-mean-square", ""] = dataclasses.field(default="", compare=False)
     undefined: str = dataclasses.field(default="", compare=False)
@@ -168,15 +170,28 @@ _SECONDS = ("prepare", "merge", "evaluate", "train", "score", "state")
 
 LOSS = Metric("loss", higher_is_better=False, low=0, tracked="loss/training", pooling="mean")
 
+_OF_LOSS = "the loss; NaN with `report-accuracy = false`"
+_OF_RECORDS = "follows from the number of records"
+
 OF_EVERY_METHOD = (
     LOSS,
-    Metric("loss-before", higher_is_better=False, low=0, tracked="loss/before-training"),
-    Metric("loss-after", higher_is_better=False, low=0, tracked="loss/after-training"),
+    Metric("loss-before", higher_is_better=False, low=0, tracked="loss/before-training", promised=_OF_LOSS),
+    Metric("loss-after", higher_is_better=False, low=0, tracked="loss/after-training", promised=_OF_LOSS),
     Metric("test-samples", low=0, high=2.0**53, reduce="none"),
-    Metric(EPSILON, higher_is_better=False, low=0, reduce="max"),
-    Metric(REPLACE_EPSILON, higher_is_better=False, low=0, reduce="max"),
-    Metric("dp-noise", low=0, reduce="none"),
-    *(Metric(f"seconds-{phase}", higher_is_better=False, low=0, reduce="none", unit="s") for phase in _SECONDS),
+    Metric(EPSILON, higher_is_better=False, low=0, reduce="max", promised=f"the spent budget; it {_OF_RECORDS}"),
+    Metric(REPLACE_EPSILON, higher_is_better=False, low=0, reduce="max", promised="the same, if a record is replaced"),
+    Metric("dp-noise", low=0, reduce="none", promised=f"the noise; it {_OF_RECORDS}"),
+    *(
+        Metric(
+            f"seconds-{phase}",
+            higher_is_better=False,
+            low=0,
+            reduce="none",
+            unit="s",
+            promised="the time of a part of the client's turn",
+        )
+        for phase in _SECONDS
+    ),
 )
 """Metrics that clients of every method report after a round, beside the task's metrics before and after training."""
 

@@ -23,7 +23,7 @@ from fl_app.errors import MALFORMED
 from fl_app.flower_patches import fill
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
-from fl_app.metrics import EPSILON, METRIC_ERRORS, REPLACE_EPSILON, admits
+from fl_app.metrics import METRIC_ERRORS, OF_EVERY_METHOD, admits
 from fl_app.server.properties import INPUT, KEYS, LIST, NORMALIZATION, SEALED, SOFTWARE, SUMS
 from fl_app.wire import (
     ARRAYS,
@@ -176,12 +176,12 @@ TABLE: tuple[Entry, ...] = (
     Entry(STATE_USED, _MEASURED, VERSION, ALL, False, "the state that it continued from, if the last one is damaged"),
     Entry(PRIVATE, _TRAINED, VERSION, ALL, False, "the attempt of the masks in the upload"),
     Entry(CLIPPED, _TRAINED, TRUTH, ALL, True, "whether values were clipped to `private-range`, once at the run's end"),
-    Entry(REPLACE_EPSILON, _TRAINED, NUMBER, ALL, True, "the same budget, if a record is replaced"),
-    Entry(EPSILON, _TRAINED, NUMBER, ALL, True, "the spent budget; it follows from the number of records"),
-    Entry("dp-noise", _TRAINED, NUMBER, ALL, True, "the noise; it follows from the number of records"),
     *(
-        Entry(f"seconds-{phase}", _TRAINED, NUMBER, ALL, True, "the time of a part of the client's turn")
-        for phase in ("prepare", "merge", "evaluate", "train", "score", "state")
+        Entry(
+            one.name, _TRAINED, NUMBER, ALL if one.promised else OPEN, True, one.promised or "a number of every method"
+        )
+        for one in OF_EVERY_METHOD
+        if one.name not in ("loss", "test-samples")
     ),
     Entry("code", _EVERY, COUNT, ALL, False, "Flower's status"),
     Entry("message", _EVERY, WORD, ALL, False, "Flower's status"),

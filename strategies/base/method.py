@@ -207,9 +207,10 @@ class Method(Generic[P]):
     @property
     def drawn(self) -> tuple[Figure, ...]:
         """The figures that a report draws of the method's records: `figures`, and the pictures of the numbers that
-        clients report.
+        clients report, those of every method too.
         """
-        own = [metric.figure for metric in metrics.declared(self.local_update.reports)]
+        reported = (*metrics.declared(self.local_update.reports), *metrics.OF_EVERY_METHOD)
+        own = [metric.figure for metric in reported]
         return (*self.figures, *(figure for figure in own if figure is not None))
 
     def tested(self, config: RunConfig) -> str:

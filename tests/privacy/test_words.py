@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,28 @@ def test_what_is_not_declared_stays(caplog: pytest.LogCaptureFixture) -> None:
     left = outgoing.leaving("fit", content, outgoing.Way(OPEN))
     assert "rows" not in left["fitres.metrics"] and CELL not in str(dict(left)) and "fitres.more" not in left
     assert left["fitres.metrics"]["test-samples"] == 2 and "names, rows" in caplog.text
+
+
+NEW = """
+from fl_app import metrics
+metrics.OF_EVERY_METHOD += (metrics.Metric("battery", low=0{promised}),)
+from client_app.client_app import client_of
+from fl_app import outgoing
+from tests.privacy.test_words import PLAIN, PRIVATE, DP, Context, RecordDict, run_config
+node = {{"partition-id": 0, "num-partitions": 3, "data-path": ""}}
+for promise in (PLAIN, PRIVATE, DP, PRIVATE | DP):
+    config = run_config(promise, dataset="digits", classes="")
+    way = client_of(Context(1, 1, node, RecordDict(), config)).widened(outgoing.Way(outgoing.modes_of(config)))
+    admits = [way.admits("fit", name, 0.5) for name in ("battery", "loss-before", "accuracy-after", "seconds-train")]
+    assert admits == [not promise or {every}, True, True, True], (promise, admits)
+assert "| `battery` | fit | number | " in "\\n".join(outgoing.table())
+"""
+
+
+@pytest.mark.parametrize("promised", ["", "a phone's battery"])
+def test_a_new_number_of_every_client_keeps_promises_unless_it_says_why(promised: str) -> None:
+    code = NEW.format(promised=f", promised={promised!r}", every=bool(promised))
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from corolla.report import page
-from fl_app import plugins
+from fl_app import metrics, plugins
 from fl_app.config import parse
 from fl_app.errors import UserError
+from fl_app.figures import Scalars
 from fl_app.metrics import Metric, Reports, admits
 from fl_app.server import record as records
 from fl_app.server.run_folder import read_metrics
@@ -126,3 +127,9 @@ def test_a_declared_range_is_checked() -> None:
 )
 def test_what_a_range_admits(value: object, low: float, high: float, fits: bool) -> None:
     assert admits(value, low, high) == fits
+
+
+def test_a_picture_of_a_number_of_every_method_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = (*metrics.OF_EVERY_METHOD, Metric("battery", picture="Charge of the battery", unit="%"))
+    monkeypatch.setattr(metrics, "OF_EVERY_METHOD", more)
+    assert Scalars("battery", "Charge of the battery", "%") in METHODS["fedavg"].drawn
