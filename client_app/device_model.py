@@ -23,6 +23,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Model, Vector
 from fl_app.metrics import ONE_CLASS
 from fl_app.tasks import Task
+from fl_app.tracing import uncompiled
 from strategies.base import classifier_path
 
 
@@ -114,7 +115,9 @@ class LoadedModel:
         seen: list[Tensor] = []
         hook = self.classifier(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
-            logits = self.logits(module, x)
+            # a new hook would be compiled for each batch
+            with uncompiled():
+                logits = self.logits(module, x)
         finally:
             hook.remove()
         return seen[-1].flatten(1).float(), logits

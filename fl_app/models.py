@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -255,6 +256,9 @@ def _call_factory(
             f"{type(module).__qualname__}"
         )
     _check_tensors(name, module)
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        # compiled code runs the hooks that methods add later
+        dynamo.config.skip_nnmodule_hook_guards = False
     module.eval()
     output = _mark(module, factory, (name,), example, num_classes, classifier)
     _check_output(name, module, example, num_classes, output)

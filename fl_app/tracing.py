@@ -10,11 +10,13 @@ weight that is computed from another. Hooks give the call of an operation. The g
 - The last layers are the uses that reach the output, and that no other use follows. Two heads that are averaged are two.
 - A module that holds them and only branches beside them belongs to them as a whole: an adapter, a parametrization.
 
-The pass runs once, in evaluation mode. It draws nothing, and changes no statistics.
+The pass runs once, in evaluation mode. It draws nothing, and changes no statistics. Where a parameter has no gradient, a
+copy runs once more, as in training.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -194,7 +196,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 undo.callback(part.register_forward_pre_hook(self.enter(path)).remove)
                 undo.callback(part.register_forward_hook(self.leave, always_call=True).remove)
-            undo.enter_context(_uncompiled())
+            undo.enter_context(uncompiled())
             undo.enter_context(self)
             yield
 
@@ -216,7 +218,7 @@ def _continues(func: Any, size: int, before: int) -> bool:
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written."""
     if "torch._dynamo" not in sys.modules:
         yield
@@ -244,19 +246,19 @@ def traced(module: nn.Module, example: Tensor, wanted: Callable[[], frozenset[st
         output = module(example)
     if not isinstance(output, Tensor):
         return output, Split(fault="its output is no tensor")
-    return output.detach(), _Trace(watch, module, output).split(None if wanted is None else wanted())
+    return output.detach(), _Trace(watch, module, example, output).split(None if wanted is None else wanted())
 
 
 class _Trace:
     """A network's uses of parameters, up to its output."""
 
-    def __init__(self, watch: _Watch, module: nn.Module, output: Tensor) -> None:
+    def __init__(self, watch: _Watch, module: nn.Module, example: Tensor, output: Tensor) -> None:
         self.module, self.known = module, watch.memory[output]
         passed = _all_before(self.known.last)
         self.uses = [use for use in watch.uses if use in passed]
         self.every_use, self.calls, self.batch = watch.uses, watch.calls, len(output)
         self.names = [name for name, _ in _floating(module)]
-        self.unused = self._unused(output)
+        self.unused = self._unused(output, example)
 
     def split(self, wanted: frozenset[str] | None) -> Split:
         """Return the split. wanted: the classifier's tensors, None if they are to be found."""
@@ -317,7 +319,9 @@ class _Trace:
         for call in calls:
             if all(use in last for use in self.every_use if call in use.calls):
                 found |= {name for name in self.names if name.startswith(f"{call.path}.") and name not in others}
-        return frozenset(found)
+        # a frozen copy that is not run, as adapters keep one of a layer that they replace
+        kept = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return frozenset(found - (kept - set[str]().union(*(use.own for use in last))))
 
     @staticmethod
     def _common(uses: list[_Use]) -> _Call | None:
@@ -348,13 +352,15 @@ class _Trace:
         is_output = found == own and self.known.output is call
         return is_output and _computes_linear(layer) and self._width(call) == layer.in_features
 
-    def _unused(self, output: Tensor) -> frozenset[str]:
-        """Return the names of the parameters that train and that the output's gradient does not reach."""
-        reached, hidden = _reached(output)
+    def _unused(self, output: Tensor, example: Tensor) -> frozenset[str]:
+        """Return the names of the parameters that no gradient of the output reaches, in training neither."""
+        found, hidden = _reached(self.module, output)
         # a function of the user's own may take parameters that the graph does not show
-        passed = frozenset[str]().union(*(use.own for use in self.uses)) if hidden else frozenset()
-        trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        return frozenset(name for name, p in trainable if id(p) not in reached and name not in passed)
+        found |= frozenset[str]().union(*(use.own for use in self.uses)) if hidden else frozenset()
+        training = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        if training - found:
+            found |= _reached_in_training(self.module, example)
+        return frozenset(name for name, _ in self.module.named_parameters() if name not in found & training)
 
 
 @torch.no_grad()
@@ -367,10 +373,19 @@ def _computes_linear(layer: nn.Module) -> bool:
     return torch.allclose(layer(z), nn.functional.linear(z, weight, bias), rtol=1e-3, atol=1e-5)
 
 
-def _reached(output: Tensor) -> tuple[set[int], bool]:
-    """Return the ids of the parameters that a gradient reaches, and whether functions in Python hide some."""
+def _reached_in_training(module: nn.Module, example: Tensor) -> frozenset[str]:
+    """Return the names of the parameters that a gradient reaches in a copy that trains; none if no copy runs."""
+    try:
+        copied = copy.deepcopy(module).train()
+        return _reached(copied, copied(example))[0]
+    except Exception:
+        return frozenset()
+
+
+def _reached(module: nn.Module, output: Any) -> tuple[frozenset[str], bool]:
+    """Return the names of the parameters that an output's gradient reaches, and whether functions in Python hide some."""
     found, hidden = set[int](), False
-    waiting = [output.grad_fn] if output.grad_fn is not None else []
+    waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node: Any = waiting.pop()
@@ -381,4 +396,4 @@ def _reached(output: Tensor) -> tuple[set[int], bool]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return found, hidden
+    return frozenset(name for name, p in module.named_parameters() if id(p) in found), hidden

@@ -204,7 +204,7 @@ def held_below(module: nn.Module, first: int) -> Iterator[None]:
 
 
 def head_inputs(trainer: Trainer, chosen: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
-    """Return the last Linear layer's input, float32 [n, k], and the labels, at the loaded model.
+    """Return the classifier's input, float32 [n, k], and the labels, at the loaded model.
 
     None if the layer's output is not the network's logits.
     """

@@ -47,7 +47,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app import tasks
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
 from fl_app.keys import key
 from fl_app.layout import Layout, Model, Slot
 from fl_app.wire import Expected, Upload
@@ -64,6 +63,7 @@ from strategies.base import (
     RoundContext,
     Uploads,
     all_tensors,
+    unfit,
 )
 from strategies.fedproto import COUNTS, check_counts
 
@@ -74,6 +74,7 @@ log = logging.getLogger("corolla")
 Floats = NDArray[np.floating[Any]]
 # turns over all clients, at most
 _TURNS = 50
+_CHAIN = "a chain of layers"
 
 
 @dataclass(frozen=True)
@@ -112,28 +113,24 @@ def chain_of(layout: Layout) -> list[Layer]:
     for slot in layout.params:
         if len(slot.shape) >= 2:
             if chain and slot.shape[1] % chain[-1].units:
-                raise _no_chain(f"{slot.name} has {slot.shape[1]} inputs, the layer below {chain[-1].units} units")
+                raise unfit(_CHAIN, f"{slot.name} has {slot.shape[1]} inputs, the layer below {chain[-1].units} units")
             chain.append(Layer(slot))
         elif chain and slot.shape == (chain[-1].units,):
             chain[-1] = Layer(chain[-1].weight, (*chain[-1].others, slot))
         else:
-            raise _no_chain(
-                f"{slot.name} has the shape {list(slot.shape)}, which is no number per unit of a layer below"
+            raise unfit(
+                _CHAIN, f"{slot.name} has the shape {list(slot.shape)}, which is no number per unit of a layer below"
             )
     for buffer in layout.buffers:
         module = buffer.name.rpartition(".")[0]
         owner = [k for k, layer in enumerate(chain) if any(s.name.rpartition(".")[0] == module for s in layer.others)]
         if not owner or buffer.shape != (chain[owner[0]].units,):
-            raise _no_chain(f"{buffer.name} belongs to no layer")
+            raise unfit(_CHAIN, f"{buffer.name} belongs to no layer")
         layer = chain[owner[0]]
         chain[owner[0]] = Layer(layer.weight, layer.others, (*layer.buffers, buffer))
     if len(chain) < 2 or chain[-1].weight.name not in layout.classifier:
-        raise _no_chain("its last layer must be its classifier, above another layer")
+        raise unfit(_CHAIN, "its last layer must be its classifier, above another layer")
     return chain
-
-
-def _no_chain(why: str) -> UserError:
-    return UserError(f"model: fedma matches chains of layers, and this model is none: {why}")
 
 
 def match(weights: Sequence[ArrayLike]) -> NDArray[np.int64]:
@@ -333,12 +330,12 @@ def checked(drawings: Drawings, params: FedMAParams) -> nn.Module:
             weights.write(module, other)
             same = torch.allclose(before, module(x), rtol=1e-3, atol=1e-4)
     except Exception as error:
-        raise _no_chain(f"it does not take numbers ({type(error).__name__})") from None
+        raise unfit(_CHAIN, f"it does not take numbers ({type(error).__name__})") from None
     finally:
         weights.write(module, own)
         module.train(training)
     if not same:
-        raise _no_chain("its outputs change if the units of its hidden layers change places")
+        raise unfit(_CHAIN, "its outputs change if the units of its hidden layers change places")
     return module
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fl_app.errors import UserError
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Layout, Model
 from strategies.base import (
@@ -36,6 +35,7 @@ from strategies.base import (
     Overview,
     RoundContext,
     all_but_local_statistics,
+    unfit,
 )
 from strategies.fedavg import FedAvg, GlobalModelParams
 
@@ -96,10 +96,9 @@ def shared(layout: Layout, params: FedNTDParams) -> frozenset[str]:
 
     Raises UserError for a classifier of one class, which has no not-true class.
     """
-    if any(slot.name in layout.classifier and slot.shape[0] < 2 for slot in layout.params):
-        raise UserError(
-            "model: FedNTD distills the classes that are not the true one, but its classifier has one class only"
-        )
+    own = [slot for slot in layout.params if slot.name in layout.classifier]
+    if own and all(slot.shape[:1] == (1,) for slot in own):
+        raise unfit("at least 2 classes", "its classifier has 1")
     return all_but_local_statistics(layout, params)
 
 

@@ -14,7 +14,7 @@ Decisions and deviations:
   in 15 of 16 entries. The other one is MEDMNISTA at q = 0.9999: it should be 59, and the printed 53 belongs to 0.99991.
 - The additional 1/|C| of Eq. 11 is left out.
 - At its first participation a client has nothing personal.
-- `scope = "classifier"` (the paper's CLS) takes scores and quantile of the last Linear layer alone. For Table 8's
+- `scope = "classifier"` (the paper's CLS) takes scores and quantile of the classifier alone. For Table 8's
   q = 0.983 the printed rule makes 87 of 5,130 personal, as the paper states; the linear one makes 88.
 - Gradient scores are of the last participation (Eq. 5). Fisher scores are the squared gradient of the mean local loss
   at w_i_prev (Eq. 6).
@@ -85,8 +85,7 @@ class FedOBPParams:
     )
     scope: Literal["all", "classifier"] = key(
         "all",
-        "Parameters that the quantile covers and that may be personal: all, or those of the last Linear layer (Table "
-        "8's CLS).",
+        "Parameters that the quantile covers and that may be personal: all, or those of the classifier (Table 8's CLS).",
         checked=True,
     )
     ema: float = key(

@@ -7,8 +7,8 @@ sends the base layers. Server: the mean of the base layers weighted by training 
 
 Deviations:
 
-- There is one personalization layer, the model's last Linear layer (the paper's K_P = 1). The paper also tries whole
-  ResNet blocks.
+- The personalization layers are the model's classifier (the paper's K_P = 1). The paper also tries whole ResNet blocks,
+  which the key `classifier` can name.
 - BatchNorm statistics belong to the body.
 """
 

@@ -6,7 +6,7 @@ Client i keeps its whole model. It receives the global prototypes p_c and trains
 
     cross-entropy + lambda sum_c ||p_c - p_ic||        (`pull = classes`)
 
-p_ic is the mean of the features z of the batch's samples of class c. Features are the last Linear layer's input. After
+p_ic is the mean of the features z of the batch's samples of class c. Features are the classifier's input. After
 training it sends, for its classes, the mean features of all its samples and their number n_ic. Server (Eq. 6):
 
     p_c = sum_i n_ic p_ic / sum_i n_ic

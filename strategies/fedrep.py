@@ -9,7 +9,7 @@ SGD with phi fixed, then phi with h_i fixed. It sends phi and keeps h_i. Server:
 Deviations:
 
 - The mean is weighted by training samples. The paper averages uniformly.
-- The head is the model's last Linear layer.
+- The head is the model's classifier.
 - Clients run epochs, not the theory's full gradient steps. By default one of E local epochs trains the body, as in the
   authors' code.
 - BatchNorm's parameters and running statistics belong to the body. In the head's epochs the layers normalise by the

@@ -33,7 +33,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Layout, Model
 from strategies.base import (
@@ -46,6 +45,7 @@ from strategies.base import (
     Overview,
     RoundContext,
     all_but_classifier,
+    unfit,
 )
 from strategies.fedavg import FedAvg
 from strategies.heads import head_slots
@@ -184,7 +184,7 @@ def with_features(ctx: RoundContext[FLUTEParams]) -> Objective | None:
 def shared(layout: Layout, params: Any) -> frozenset[str]:
     """Return the names of the body's tensors. Raises UserError for a model with a single class."""
     if head_slots(layout)[0].shape[0] < 2:
-        raise UserError("model: flute needs at least 2 classes, its classifier has 1")
+        raise unfit("at least 2 classes", "its classifier has 1")
     return all_but_classifier(layout)
 
 

@@ -64,6 +64,7 @@ from strategies.base import (
     Overview,
     RoundContext,
     Uploads,
+    unfit,
 )
 from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg
@@ -148,9 +149,9 @@ def width_slices(layout: Layout, rate: float) -> dict[str, Slices]:
         elif rate == 1:
             inputs = into
         else:
-            raise UserError(
-                f"model: heterofl narrows layers whose inputs are another layer's outputs, and {slot.name} has {into} inputs; "
-                f"layers before it have {', '.join(map(str, sorted(widths)))} outputs"
+            raise unfit(
+                "layers whose inputs are another layer's outputs",
+                f"{slot.name} has {into} inputs; layers before it have {', '.join(map(str, sorted(widths)))} outputs",
             )
         kept[slot.name] = (slice(0, out), slice(0, inputs), *(slice(0, n) for n in shape[2:]))
         outputs[module], last = out, (shape[0], len(shape) > 2)
@@ -432,10 +433,7 @@ def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
     # attention and recurrent layers hold several layers' weights in one tensor; normalised weights do not grow with theirs
     other = [slot.name for slot in layout.params if len(slot.shape) > 1 and not slot.name.endswith(".weight")]
     if other and min(params.widths()) < 1:
-        raise UserError(
-            f"model: heterofl narrows layers whose weight is one tensor `weight`, such as Linear layers and convolutions; the "
-            f"model has {other[0]}"
-        )
+        raise unfit("layers with one tensor `weight`, such as Linear layers and convolutions", f"it has {other[0]}")
     if layout.constants and min(params.widths()) < 1:
         raise UserError(
             "train: heterofl narrows all layers, so all must train; leave the key unset, or set heterofl.rates = 1"

@@ -8,7 +8,7 @@ sends the global part. Server: the mean of the global parts weighted by training
 
 Deviations:
 
-- The global part is the model's last Linear layer. In the authors' code it is a number of last layers, averaged
+- The global part is the model's classifier. In the authors' code it is a number of last layers, averaged
   uniformly.
 - All models start from the run's initial weights. In the authors' code they start from a finished FedAvg run.
 - There are no auxiliary unsupervised or fairness losses.
@@ -33,7 +33,7 @@ class LGFedAvgParams:
 
     shared: Literal["classifier", "first"] = key(
         "classifier",
-        "The part that travels: the last Linear layer, or the first layer, which FL-bench shares under this name.",
+        "The part that travels: the classifier, or the first layer, which FL-bench shares under this name.",
     )
 
 

@@ -2,7 +2,7 @@
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021.
 
-Client: it receives w_g and runs SGD on CE + mu l. Features are the input of the last Linear layer: z of the model in
+Client: it receives w_g and runs SGD on CE + mu l. Features are the classifier's input: z of the model in
 training, z_g of w_g, and z_prev of w_prev. w_prev is the model that the client trained in its last participation.
 
     l = mean_s -log(exp(cos(z, z_g)/tau) / (exp(cos(z, z_g)/tau) + exp(cos(z, z_prev)/tau)))

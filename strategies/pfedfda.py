@@ -57,6 +57,7 @@ from strategies.base import (
     Uploads,
     all_but_classifier,
     check_head_trains,
+    unfit,
 )
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
@@ -254,7 +255,7 @@ def body(layout: Layout, params: object) -> frozenset[str]:
     below = all_but_classifier(layout)
     check_head_trains(layout, "weight", "bias")
     if not any(len(slot.shape) == 1 for slot in layout.params if slot.name in layout.classifier):
-        raise UserError("model: pfedfda computes the classifier's weight and bias, but it has no bias")
+        raise unfit("the classifier's weight and bias", "it has no bias")
     return below
 
 

@@ -186,7 +186,6 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
                 linear = nn.Linear(channels * height * width, self.blocks.count)
             self.gate = nn.Sequential(SwitchNorm(channels), nn.Flatten(), linear, nn.BatchNorm1d(self.blocks.count))
             self.register_buffer(GATES, torch.ones(self.blocks.count))
-            # set last, so that the last Linear layer is the network's
             self.network = network
 
         def gates(self, x: Tensor) -> Tensor:

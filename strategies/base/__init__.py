@@ -29,6 +29,7 @@ from strategies.base.needs import (
     check_head_trains,
     classifier_path,
     refuse,
+    unfit,
 )
 from strategies.base.overview import Overview
 from strategies.base.server_half import AGE, LATE, MOVED
@@ -67,4 +68,5 @@ __all__ = [
     "local_epochs",
     "no_tensors",
     "refuse",
+    "unfit",
 ]

@@ -10,7 +10,7 @@ from fl_app.layout import Layout
 Need = Literal["", "body and classifier", "features", "classifier as one linear layer"]
 """Each includes those before it.
 
-- `body and classifier`: the names of the classifier's tensors, and tensors below it.
+- `body and classifier`: the names of the classifier's tensors, and tensors below it. Of both, some train.
 - `features`: one module holds the classifier. Its input, flattened, is a sample's features.
 - `classifier as one linear layer`: this module is a Linear layer with weight [C, k], and its output is the model's.
 """
@@ -31,9 +31,14 @@ def refuse(layout: Layout, need: Need) -> None:
             "train: this method trains body and classifier, but no tensor of the body, below the classifier, trains"
         )
     if why := _lacks(layout, need):
-        raise UserError(f"model: this method needs {need}, but {why}; the key classifier can name other tensors")
+        raise unfit(need, f"{why}; the key classifier can name other tensors")
     if need == LINEAR:
         check_head_trains(layout, "weight")
+
+
+def unfit(need: str, why: str) -> UserError:
+    """Return the error for a model without what a method needs."""
+    return UserError(f"model: this method needs {need}, but {why}")
 
 
 def _lacks(layout: Layout, need: Need) -> str:
@@ -43,8 +48,11 @@ def _lacks(layout: Layout, need: Need) -> str:
         return split.fault or "it has no classifier"
     if need != SPLIT and split.layer is None:
         return f"no single module holds its classifier {names}"
-    if not layout.names - layout.classifier:
-        return f"no parameters are below its classifier {names}"
+    training = {slot.name for slot in layout.params} - split.unused
+    if not training & layout.classifier:
+        return f"no parameters of its classifier {names} train"
+    if not training - layout.classifier:
+        return f"no parameters below its classifier {names} train"
     if need == LINEAR and not split.linear:
         return f"its output is not that of one Linear layer with plain parameters, its classifier being {names}"
     return ""

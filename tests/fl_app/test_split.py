@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from corolla.experiments.exported import loading
+from corolla.experiments.exported.export import export
 from fl_app import models, plugins, tracing
 from fl_app.errors import UserError
 from fl_app.known_names import MODELS
@@ -80,6 +82,15 @@ def in_pieces(net: Any, x: Tensor) -> Tensor:
 def skipped(net: Any, x: Tensor) -> Tensor:
     z = net.body(x)
     return net.fc(z) + z[:, :10]  # type: ignore[no-any-return]
+
+
+def trained(net: Any, x: Tensor) -> Tensor:
+    z = net.body(x)
+    return net.fc(z) + net.aux(z) if net.training else net.fc(z)  # type: ignore[no-any-return]
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
 
 
 plain = lambda net, x: net.fc(net.body(x))  # noqa: E731
@@ -189,6 +200,37 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str], str | None, bool]] = {
         None,
         False,
     ),
+    "a second head in training": (lambda: Net(trained, body=body(), fc=fc(), aux=fc()), FC, "fc", True),
+    "a frozen copy beside it": (
+        lambda: Net(
+            lambda n, x: n.head["own"](n.body(x)),
+            body=body(),
+            head=nn.ModuleDict({"own": fc(), "original": frozen(fc())}),
+        ),
+        {"head.own.weight", "head.own.bias"},
+        "head.own",
+        True,
+    ),
+    "half frozen": (
+        lambda: Net(
+            lambda n, x: n.fc(n.mid(n.body(x))), body=frozen(body()), fc=fc(), mid=nn.Sequential(nn.Linear(16, 16))
+        ),
+        FC,
+        "fc",
+        True,
+    ),
+    "scaled by a number": (
+        lambda: Net(lambda n, x: plain(n, x) * n.t, body=body(), fc=fc(), t=nn.Parameter(torch.tensor(1.0))),
+        {*FC, "t"},
+        "fc",
+        False,
+    ),
+    "compiled layers": (
+        lambda: Net(plain, fc=torch.compile(fc(), backend="eager"), body=torch.compile(body(), backend="eager")),
+        {"fc._orig_mod.weight", "fc._orig_mod.bias"},
+        "fc._orig_mod",
+        True,
+    ),
     "compiled": (
         lambda: torch.compile(Net(plain, fc=fc(), body=body()), backend="eager"),  # type: ignore[dict-item, return-value]
         {"_orig_mod.fc.weight", "_orig_mod.fc.bias"},
@@ -214,6 +256,11 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "not on the way": (
         lambda: Net(lambda n, x: x.flatten(1)[:, :10] + 0 * n.w.detach().sum(), w=nn.Parameter(torch.ones(2))),
         "w",
+    ),
+    "of a frozen layer": (lambda: Net(plain, body=body(), fc=frozen(fc())), "of its classifier"),
+    "below a spare layer": (
+        lambda: Net(lambda n, x: n.fc(x.flatten(1)), fc=nn.Linear(64, 10), spare=fc()),
+        "below its classifier",
     ),
 }
 
@@ -252,6 +299,7 @@ def test_a_pass_changes_nothing() -> None:
 def test_parameters_without_a_gradient_are_unused() -> None:
     net = Net(lambda n, x: n.fc(n.body(x).detach()), body=body(), fc=fc(), spare=nn.Linear(2, 2))
     assert found(net).unused == {"body.1.weight", "body.1.bias", "spare.weight", "spare.bias"}
+    assert not found(Net(trained, body=body(), fc=fc(), aux=fc())).unused
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -290,7 +338,7 @@ def digest(folder: Any) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_part_of_each_network_is_personal(own_model: Any, run: Run, case: str) -> None:
-    if case in ("lazy", "compiled", "attention itself"):
+    if case in ("lazy", "attention itself"):
         pytest.skip("a pass of it is enough")
     reference = own_model(CASES[case][0])
     runs = {
@@ -301,7 +349,19 @@ def test_part_of_each_network_is_personal(own_model: Any, run: Run, case: str) -
 
 
 @pytest.mark.parametrize("method", SPLITTING)
-@pytest.mark.parametrize("case", ["a projection after it", "two heads", "1x1 convolution", "tied", "no body"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a projection after it",
+        "two heads",
+        "1x1 convolution",
+        "scaled by a number",
+        "tied",
+        "no body",
+        "of a frozen layer",
+        "below a spare layer",
+    ],
+)
 def test_a_method_runs_or_refuses_before_the_start(
     own_model: Any, run: Run, tmp_path: Path, case: str, method: str
 ) -> None:
@@ -317,6 +377,18 @@ def test_a_method_runs_or_refuses_before_the_start(
     with pytest.raises(UserError, match=f"^model: this method needs {need}, but .*; the key classifier"):
         run(**keys)
     assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize("case", ["compiled layers", "compiled"])
+def test_features_of_compiled_networks(own_model: Any, run: Run, case: str) -> None:
+    assert not any(
+        record["failures"] for record in read_metrics(run(method="moon", model=own_model(CASES[case][0])).path)
+    )
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in SPLITTING])
+def test_a_method_without_a_split_takes_any_classifier(own_model: Any, run: Run, method: str) -> None:
+    run(**keys_of(method), model=own_model(CASES["scaled by a number"][0]))
 
 
 def test_the_key_names_the_classifier(own_model: Any, run: Run) -> None:
@@ -336,6 +408,15 @@ def test_the_key_names_the_classifier(own_model: Any, run: Run) -> None:
     run(method="moon", model=model, classifier="head", run_name="moon")
     with pytest.raises(UserError, match="^classifier: no tensor"):
         run(method="fedper", model=model, classifier="haed", run_name="none")
+
+
+def test_fedconcat_exports_encoders_below_a_named_classifier(own_model: Any, run: Run, tmp_path: Path) -> None:
+    model = own_model(CASES["a projection after it"][0])
+    folder = run(**keys_of("fedconcat"), model=model, classifier="fc")
+    file, card = export(folder.path, METHODS, None, tmp_path / "model.pt")
+    answers = loading.open_file(file, card, METHODS)  # type: ignore[arg-type]
+    assert answers(np.zeros((2, 1, 8, 8), np.uint8))[0].shape == (2, 10)
+    assert not any(".fc." in name for name in torch.load(file))
 
 
 def test_the_key_splits_what_is_tied_and_what_is_built_in(own_model: Any, run: Run) -> None:

@@ -183,5 +183,5 @@ def test_local_statistics_do_not_travel(run: Run) -> None:
 
 def test_a_classifier_of_one_class_is_refused() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
-    with pytest.raises(UserError, match="its classifier has one class only"):
+    with pytest.raises(UserError, match="its classifier has 1"):
         METHOD.shared(Layout.of(module), FedNTDParams())
