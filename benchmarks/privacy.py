@@ -61,7 +61,7 @@ class Sites:
         rings = [Keyring(i, n, keyring.read_private_key(path), ring.public_of) for i, path in enumerate(paths)]
         others = [drawn_run_keys(own, 1, config_hash(config)) for own in rings[1:]]
         self.announced = [self.first().keys.announced, *(keys.announced for keys in others)]
-        self.sealed = others[0].seal()[0]
+        self.sealed = others[0].seal({0: self.announced[0]})[0]
         self.attempt = 0
 
     def first(self) -> SiteKeys:

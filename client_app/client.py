@@ -98,13 +98,13 @@ class CorollaClient(NumPyClient):
     # Messages
 
     def get_properties(self, config: Config) -> Config:
-        """Return this client's id and the properties of its data, or why it cannot take part.
+        """Return this client's id and the properties of its data, or why it cannot take part; or answer a private round's question.
 
         On a CPU this does not import torch. The server asks once, when a run starts. The first client of a process
         checks whether files of the data were overwritten.
         """
         try:
-            return self._properties()
+            return self._answered(wire.decode_download([], config)) if "task" in config else self._properties()
         except Exception as error:
             return {"client-id": self.client_id, **refused(self.client_id, error, self.place)}
 
@@ -131,6 +131,14 @@ class CorollaClient(NumPyClient):
             return float(metrics.pop("loss")), self._reported_count(self.data.num_test), {**metrics, **aside}
         except Exception as error:
             return 0.0, 0, {**self._failed(error), **aside}
+
+    def _answered(self, question: Download) -> Config:
+        from client_app.private import answered
+
+        with reasons.stage("protocol", "private", "hidden"):
+            if not self.config.private:
+                raise UserError("private: this run is not private")
+            return {**answered(question, self._site_keys)}
 
     # A client's turn in a round
 

@@ -28,6 +28,7 @@ from fl_app.wire import (
     QUERY,
     SEED_KEYS,
     SIMULATED,
+    asked,
     evaluate_reply,
     fit_reply,
     instructions,
@@ -123,7 +124,7 @@ def _content(kind: Kind, client: CorollaClient | Refusal, message: Message) -> R
         return fit_reply(*client.fit(*instructions(message.content, "fit")))
     if kind == "evaluate":
         return evaluate_reply(*client.evaluate(*instructions(message.content, "evaluate")))
-    return properties_reply(client.get_properties({}))
+    return properties_reply(client.get_properties(asked(message.content)))
 
 
 def _place(context: Context) -> Place:

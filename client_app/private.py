@@ -18,7 +18,7 @@ from fl_app.privacy import masking, sketch
 from fl_app.privacy.keyring import RunKeys, exchange
 from fl_app.privacy.masking import derived
 from fl_app.privacy.transcript import SentHashes, Transcript
-from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Download, Upload, state_version
+from fl_app.wire import GROUP_MIN, PRIVATE, SEAL, SEALED, SUM, Download, Upload, state_version
 
 __all__ = ["Masker", "properties"]
 
@@ -28,14 +28,22 @@ log = logging.getLogger("corolla")
 def properties(keys: RunKeys) -> dict[str, Scalar]:
     """Return a client's properties for private runs.
 
-    These are its keys for the run, signed, the fingerprint of its list of keys, and the sketches' key, sealed for each
-    client.
+    These are its keys for the run, signed, and the fingerprint of its list of keys.
     """
-    return {
-        f"{PRIVATE}-keys": keys.announced,
-        f"{PRIVATE}-list": keys.ring.fingerprint,
-        f"{PRIVATE}-sealed": ",".join(keys.seal()),
-    }
+    return {f"{PRIVATE}-keys": keys.announced, f"{PRIVATE}-list": keys.ring.fingerprint}
+
+
+def answered(question: Download, site: SiteKeys) -> dict[str, Scalar]:
+    """Return the answer to a question of a private round. Raises UserError if it must not be answered."""
+    said = question.method
+    try:
+        clients = [int(word) for word in str(said[f"{PRIVATE}-members"]).split(",")]
+        announced = str(said[f"{PRIVATE}-keys"]).split(",")
+    except (KeyError, ValueError):
+        raise UserError("private: the question does not name clients") from None
+    if question.task != SEAL or len(announced) != len(clients):
+        raise UserError(f"private: there is no question {question.task[:20]!r} about these clients")
+    return {SEALED: ",".join(site.keys.seal(dict(zip(clients, announced, strict=True))))}
 
 
 def tags(keys: RunKeys, names: str) -> str:
@@ -81,7 +89,7 @@ class Masker:
             announced = tuple(str(asked[f"{PRIVATE}-keys"]).split(","))
             sent = tuple(str(asked[f"{PRIVATE}-sent"]).split(","))
             most = float(asked[f"{PRIVATE}-most"])
-            sealed, sealer = str(asked.get(f"{PRIVATE}-sealed", "")), int(asked.get(f"{PRIVATE}-sealer", 0))
+            sealed, sealer = str(asked.get(SEALED, "")), int(asked.get(f"{PRIVATE}-sealer", 0))
             sealers = str(asked.get(f"{PRIVATE}-sealer-keys", ""))
         except (KeyError, ValueError):
             raise UserError("private: the server does not name the clients to mask with") from None

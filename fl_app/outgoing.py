@@ -24,7 +24,7 @@ from fl_app.flower_patches import fill
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
 from fl_app.metrics import METRIC_ERRORS, OF_EVERY_METHOD, admits
-from fl_app.server.properties import INPUT, KEYS, LIST, NORMALIZATION, SEALED, SOFTWARE, SUMS
+from fl_app.server.properties import INPUT, KEYS, LIST, NORMALIZATION, SOFTWARE, SUMS
 from fl_app.wire import (
     ARRAYS,
     BUFFERS_SHA256,
@@ -34,6 +34,7 @@ from fl_app.wire import (
     FEATURE_TAGS,
     FEATURES,
     PRIVATE,
+    SEALED,
     SHA256,
     STATE_USED,
     STATE_VERSION,
@@ -163,7 +164,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(SOFTWARE, _ASKED, JSON, ALL, False, "versions of the site's software"),
     Entry(LIST, _ASKED, HASH, ALL, False, "the hash of the site's list of keys"),
     Entry(KEYS, _ASKED, SEALS, ALL, False, "the site's keys of this run, signed"),
-    Entry(SEALED, _ASKED, SEALS, ALL, False, "a key for each other client, sealed"),
+    Entry(SEALED, _ASKED, SEALS, ALL, False, "the sketches' key, sealed for each other client"),
     Entry(ARRAYS, _TRAINED, NAMES, ALL, False, "names of the arrays in the reply"),
     Entry("num_examples", _MEASURED, COUNT, ALL, True, "weights of means; 1 where the method does not need it"),
     Entry("loss", _MEASURED, NUMBER, ALL, True, "the loss; NaN with `report-accuracy = false`"),

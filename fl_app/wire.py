@@ -14,7 +14,7 @@ import io
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,8 +42,10 @@ DETAILS = "details"
 # Version of this file's messages. It grows with every change that a node of an earlier version would misread. Nodes that send
 # none are of the first.
 WIRE_VERSION = "1"
-# Type of the message that asks a node for its properties.
+# Type of the message that asks a node for its properties, or a question of a private round.
 QUERY = "get_properties"
+# Task of a question to one client: seal the sketches' key for others. The answer's entry, which a client's download has, too.
+SEAL, SEALED = "seal", "private-sealed"
 # Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # Metric: the generation of state that this message made, "" without any.
@@ -105,7 +107,7 @@ class Download:
     method: scalars for the method's client half.
     """
 
-    # "train", "evaluate", "collect", or "forget" at the run's end: remove the client's state
+    # "train", "evaluate", "collect", "forget" at the run's end: remove the client's state, or a question of a private round
     task: str
     round: int
     attempt: int
@@ -225,7 +227,14 @@ def encode_download(download: Download, shared: SharedBytes | None = None) -> Re
     shared: bytes to share with the downloads that were encoded before with it.
     """
     arrays, shared = _arrays(download.model, None, download.extras), shared or SharedBytes()
-    config: Config = {
+    what = "evaluateins" if download.task == "evaluate" else "fitins"
+    record = _record([shared.of(name, array) for name, array in arrays.items()])
+    return _content({f"{what}.parameters": record, f"{what}.config": _config(_said(download, arrays))})
+
+
+def _said(download: Download, arrays: Iterable[str] = ()) -> Config:
+    """Return the scalars of a download. arrays: the names of its arrays."""
+    return {
         "task": download.task,
         "round": download.round,
         "attempt": download.attempt,
@@ -235,9 +244,6 @@ def encode_download(download: Download, shared: SharedBytes | None = None) -> Re
         ARRAYS: ",".join(arrays),
         **download.method,
     }
-    what = "evaluateins" if download.task == "evaluate" else "fitins"
-    record = _record([shared.of(name, array) for name, array in arrays.items()])
-    return _content({f"{what}.parameters": record, f"{what}.config": _config(config)})
 
 
 def payload_bytes(content: RecordDict) -> int:
@@ -252,9 +258,9 @@ def payload_bytes(content: RecordDict) -> int:
     return total
 
 
-def encode_query() -> RecordDict:
-    """Encode the question for a node's properties."""
-    return RecordDict({"getpropertiesins.config": ConfigRecord({})})
+def encode_query(question: Download | None = None) -> RecordDict:
+    """Encode the question for a node's properties, or a question of a private round, which has no arrays."""
+    return _content({"getpropertiesins.config": _config(_said(question) if question else {})})
 
 
 def decode_properties(content: RecordDict) -> dict[str, Scalar]:
@@ -263,6 +269,14 @@ def decode_properties(content: RecordDict) -> dict[str, Scalar]:
         return _scalars(_record_of(content, "getpropertiesres.properties", ConfigRecord))
     except Exception as error:  # Flower's decoder may raise any error
         raise WireError(f"malformed properties: {error!r:.{_LINE}}") from None
+
+
+def decode_answer(content: RecordDict) -> dict[str, Scalar]:
+    """Return the answer to a question. Raises WireError for a client's reported error, and for a malformed reply."""
+    answer = decode_properties(content)
+    if why := error_in(answer):
+        raise WireError(why)
+    return answer
 
 
 def decode_upload(content: RecordDict, expected: Expected) -> Upload:
@@ -486,8 +500,13 @@ def evaluate_reply(loss: float, num_examples: int, metrics: Config) -> RecordDic
     )
 
 
+def asked(content: RecordDict) -> Config:
+    """Return the scalars of a question, which are none if it is for a node's properties."""
+    return {**_scalars(_record_of(content, "getpropertiesins.config", ConfigRecord))}
+
+
 def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Download:
-    """Decode the arguments of NumPyClient.fit and .evaluate."""
+    """Decode the arguments of NumPyClient.fit and .evaluate, or the scalars of a question."""
     names = [name for name in str(config[ARRAYS]).split(",") if name]
     if len(names) != len(arrays):
         raise WireError(f"expected the arrays {names}, got {len(arrays)}")

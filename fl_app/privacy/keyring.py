@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -128,28 +128,29 @@ class RunKeys:
         facts = [self.run, client_id, self.ring.num_clients, self.config, self.ring.fingerprint]
         return b"corolla run keys " + json.dumps(facts).encode() + public
 
-    def seal(self) -> list[str]:
-        """Return the sketches' key as text, encrypted for each client in order, this one included."""
+    def seal(self, announced: Mapping[int, str]) -> list[str]:
+        """Return the sketches' key as text, encrypted for each of these clients, which may include this one.
+
+        announced: their keys. Raises UserError if they have not signed them.
+        """
         me = self.ring.client_id
-        return [
-            sealed(self._sketch_key(self.seals, self.ring._static(j), me, j), self.secret)
-            for j in range(self.ring.num_clients)
-        ]
+        return [sealed(self._sketch_key(j, text, me, j), self.secret) for j, text in announced.items()]
 
     def open(self, sealed: str, sender: int, announced: str) -> bytes:
         """Return the sketches' key that `sender`, possibly this client, sealed for this one.
 
         announced: the sender's keys. Raises UserError if it did not.
         """
-        _, public = self.verified(sender, announced)
-        key = self._sketch_key(self.ring.private, public, sender, self.ring.client_id)
-        if (found := opened(key, sealed)) is None:
-            raise UserError(not_sealed(sender, self.ring.client_id))
+        me = self.ring.client_id
+        if (found := opened(self._sketch_key(sender, announced, sender, me), sealed)) is None:
+            raise UserError(not_sealed(sender, me))
         return found
 
-    def _sketch_key(self, private: X25519PrivateKey, public: bytes, sender: int, receiver: int) -> bytes:
+    def _sketch_key(self, other: int, announced: str, sender: int, receiver: int) -> bytes:
+        """Return the key that seals the sketches' key between this client and another one, from their keys of this run."""
+        _, public = self.verified(other, announced)
         facts = self.run, self.config, self.ring.fingerprint, sender, receiver
-        return derived(exchange(private, public), "sketch", *facts)
+        return derived(exchange(self.seals, public), "sketch", *facts)
 
 
 def exchange(private: X25519PrivateKey, public: bytes) -> bytes:

@@ -25,7 +25,7 @@ Properties = dict[str, Scalar]
 MOST_CLIENTS = 10**6
 SAMPLES = ("train-samples", "test-samples")
 _COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), *((name, 0) for name in SAMPLES))
-LIST, SEALED, KEYS = f"{PRIVATE}-list", f"{PRIVATE}-sealed", f"{PRIVATE}-keys"  # of private runs
+LIST, KEYS = f"{PRIVATE}-list", f"{PRIVATE}-keys"  # of private runs
 NORMALIZATION = "normalization"
 """How a client's numbers are normalized, shifted and scaled, as JSON."""
 SUMS = "sums"
@@ -42,7 +42,7 @@ SOFTWARE = "software"
 """What a client computes with (fl_app/software.py), as JSON."""
 _TEXTS = (
     *("class-counts", "class-names", CLIENT_NAME, FEATURES, FEATURE_TAGS),
-    *(*HASHES, NORMALIZATION, SUMS, INPUT, SOFTWARE, LIST, SEALED, KEYS, ERROR, DETAILS),
+    *(*HASHES, NORMALIZATION, SUMS, INPUT, SOFTWARE, LIST, KEYS, ERROR, DETAILS),
 )
 _SAMPLE = "input-shape"
 # Most names in an error.
@@ -101,19 +101,13 @@ def check_wire(found: Mapping[str, str]) -> None:
         )
 
 
-def check_keys(answer: Mapping[str, Scalar], agreed: str | None, num_clients: int) -> None:
-    """Raise WireError unless a private run's client has keys, has most clients' key list, and sealed a key for each client."""
+def check_keys(answer: Mapping[str, Scalar], agreed: str | None) -> None:
+    """Raise WireError unless a private run's client has keys and has most clients' key list."""
     if not re.fullmatch(r"[A-Za-z0-9+/=]{172}", keys := str(answer.get(KEYS, "")), re.ASCII):
         raise WireError(f"property {KEYS} must be its keys for the run, got {_short(keys)}")
     if not (named := key_list(answer)) or named != agreed:
         raise WireError(
             f"private: its list of all sites' keys is {_short(answer.get(LIST))}, the others' is {_short(agreed)}"
-        )
-    if not re.fullmatch(r"[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*", sealed := str(answer.get(SEALED, "")), re.ASCII) or (
-        sealed.count(",") + 1 != num_clients
-    ):
-        raise WireError(
-            f"property {SEALED} must be a key for each of {counted(num_clients, 'client')}, got {_short(sealed)}"
         )
 
 

@@ -536,7 +536,7 @@ class Roster:
         properties.check_sums(told, self.agreed.sums_kind, self.config.validation_ratio > 0)
         self._check_data(client_id, told.hashes)
         if self.config.private:
-            properties.check_keys(told.answer, self.agreed.key_list, self.num_clients)
+            properties.check_keys(told.answer, self.agreed.key_list)
         return client_id
 
     def _check_data(self, client_id: int, found: DataHashes | None) -> None:

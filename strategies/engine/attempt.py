@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fl_app.errors import DIVERGED, describe
 from fl_app.figures import Figure
+from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS
 from fl_app.metrics import Metric, Reports
 from fl_app.server import matrices
@@ -22,6 +23,10 @@ from strategies.base.uploads import Intake
 from strategies.engine.late import Work
 
 log = logging.getLogger("corolla")
+
+Numbers = Mapping[str, Scalar]
+Questions = tuple[str, Mapping[int, Numbers]]
+"""A task, and by client the scalars of its question."""
 
 
 @dataclass

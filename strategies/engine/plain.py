@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,12 @@ from fl_app.server import client_arrays, kept_uploads
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake, Uploads
-from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
 from strategies.engine.screening import USUAL, Outlier, Screening
 from strategies.engine.streaming import FoldedIntake, streams, why_kept
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
-Numbers = Mapping[str, Scalar]
 
 
 class PlainRounds:
@@ -65,6 +64,13 @@ class PlainRounds:
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
         """Return no scalars: a plain round sends none beside the model."""
         return {}
+
+    def before(self, attempt: Attempt) -> Iterator[Questions]:
+        """Ask nothing before an attempt."""
+        return iter(())
+
+    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
+        """Take nothing."""
 
     def expected_from(self, client_id: int) -> Expected:
         """Return the form that the method expects of this client's upload."""

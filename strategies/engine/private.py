@@ -9,7 +9,7 @@ count are not kept. strategies/engine/cohorts.py limits the facts that all sums 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,12 +23,12 @@ from fl_app.errors import MethodFault, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Layout, Model
 from fl_app.privacy.transcript import SentHashes
-from fl_app.server.properties import KEYS, SEALED
-from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
+from fl_app.server.properties import KEYS
+from fl_app.wire import GROUP_MIN, PRIVATE, SEAL, SEALED, SUM, Expected, Upload, WireError, state_version
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import DeclaredSizes, Intake, Sums
 from strategies.engine import cohorts
-from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
 from strategies.engine.cohorts import CohortStore
 from strategies.engine.distances import SumDistances
 from strategies.engine.plain import privacy_budget, require_results
@@ -94,6 +94,8 @@ class PrivateRounds:
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
         self.distances = SumDistances()
+        # by client and by another client's keys of the run, the sketches' key that it sealed for the other
+        self.sealed: dict[int, dict[str, str]] = {}
         server.cohorts = self
 
     @cached_property
@@ -197,11 +199,31 @@ class PrivateRounds:
             f"{PRIVATE}-most": self.store.most,
         }
         if intake.expected.sends_mask:
-            sealer = self._sealer(attempt)
-            sealed = str(attempt.declared[sealer][SEALED]).split(",")[client_id]
+            sealer, keys = self._sealer(attempt), str(attempt.declared[client_id][KEYS])
             scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealer-keys": attempt.declared[sealer][KEYS]}
-            scalars |= {SEALED: sealed}
+            scalars |= {SEALED: self.sealed[sealer][keys]}
         return scalars
+
+    def before(self, attempt: Attempt) -> Iterator[Questions]:
+        """Ask for the sketches' key, sealed for the clients of an attempt. Raises TooFewResults if the sealer is silent."""
+        intake, sealer = attempt.intake, self._sealer(attempt)
+        if not intake.expected.sends_mask:
+            return
+        known = self.sealed.setdefault(sealer, {})
+        if new := [i for i in intake.ids if attempt.declared[i][KEYS] not in known]:
+            members, keys = ",".join(map(str, new)), ",".join(str(attempt.declared[i][KEYS]) for i in new)
+            yield SEAL, {sealer: {f"{PRIVATE}-members": members, KEYS: keys}}
+        if any(attempt.declared[i][KEYS] not in known for i in new):
+            raise TooFewResults(f"client {sealer} sealed no key of the sketches: the others are asked again", [sealer])
+
+    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
+        """Take the sketches' key, sealed for the clients of an attempt."""
+        keys = [str(attempt.declared[i][KEYS]) for i in attempt.intake.ids]
+        new = [text for text in keys if text not in self.sealed[client_id]]
+        found = str(entries.get(SEALED, "")).split(",")
+        if len(found) != len(new):
+            raise WireError(f"{SEALED} must be a key for each of {len(new)} clients, got {len(found)}")
+        self.sealed[client_id] |= dict(zip(new, found, strict=True))
 
     def expected_from(self, client_id: int) -> Expected:
         """Return the form of an upload, which is the same for all clients."""
@@ -255,8 +277,8 @@ class PrivateRounds:
         self.distances.note(attempt.round, apart)
 
     def _sealer(self, attempt: Attempt) -> int:
-        """Return the client whose key hides the masks: the first one that did not fail in the round."""
-        return min(attempt.declared.keys() - attempt.without or attempt.declared)
+        """Return the client whose key hides the masks: the first connected one that did not fail in the round."""
+        return min(i for i in attempt.connected if i in attempt.declared and i not in attempt.without)
 
     def _refuse_sealer(self, attempt: Attempt, intake: MaskedIntake) -> None:
         """Raise TooFewResults without the sealer if most clients cannot open what it sealed. They are not to blame."""

@@ -36,7 +36,7 @@ from strategies.base import hooks
 from strategies.base.server_half import Sent, ServerHalf
 from strategies.base.uploads import Intake
 from strategies.engine import late
-from strategies.engine.attempt import Attempt, TooFewResults, cause_of, failure_lines
+from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults, cause_of, failure_lines
 from strategies.engine.disk import needed
 from strategies.engine.late import Work
 
@@ -66,6 +66,14 @@ class RoundProtocol(Protocol):
 
     def open(self, attempt: Attempt, ids: list[int]) -> Intake:
         """Return the stacks or sums that the uploads of an attempt's clients are decoded into."""
+        ...
+
+    def before(self, attempt: Attempt) -> Iterator[Questions]:
+        """Yield the questions that precede an attempt's messages. When it goes on, the clients have answered."""
+        ...
+
+    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
+        """Take a client's answer to a question. Raises WireError to drop it."""
         ...
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
@@ -239,6 +247,7 @@ class Rounds:
         watch.lap("prepare")
 
         ids = self.sample()
+        self._ask_questions(self.protocol.before(attempt))
         messages, timeout = self.messages(ids, "train"), self.config.round_timeout
         ends = None if self.clock or not self.config.closes_early else self._may_close
         for reply in self.exchange.ask(self._name(), messages, timeout, len(ids), ends):
@@ -281,6 +290,19 @@ class Rounds:
                 if work.cause or work.upload is not None:
                     self._arrive(work)
         return ids
+
+    def _ask_questions(self, questions: Iterable[Questions]) -> None:
+        """Ask clients what a private round has to know. Answers that are missing or bad are dropped by name."""
+        attempt = self.attempt
+        facts = attempt.round, attempt.generation, self.folder.secret, NOTHING
+        for task, asked in questions:
+            contents = ((i, wire.encode_query(Download(task, *facts, method=said))) for i, said in asked.items())
+            messages = (self.exchange.message(i, content, wire.QUERY, attempt.round) for i, content in contents)
+            for reply in self.exchange.ask(f"{self._name()}, {task}", messages, self.config.round_timeout, len(asked)):
+                try:
+                    self.protocol.answer(attempt, reply.client_id, wire.decode_answer(reply.usable()))
+                except Exception as error:
+                    attempt.fail(reply.client_id, f"round {attempt.round}, {task}", "dropped", error)
 
     def _may_close(self) -> bool:
         """Return whether a round in real time has its quorum, or enough answers at its deadline."""

@@ -54,7 +54,7 @@ def test_keys_of_a_run_are_new_and_read_only_by_those_with_the_same_run_list_and
 
 def test_what_is_sealed_is_opened_by_each_and_by_no_other(tmp_path: Path) -> None:
     several = run_keys(make(tmp_path, 3))
-    first, sealed = several[0], several[0].seal()
+    first, sealed = several[0], several[0].seal({i: keys.announced for i, keys in enumerate(several)})
     for i, keys in enumerate(several):
         assert keys.open(sealed[i], 0, first.announced) == first.secret
         with pytest.raises(UserError, match=f"was not sealed by client 0 for client {i}"):
@@ -64,6 +64,17 @@ def test_what_is_sealed_is_opened_by_each_and_by_no_other(tmp_path: Path) -> Non
     for broken in ("", "!", sealed[1][:-8], sealed[1][:20]):
         with pytest.raises(UserError, match="was not sealed"):
             several[1].open(broken, 0, first.announced)
+    with pytest.raises(UserError, match="client 2 has not signed"):
+        first.seal({2: several[1].announced})
+
+
+def test_a_thief_of_permanent_keys_opens_nothing_that_was_sealed_in_a_run(tmp_path: Path) -> None:
+    paths = make(tmp_path, 3)
+    several, stolen = run_keys(paths), run_keys(paths)
+    sealed = several[0].seal({1: several[1].announced})[0]
+    assert several[1].open(sealed, 0, several[0].announced) == several[0].secret
+    with pytest.raises(UserError, match="was not sealed by client 0 for client 1"):
+        stolen[1].open(sealed, 0, several[0].announced)
 
 
 def test_names_have_other_tags_in_another_run(tmp_path: Path) -> None:

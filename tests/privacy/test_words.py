@@ -31,8 +31,8 @@ PRIVATE: dict[str, Scalar] = {"private": True}
 DP: dict[str, Scalar] = {"dp-epsilon": 3.0, "dp-delta": 1e-3}
 PROMISES = (PRIVATE, DP, PRIVATE | DP)
 ROWS = 40
-# what an answer tells of a site's data by a hash under the site's own key, and what it draws anew each time
-KEYED = {"data-sha256", "private-sealed"}
+# what an answer tells of a site's data by a hash under the site's own key
+KEYED = {"data-sha256"}
 
 
 @pytest.fixture(autouse=True)
