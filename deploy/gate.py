@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from flwr.app import Error, Message, RecordDict
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
-from flwr.common.serde_utils import error_to_proto, metadata_to_proto
+from flwr.common.serde_utils import error_to_proto, metadata_from_proto, metadata_to_proto
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import TaskType
@@ -211,7 +211,7 @@ class Gate:
         if get_object_id(content) != object_id:
             raise ValueError(f"{object_id} is not the sha256 of the received bytes")
         if (asked := self._open.get(object_id)) is not None:
-            _take_tasks(asked, content)
+            self._open[object_id] = _with_tasks(asked, content)
         with self._counting:
             self._pulled += len(content)
         return content
@@ -449,14 +449,23 @@ class Gate:
         return None
 
 
-def _take_tasks(asked: Message, content: bytes) -> None:
-    """Give a message the tasks that its own part names: a SuperLink with a database leaves them out of the envelope.
+def _with_tasks(asked: Message, content: bytes) -> Message:
+    """Return a message without content and with the tasks that its own part names.
 
-    The application takes them from the part, and its reply answers them.
+    A SuperLink with a database leaves them out of the envelope. The application takes them from the part, and its reply
+    answers them.
     """
-    told = MessageProto.FromString(get_object_body(content, Message)).metadata
-    asked.metadata.src_task_id = told.src_task_id if told.HasField("src_task_id") else None
-    asked.metadata.dst_task_id = told.dst_task_id if told.HasField("dst_task_id") else None
+    metadata, told = (
+        metadata_to_proto(asked.metadata),
+        MessageProto.FromString(get_object_body(content, Message)).metadata,
+    )
+    for name in ("src_task_id", "dst_task_id"):
+        metadata.ClearField(name)
+        if told.HasField(name):
+            setattr(metadata, name, getattr(told, name))
+    make: Any = Message
+    copy: Message = make(RecordDict(), metadata=metadata_from_proto(metadata))
+    return copy
 
 
 def _envelope(message: Message, **less: str) -> bytes:

@@ -355,6 +355,22 @@ def test_only_the_first_reply_to_a_message_leaves(tmp_path: Path, link: SuperLin
     assert len(link.sent) == 1 and len(refusals(tmp_path)) == 4
 
 
+def test_a_reply_answers_the_tasks_that_the_messages_own_part_names(tmp_path: Path, link: SuperLink) -> None:
+    """A SuperLink with a database leaves them out of the envelope; what the gate hands on stays as it came."""
+    made, opened = gate(tmp_path, link)
+    asked = link.ask("train")
+    asked.metadata.__dict__.update(_src_task_id=11, _dst_task_id=12)
+    asked.metadata.__dict__["_message_id"] = asked.object_id
+    link.content = parts_of(asked)
+    asked.metadata.__dict__.update(_src_task_id=None, _dst_task_id=None)
+    assert opened.receive() is not None
+    for name in link.content:
+        opened.pull_object(7, name)
+    assert (asked.metadata.src_task_id, asked.metadata.dst_task_id) == (None, None)
+    deliver(opened, made, reply_to(asked, 1, src_task_id=12, dst_task_id=11))
+    assert len(link.sent) == 1 and refusals(tmp_path) == []
+
+
 def test_a_reply_that_comes_late_leaves_the_next_message_open(tmp_path: Path, link: SuperLink) -> None:
     made, opened = gate(tmp_path, link)
     messages = []
