@@ -89,9 +89,11 @@ class Walls:
                     *("--remount-ro", "/", "--chdir", home, "--"),
                     *confine.confined_command(confinement, command, channel),
                 ],
-                {**environment, "HOME": home, "USER": _NAME, "LOGNAME": _NAME},
+                # Python would import modules from HOME before this process is confined
+                {**environment, "HOME": home, "USER": _NAME, "LOGNAME": _NAME, "PYTHONNOUSERSITE": "1"},
                 [theirs.fileno(), *map(int, made_up[1::3])],
                 ours,
+                confinement.ports,
             )
 
 
@@ -99,7 +101,7 @@ class Inside:
     """A process that is confined, whose output and connections are carried.
 
     It has no standard input, and of this process's files none but those given. output: the thread that carries its output.
-    channel: a socket from which its listening sockets come.
+    channel: a socket from which its listening sockets come. ports: of this machine, to which its connections may lead.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class Inside:
         environment: Mapping[str, str],
         files: Sequence[int] = (),
         channel: socket.socket | None = None,
+        ports: Sequence[int] = (),
     ) -> None:
+        self._addresses = [(LOOPBACK, port) for port in ports]
         self._listeners = list[socket.socket]()
         self._process = subprocess.Popen(
             command,
@@ -147,8 +151,12 @@ class Inside:
                 if not files:
                     return
                 listener = socket.socket(fileno=files[0])
+                # the other side chose the socket
+                if (address := listener.getsockname()) not in self._addresses:
+                    listener.close()
+                    continue
                 self._listeners.append(listener)
-                _in_background(functools.partial(_carry_all, listener, listener.getsockname()))
+                _in_background(functools.partial(_carry_all, listener, address))
 
 
 def find() -> Walls | None:

@@ -60,7 +60,7 @@ _VARIABLES = (
     *("INVOCATION_ID", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMPY_", "NVIDIA_", "OMP_"),
     *("OPENBLAS_", "PATH", "PYTHON", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ"),
 )
-_SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL")
+_SECRET = re.compile("SECRET|TOKEN|PASS|PWD|KEY|CREDENTIAL|AUTH")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ class Confinement:
     read: tuple[str, ...]
     write: tuple[str, ...]
     ports: tuple[int, ...]
+
+    def targets(self) -> tuple[str, ...]:
+        """Return the files and directories to which the paths lead now."""
+        return tuple(map(os.path.realpath, (*self.read, *self.write)))
 
 
 def installation() -> tuple[str, ...]:

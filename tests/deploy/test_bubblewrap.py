@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +100,41 @@ def test_what_is_named_is_there_and_nothing_else(tmp_path: Path, port: int, capf
         "input": "",
         "files": [],
     }
+
+
+@needs_bubblewrap
+def test_no_module_of_the_home_directory_is_imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An application writes its home, and what is there would run before the walls inside are closed."""
+    walls = bubblewrap.find()
+    assert walls is not None
+    # the Python of a virtual environment has no such directory
+    command = ["/usr/bin/env", sys._base_executable, "-c", "import site; print(site.ENABLE_USER_SITE)"]  # type: ignore[attr-defined]
+    rules = Confinement((*confine.installation(), sys._base_executable), (str(tmp_path),), ())  # type: ignore[attr-defined]
+    inside = walls.start(rules, command, str(tmp_path), confine.cleaned(os.environ))
+    assert inside.wait() == 0, capfd.readouterr()
+    inside.output.join(30)
+    assert capfd.readouterr().err == "False\n"
+
+
+def test_a_socket_from_inside_leads_to_no_port_but_the_named(port: int) -> None:
+    ours, theirs = socket.socketpair()
+    inside = bubblewrap.Inside(["/bin/true"], {}, (), ours, (port,))
+    with theirs, socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        socket.send_fds(theirs, [b"p"], [listener.fileno()])
+    until = time.monotonic() + 10
+    # it listens until all who have it close it
+    while answers(address):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    inside.wait()
+
+
+def answers(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(address, 5).close()
+        return True
+    return False
 
 
 @needs_bubblewrap
