@@ -9,18 +9,14 @@ of the model finds these layers, and a comparison of outputs before and after pr
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from fl_app.checksums import sha256_of
+from fl_app import model_card
 from fl_app.data.encoding import Encoding
-from fl_app.errors import MALFORMED, UserError, listed
+from fl_app.errors import UserError, listed
 from fl_app.known_names import SCALING
 
 if TYPE_CHECKING:
@@ -70,60 +66,18 @@ class ModelCard:
         return found | {"target-shift": list(names.target_shift)}
 
 
-def card_beside(file: Path) -> Path:
-    """Return the path of a file's card."""
-    return file.with_name(f"{file.name}.json")
-
-
-def card_text(card: Mapping[str, Any]) -> str:
-    """Return a card as its file has it."""
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in card.items()) + "\n}\n"
-
-
-def card_hash(card: Mapping[str, Any]) -> str:
-    """Return the hash that a card has of its other entries."""
-    others = {name: value for name, value in card.items() if name != CARD_HASH}
-    return hashlib.sha256(card_text(others).encode()).hexdigest()
-
-
-CARD_HASH = "card-sha256"
-CARD_FORMAT = 1
-
-
 def read_card(source: str, file: Path) -> ModelCard | None:
     """Return the content of a file's card, None without a card. Raises UserError if the card is damaged or of another file."""
-    path = card_beside(file)
-    if not path.is_file():
+    if not model_card.beside(file).is_file():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-        card = json.loads(text)
-        if text != card_text(card) or card[CARD_HASH] != card_hash(card) or card["format"] != CARD_FORMAT:
-            raise ValueError("not as it was written")
-        found = _model_card(card)
-        of_file = card["sha256"] == sha256_of(file)
-    except (OSError, *MALFORMED):
-        raise UserError(
-            f"{source}: its card {path} has changed since it was written, or is of another version; export the model again, or "
-            "remove the card"
-        ) from None
-    if not of_file:
-        raise UserError(f"{source}: has changed since its card {path} was written; export it again, or remove the card")
-    return found
-
-
-def _model_card(card: Mapping[str, Any]) -> ModelCard:
-    """Return a card's content. Raises one of MALFORMED for other content."""
-    inputs = card["input"]
-    lists = {name: inputs.get(name, []) for name in SCALING} | {"target-shift": card.get("target-shift", [])}
-    scaling = {name: [float(value) for value in values] for name, values in lists.items()}
-    if not all(np.isfinite(values).all() for values in scaling.values()) or any(std <= 0 for std in scaling["std"]):
-        raise ValueError("a scaling must have finite numbers, and positive deviations")
-    names = {key: tuple(str(name) for name in card[key]) for key in ("features", "classes")}
-    if any(len(set(own)) < len(own) for own in names.values()):
-        raise ValueError("names must differ")
-    shift = scaling["target-shift"]
-    return ModelCard(ModelNames(names["features"], names["classes"], tuple(shift)), str(inputs["normalize"]), scaling)
+        card = model_card.read(file)
+    except UserError as error:
+        raise UserError(f"{source}: {error}; export the model again, or remove the card") from None
+    inputs, shift = card["input"], card.get("target-shift", [])
+    scaling = {name: list(inputs.get(name, ())) for name in SCALING} | {"target-shift": shift}  # type: ignore[call-overload]
+    names = ModelNames(tuple(card["features"]), tuple(card["classes"]), tuple(shift))
+    return ModelCard(names, inputs["normalize"], scaling)
 
 
 def names_in(facts: Mapping[str, Any]) -> tuple[str, ...]:
@@ -338,9 +292,10 @@ def ends_of(module: nn.Module, example: Tensor) -> Ends:
     import torch
     from torch import nn
 
+    from fl_app.tracing import traced
+
     network = copy.deepcopy(module).eval()
     inputs: dict[str, int] = {}
-    by_output: dict[int, tuple[str, nn.Module, Tensor]] = {}
     # freed memory would be used for other tensors
     seen: list[object] = []
     x = _probes(example)
@@ -350,7 +305,6 @@ def ends_of(module: nn.Module, example: Tensor) -> Ends:
         if not given or not isinstance(given[0], torch.Tensor) or not isinstance(output, torch.Tensor):
             return
         seen.extend((given[0], output))
-        by_output.setdefault(output.data_ptr(), (name, layer, given[0]))
         if given[0].data_ptr() not in carriers or given[0].numel() != size:
             return
         own = [*layer.named_parameters(), *layer.named_buffers()]
@@ -365,33 +319,18 @@ def ends_of(module: nn.Module, example: Tensor) -> Ends:
     for name, layer in network.named_modules():
         if not list(layer.children()):
             layer.register_forward_hook(lambda layer, given, output, name=name: watch(name, layer, given, output))
-    with torch.no_grad():
-        answer = network(x)
-    outputs, bias = _last(by_output, answer)
-    return Ends(inputs, outputs, bias)
-
-
-def _last(by_output: Mapping[int, tuple[str, nn.Module, Tensor]], answer: Tensor) -> tuple[dict[str, int], str]:
-    """Return the tensors of the layer that gives a model's outputs, and its bias; none if it is no linear layer."""
-    from torch import nn
-
-    for _ in range(len(by_output)):
-        name, layer, given = by_output.get(answer.data_ptr(), ("", None, answer))
-        if isinstance(layer, nn.Linear):
-            bias = f"{name}.bias".lstrip(".") if layer.bias is not None else ""
-            return {f"{name}.weight".lstrip("."): 0, **({bias: 0} if bias else {})}, bias
-        if layer is None or list(layer.parameters()) or given.numel() != answer.numel():
-            break
-        answer = given
-    return {}, ""
+    _, split = traced(network, x)
+    outputs = dict.fromkeys(split.classifier, 0) if split.linear else {}
+    return Ends(inputs, outputs, next((name for name in outputs if name.endswith("bias")), ""))
 
 
 def change_line(source: str, card: ModelCard | None, how: Reordering | None, names: ModelNames) -> str:
     """Return a line about the names that changed place, "" if all are equal."""
     if card is None:
+        beside = model_card.beside(Path(source.rpartition(" ")[2])).name
         return (
-            f"{source}: has no card ({card_beside(Path(source.rpartition(' ')[2])).name}) beside it: its classes, its features and "
-            "their scaling cannot be compared with the data's"
+            f"{source}: has no card ({beside}) beside it: its classes, its features and their scaling cannot be compared with "
+            "the data's"
         )
     parts = []
     for what, order in (("features", how.features if how else None), ("classes", how.outputs if how else None)):

@@ -115,8 +115,9 @@ class Run:
         have the model.
         """
         from corolla.api.settings import look_for_plugins
-        from corolla.experiments.exported import loading, model_card, run_models
+        from corolla.experiments.exported import loading, run_models
         from corolla.experiments.exported.predict import Predictor
+        from fl_app import model_card
         from strategies import METHODS
 
         look_for_plugins(self._recorded.path / PLUGINS)
@@ -126,7 +127,7 @@ class Run:
             model.module,
             model.config,
             lambda: model_card.of_no_file(
-                {"file": model.name, **model_card.about(model), **loading.described(model, "")}
+                {"file": model.name, **run_models.about(model), **loading.described(model, "")}
             ),
         )
 

@@ -100,7 +100,7 @@ def _name_code(files: Sequence[Path]) -> None:
 
 def verify(file: Exported, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Check that an exported model and its card are unchanged, byte for byte."""
-    from corolla.experiments.exported import model_card
+    from fl_app import model_card
 
     found = model_card.read(file)
     run = found["run"]
@@ -149,8 +149,9 @@ def predict(
             raise UserError(no_such(path))
     with waiting(errors) as waited:
         waited.step("asking the model", brief=True)
-        from corolla.experiments.exported import loading, model_card, predict
+        from corolla.experiments.exported import loading, predict
         from corolla.experiments.exported.export import own_files
+        from fl_app import model_card
 
         # not in the file's own folder, where a downloaded model may lie beside any code
         look_for_plugins(own_files(file), told=_name_code)

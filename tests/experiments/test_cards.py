@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corolla.experiments.exported import model_card
 from corolla.experiments.exported.export import export
+from fl_app import model_card
 from fl_app.errors import UserError
 from strategies import METHODS
 from tests.conftest import Command, Run

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from corolla.experiments.exported import model_card, run_models
+from corolla.experiments.exported import run_models
 from corolla.experiments.exported.export import export
+from fl_app import model_card
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS

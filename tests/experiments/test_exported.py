@@ -13,9 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from corolla.experiments.exported import loading, model_card, predict
+from corolla.experiments.exported import loading, predict
 from corolla.experiments.exported.export import export
-from fl_app import data, models, weights
+from fl_app import data, model_card, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.known_names import MODELS

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from corolla.experiments.exported import loading, model_card, predict
+from corolla.experiments.exported import loading, predict
 from corolla.experiments.exported.export import export
-from fl_app import data, model_names, weights
-from fl_app.checksums import sha256_of
+from fl_app import data, model_card, model_names, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.model_names import ModelNames
@@ -287,16 +286,34 @@ class Hidden(nn.Module):
 
 
 def file_of(module: nn.Module, path: Path) -> Path:
-    card: dict[str, Any] = {
-        "format": 1,
-        "features": list("abcde"),
-        "classes": list("xyz"),
-        "input": {"normalize": "mean-std", "mean": [0.0] * 5, "std": [1.0] * 5},
-    }
     torch.save(module.state_dict(), path)
-    card["sha256"] = sha256_of(path)
-    card[model_names.CARD_HASH] = model_names.card_hash(card)
-    model_names.card_beside(path).write_text(model_names.card_text(card))
+    model_card.write(
+        path,
+        {
+            "format": 1,
+            "made-by": "a test",
+            "run": {"name": "run", "digest": ""},
+            "model": "global",
+            "method": "fedavg",
+            "data": {"dataset": "table:t.csv"},
+            "task": "classification",
+            "settings": {},
+            "shape": {"num_classes": 3, "in_channels": 5, "image_size": 1, "input_shape": [5]},
+            "features": list("abcde"),
+            "classes": list("xyz"),
+            "has-classes": True,
+            "input": {
+                "dtype": "float32",
+                "shape": [5],
+                "image-size": 1,
+                "normalize": "mean-std",
+                "mean": [0.0] * 5,
+                "std": [1.0] * 5,
+            },
+            "outputs": ["outputs", "predictions"],
+            "metrics": {},
+        },
+    )
     return path
 
 

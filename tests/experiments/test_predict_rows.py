@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import corolla
-from corolla.experiments.exported import model_card
 from corolla.experiments.exported.export import export
 from corolla.experiments.exported.predict import from_columns
+from fl_app import model_card
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.data.table_files import read_rows

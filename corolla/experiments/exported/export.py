@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from corolla.experiments.exported import model_card, run_models
+from corolla.experiments.exported import run_models
 from corolla.experiments.runs import RecordedRun
-from fl_app import plugins
+from fl_app import model_card, plugins
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
 
@@ -47,7 +47,7 @@ def export(
     output = output or Path(f"{run.resolve().name}-{model.name}{suffix}")
     if onnx != (output.suffix == ".onnx"):
         raise UserError(f"--output: {output} must {'end' if onnx else 'not end'} in .onnx; --onnx selects the format")
-    facts = {**model_card.about(model), **loading.described(model, data_path)}
+    facts = {**run_models.about(model), **loading.described(model, data_path)}
     facts["data"] |= loading.data_hashes(model)
     if model.missing:
         facts["missing"] = list(model.missing)

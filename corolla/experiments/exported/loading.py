@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from corolla.experiments.exported.model_card import FILE_HASH, Card, Entries
 from corolla.experiments.exported.run_models import Trained, networks
 from fl_app import config as configs
 from fl_app import data, plugins, tasks
@@ -33,6 +32,7 @@ from fl_app.data.encoding import Encoding
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
 from fl_app.keys import Scalar
+from fl_app.model_card import FILE_HASH, Card, Entries
 from fl_app.server.run_folder import DATA, NORMALIZED_BY, READ_BY
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task

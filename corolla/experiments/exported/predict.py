@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corolla.experiments.exported.loading import Answers, answers_of
-from corolla.experiments.exported.model_card import Card
 from fl_app import tasks
 from fl_app.checksums import sha256_of
 from fl_app.config import RunConfig
@@ -31,6 +30,7 @@ from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
 from fl_app.errors import UserError
+from fl_app.model_card import Card
 from fl_app.tasks import Metric
 
 BATCH = 512

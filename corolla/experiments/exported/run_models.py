@@ -7,23 +7,31 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corolla.experiments.dry_run import known_shape
 from corolla.experiments.runs import RecordedRun
-from fl_app import wire
+from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, plain
 from fl_app.keys import nearest
+from fl_app.model_card import FORMAT, Entries
 from fl_app.model_names import ModelNames
-from fl_app.server.run_folder import FROZEN, INITIAL, MODELS, SHAPE
+from fl_app.server.properties import SAMPLES
+from fl_app.server.run_folder import FROZEN, INITIAL, MODELS, NAME, SHAPE
 from fl_app.sources import NODE
 
 if TYPE_CHECKING:
     from torch import nn
 
 Shape = Mapping[str, Any]  # arguments of a model's builder
+# keys about the file that a run started from, whose path is on the run's machine, and the values that need it
+_OF_START = ("initial-weights", "initial-weights-partial", "from-run")
+_NEED_START = (("normalize-over", "initial"),)
+# keys with values that may contain a path: `kind:/path`
+_NAMED = ("dataset", "partition")
 MOST_NAMES = 20
 """Most client names in an error about an unknown client."""
 
@@ -275,3 +283,79 @@ def shape_of(run: RecordedRun, config: RunConfig) -> Shape:
     from fl_app import data
 
     return data.prepare_for(config).info.model_arguments
+
+
+# Cards -----------------------------------------------------------------------------------------------------------------
+
+
+def about(trained: Trained) -> Entries:
+    """Return the card's description of a model's run: the model, its training, its metrics and its data."""
+    run, config = trained.run, trained.config
+    client = None if trained.client is None else str(trained.client)
+    clients = run.clients if client is None else {client: run.clients.get(client, {})}
+    metric = run.headline.name
+    return {
+        "format": FORMAT,
+        "made-by": f"corolla {metadata.version('corolla')}",
+        "run": {
+            "name": run.path.resolve().name,
+            "experiment": run.summary["experiment"],
+            "digest": run.summary["digest"],
+            "digest-version": run.summary.get("digest-version", 1),
+            "rounds": run.summary["rounds"],
+            "clients": run.summary["num-clients"],
+            # the mean over all clients is no client's own
+            **({f"final-{metric}": run.summary.get(f"final-{metric}")} if client is None else {}),
+        },
+        "model": trained.name,
+        **({} if client is None or NAME not in clients[client] else {"client": clients[client][NAME]}),
+        "method": config.method,
+        "parameters-sha256": trained.sha256,
+        "metrics": measured(trained),
+        "data": {
+            "dataset": _without_path(config.dataset),
+            **{
+                what: sum(told)
+                for what in SAMPLES
+                if (told := [n for facts in clients.values() if (n := facts.get(what))])
+            },
+            **_class_counts(list(clients.values())),
+        },
+        "task": config.task,
+        "settings": {
+            key.name: _without_path(str(value)) if key.name in _NAMED else value
+            for key, value in config.own_keys()
+            if key.tells_runs_apart and key.name not in _OF_START and (key.name, value) not in _NEED_START
+        },
+        "shape": {**trained.shape, "input_shape": list(trained.shape.get("input_shape", ()))},
+    }
+
+
+def measured(trained: Trained) -> Entries:
+    """Return the last metrics of exactly this model: means over the clients evaluated with it, and their number.
+
+    Empty if there are none: for example, a global model that no client uses unchanged.
+    """
+    rounds = list(trained.run.rounds.values())
+    rows = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
+    mine = rows if trained.client is None else {i: row for i, row in rows.items() if i == str(trained.client)}
+    same = [row for row in mine.values() if trained.is_of(row)]
+    found: Entries = {"clients": len(same)} if same else {}
+    for metric in tasks.of(trained.config).metrics:
+        if values := [row[metric.name] for row in same if row.get(metric.name) is not None]:
+            found[metric.name] = sum(values) / len(values)
+    return found
+
+
+def _class_counts(clients: list[Entries]) -> Entries:
+    """Return the sum of training samples per class; empty unless all clients sent theirs."""
+    counts = [facts.get("class-counts") for facts in clients]
+    if not counts or not all(counts):
+        return {}
+    return {"class-counts": [sum(column) for column in zip(*counts, strict=True)]}  # type: ignore[arg-type]
+
+
+def _without_path(value: str) -> str:
+    """Return `kind:/a/b` as `kind:b`: a card is passed on, and must not reveal paths."""
+    kind, colon, path = value.partition(":")
+    return f"{kind}:{Path(path).name}" if colon else value

@@ -9,20 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from corolla.experiments.exported import json_form
-from corolla.experiments.exported.run_models import Trained
-from fl_app import tasks
+from fl_app import json_form
 from fl_app.checksums import sha256_of
 from fl_app.data.encoding import Encoding
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import no_such, publish_text
 from fl_app.keys import Scalar
-from fl_app.server.properties import SAMPLES
-from fl_app.server.run_folder import NAME
 
 Entries = dict[str, Any]
 """Entries of a card that is being made."""
@@ -117,92 +112,11 @@ _MOST_BITS = 16
 _OWN = "card-sha256"
 # key of `data`: the hash of the run's data file
 FILE_HASH = "file-sha256"
-# keys about the file that a run started from, whose path is on the run's machine, and the values that need it
-_OF_START = ("initial-weights", "initial-weights-partial", "from-run")
-_NEED_START = (("normalize-over", "initial"),)
-# keys with values that may contain a path: `kind:/path`
-_NAMED = ("dataset", "partition")
 
 
 def beside(file: Path) -> Path:
     """Return the path of a file's card."""
     return file.with_name(f"{file.name}.json")
-
-
-def about(trained: Trained) -> Entries:
-    """Return the card's description of a model's run: the model, its training, its metrics and its data."""
-    run, config = trained.run, trained.config
-    client = None if trained.client is None else str(trained.client)
-    clients = run.clients if client is None else {client: run.clients.get(client, {})}
-    metric = run.headline.name
-    return {
-        "format": FORMAT,
-        "made-by": f"corolla {metadata.version('corolla')}",
-        "run": {
-            "name": run.path.resolve().name,
-            "experiment": run.summary["experiment"],
-            "digest": run.summary["digest"],
-            "digest-version": run.summary.get("digest-version", 1),
-            "rounds": run.summary["rounds"],
-            "clients": run.summary["num-clients"],
-            # the mean over all clients is no client's own
-            **({f"final-{metric}": run.summary.get(f"final-{metric}")} if client is None else {}),
-        },
-        "model": trained.name,
-        **({} if client is None or NAME not in clients[client] else {"client": clients[client][NAME]}),
-        "method": config.method,
-        "parameters-sha256": trained.sha256,
-        "metrics": measured(trained),
-        "data": {
-            "dataset": _without_path(config.dataset),
-            **{
-                what: sum(told)
-                for what in SAMPLES
-                if (told := [n for facts in clients.values() if (n := facts.get(what))])
-            },
-            **_class_counts(list(clients.values())),
-        },
-        "task": config.task,
-        "settings": {
-            key.name: _without_path(str(value)) if key.name in _NAMED else value
-            for key, value in config.own_keys()
-            if key.tells_runs_apart and key.name not in _OF_START and (key.name, value) not in _NEED_START
-        },
-        "shape": {**trained.shape, "input_shape": list(trained.shape.get("input_shape", ()))},
-    }
-
-
-def measured(trained: Trained) -> Entries:
-    """Return the last metrics of exactly this model: means over the clients evaluated with it, and their number.
-
-    Empty if there are none: for example, a global model that no client uses unchanged.
-    """
-    rounds = list(trained.run.rounds.values())
-    rows = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
-    mine = rows if trained.client is None else {i: row for i, row in rows.items() if i == str(trained.client)}
-    same = [row for row in mine.values() if trained.is_of(row)]
-    found: Entries = {"clients": len(same)} if same else {}
-    for metric in tasks.of(trained.config).metrics:
-        if values := [row[metric.name] for row in same if row.get(metric.name) is not None]:
-            found[metric.name] = sum(values) / len(values)
-    return found
-
-
-def _class_counts(clients: list[Entries]) -> Entries:
-    """Return the sum of training samples per class; empty unless all clients sent theirs."""
-    counts = [facts.get("class-counts") for facts in clients]
-    if not counts or not all(counts):
-        return {}
-    return {"class-counts": [sum(column) for column in zip(*counts, strict=True)]}  # type: ignore[arg-type]
-
-
-def _without_path(value: str) -> str:
-    """Return `kind:/a/b` as `kind:b`: a card is passed on, and must not reveal paths."""
-    kind, colon, path = value.partition(":")
-    return f"{kind}:{Path(path).name}" if colon else value
-
-
-# Files ----------------------------------------------------------------------------------------------------------------
 
 
 def write(file: Path, facts: Entries) -> Entries:
@@ -280,6 +194,10 @@ def _unfit(card: Card) -> str:
         return f"input.shape must be the model's {shape['input_shape'] or sides}, got {inputs['shape']}"
     if not 0 <= inputs.get("bits", 0) <= _MOST_BITS:
         return f"input.bits must be in [0, {_MOST_BITS}], got {inputs['bits']}"
+    if any(std <= 0 for std in inputs["std"]):
+        return "input.std must hold positive numbers"
+    if any(len(set(card[key])) < len(card[key]) for key in ("classes", "features")):  # type: ignore[literal-required]
+        return "classes and features must have names that differ"
     width: int = inputs["shape"][0 if len(inputs["shape"]) == 3 else -1]
     scaled = [len(inputs[name]) for name in ("mean", "std")] if inputs["normalize"] == "mean-std" else []
     stored = [len(inputs.get("shift", ())), len(inputs.get("scale", ()))]
