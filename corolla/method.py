@@ -25,6 +25,7 @@ from fl_app.layout import NOTHING, Layout, Model, Slot
 from fl_app.metrics import Metric
 from fl_app.wire import Expected, Upload
 from strategies.aggregate import weighted_mean
+from strategies.averages import RULES
 from strategies.base import (
     OWN_MODEL,
     ClientState,
@@ -47,7 +48,6 @@ from strategies.base import (
     no_tensors,
 )
 from strategies.fedavg import FedAvg
-from strategies.robust import RULES
 
 __all__ = [
     "AT_LEAST_ONE",

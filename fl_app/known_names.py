@@ -1,9 +1,10 @@
-"""Names of partitions, tasks, models and trackers; fl_app/sources.py has those of data. It imports nothing heavy."""
+"""Names of partitions, means, tasks, models and trackers; fl_app/sources.py has those of data. It imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 """Corolla's own packages."""
@@ -41,6 +42,9 @@ OWN_PARTITION = "file:"
 
 SCALING = ("mean", "std", "shift", "scale", "target-shift")
 """Names, in clients' answers and in run.json, of the numbers that normalize, shift and scale the data."""
+
+Average = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
+"""Rules for means over clients. Each has a file in strategies/averages/, apart from "none", the plain mean."""
 
 TASKS = ("classification", "multi-label", "regression")
 

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 from fl_app.keys import key
 from fl_app.layout import Model
+from strategies.averages import RULES
 from strategies.base import (
     LocalUpdate,
     Method,
@@ -20,7 +21,6 @@ from strategies.base import (
     all_but_local_statistics,
     local_epochs,
 )
-from strategies.robust import RULES
 
 P = TypeVar("P")
 

@@ -38,6 +38,7 @@ from fl_app.layout import Model
 from fl_app.privacy.sketch import overlaps
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
+from strategies.averages import RULES
 from strategies.base import (
     AGE,
     ClientState,
@@ -53,7 +54,7 @@ from strategies.base import (
 )
 from strategies.blocks import for_blocks
 from strategies.linkage import ALONE, held, partition, regrouped
-from strategies.robust import PLAIN, RULES, Averaging
+from strategies.robust import PLAIN, Averaging
 
 # names of arrays in private runs
 GROUPS, PLACES, MEANS, STATISTICS, GROUP = "groups", "places", "means", "statistics", "group"

@@ -41,6 +41,7 @@ from fl_app.server.run_folder import client_facts
 from fl_app.wire import Expected, Upload
 from strategies import components
 from strategies.aggregate import Stack
+from strategies.averages import RULES
 from strategies.base import (
     LINEAR,
     MOVED,
@@ -57,7 +58,6 @@ from strategies.base.uploads import Intake
 from strategies.heads import head_slots
 from strategies.ifca import cluster_means
 from strategies.kmeans import centres_of, kmeans, squared_distances
-from strategies.robust import RULES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

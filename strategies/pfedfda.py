@@ -61,6 +61,7 @@ from strategies.base import (
 )
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
+from strategies.robust import choosing
 
 # Largest absolute value in the means and covariances that a client sends.
 _LARGEST = 1e9
@@ -266,7 +267,7 @@ class PFedFDA(FedAvg[PFedFDAParams]):
     spread = 16.0
     compared_extras = MappingProxyType({"class means": "means", "covariances": "covariance"})
     # an entry-wise median of covariances need not be a covariance
-    robust = frozenset({"krum", "geometric-median"})
+    robust = choosing()
 
     def __init__(
         self,

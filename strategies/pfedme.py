@@ -44,6 +44,7 @@ from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
 from strategies.aggregate import Stack
+from strategies.averages import RULES
 from strategies.base import (
     OWN_MODEL,
     ClientState,
@@ -56,7 +57,7 @@ from strategies.base import (
     all_tensors,
 )
 from strategies.folded import Folded
-from strategies.robust import PLAIN, RULES, Averaging
+from strategies.robust import PLAIN, Averaging
 
 log = logging.getLogger("corolla")
 

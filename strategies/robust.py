@@ -1,13 +1,7 @@
 """Robust means over clients, which a few clients cannot shift far, and each client's distance from the median upload.
 
 The rules are for n vectors, of which f may lie. Every client counts once, whatever sample count it reports.
-
-- median, trimmed-mean: for each parameter the middle value, or the mean without the f lowest and f highest values (Yin
-  et al., ICML 2018).
-- krum: the vector with the smallest sum of squared distances to its n - f - 2 nearest vectors (Blanchard et al.,
-  NeurIPS 2017).
-- geometric-median: the point with the smallest sum of distances, by Weiszfeld's iteration (Pillutla et al., IEEE TSP
-  2022). It is a weighted mean, and its weights follow from the vectors' distances alone.
+strategies/averages/ has them, a file each.
 
 With one or two vectors every rule gives the plain mean, because no vector can be outvoted.
 
@@ -20,35 +14,27 @@ Work is done in blocks of columns; no result depends on the number of threads.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strategies import aggregate
 from strategies.aggregate import Stack
+from strategies.averages import RULES, ByColumn, ByDistance, rule_of
 from strategies.blocks import blocks, for_blocks, in_order
 from strategies.folded import Folded
-
-Rule = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
-RULES: frozenset[str] = frozenset({"median", "trimmed-mean", "krum", "geometric-median"})
-# rules that choose or weight clients by distances
-CHOOSING: frozenset[str] = frozenset({"krum", "geometric-median"})
+from strategies.trimming import ascending, width_for
 
 # with this many vectors or more, one of them can be outvoted
 ABLE = 3
 
-# float32 values in one piece of work: with fewer, threads wait for Python longer than they compute
-_CHUNK = 1_000_000
-_STEPS = 200  # of Weiszfeld's iteration
-# largest change of a weight in its last step
-_SETTLED = 1e-12
-# a vector beyond this squared distance, in medians, has no weight: float64 could not distinguish the others beside it
-_HOPELESS = 1e12
+
+def choosing() -> frozenset[str]:
+    """Return the names of the rules that choose or weight clients by distances."""
+    return frozenset(name for name in RULES if isinstance(rule_of(name), ByDistance))
 
 
 @dataclass(frozen=True)
@@ -60,13 +46,13 @@ class Averaging:
     uploads. Krum and geometric-median choose by them (`of`). None: every mean chooses by its own rows.
     """
 
-    rule: Rule = "none"
+    rule: str = "none"
     liars: float = 0.3
     apart: tuple[NDArray[np.float64], ...] | None = field(default=None, compare=False, repr=False)
 
     def of(self, arrays: Iterable[NDArray[np.floating]]) -> Averaging:
         """Return this rule with one choice of clients for all arrays of their uploads, floating [N, ...] each."""
-        if self.rule not in CHOOSING:
+        if self.rule == "none" or isinstance(rule_of(self.rule), ByColumn):
             return self
         stacks = [array.reshape(len(array), -1) for array in arrays if array.size]
         return replace(self, apart=tuple(aggregate.squared_distances(stack) for stack in stacks) or None)
@@ -115,17 +101,23 @@ class Averaging:
         if self.rule == "none":
             return aggregate.means_of(members)
         rows = [np.flatnonzero(group) for group in members]
-        if self.rule in ("median", "trimmed-mean"):
-            cuts = [(len(own) - 1) // 2 if self.rule == "median" else self.assumed(len(own)) for own in rows]
+        rule, liars = rule_of(self.rule), [self.assumed(len(own)) for own in rows]
+        if isinstance(rule, ByColumn):
+            mean = rule.mean
             return lambda block: np.array(
-                [trimmed(block, own, cut) for own, cut in zip(rows, cuts, strict=True)], np.float32
+                [mean(block, own, some) for own, some in zip(rows, liars, strict=True)], np.float32
             ).reshape(len(rows), block.shape[1])
         apart = self.apart or (aggregate.squared_distances(W),)
         if len(apart[0]) != len(W):
             raise ValueError(
                 f"a mean over {len(W)} rows by distances between {len(apart[0])} clients: see Averaging.among"
             )
-        weights = [self._weights(whole([distances[np.ix_(own, own)] for distances in apart])) for own in rows]
+        weights = [
+            rule.weights(whole([distances[np.ix_(own, own)] for distances in apart]), some)
+            if len(own) >= ABLE
+            else np.ones(len(own))
+            for own, some in zip(rows, liars, strict=True)
+        ]
         return lambda block: np.array(
             [aggregate.mean_block(block[own], each, each.sum()) for own, each in zip(rows, weights, strict=True)],
             np.float32,
@@ -135,72 +127,11 @@ class Averaging:
         """Return how many of n clients are assumed to lie."""
         return min(max(1, math.floor(self.liars * n + 1e-9)), (n - 1) // 2)
 
-    def _weights(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
-        if len(distances) < ABLE:
-            return np.ones(len(distances))
-        if self.rule == "geometric-median":
-            return geometric_weights(distances)
-        chosen = np.zeros(len(distances))
-        chosen[krum(distances, self.assumed(len(distances)))] = 1
-        return chosen
-
 
 PLAIN = Averaging()
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
-
-
-def trimmed(block: Stack, rows: NDArray[np.intp], cut: int) -> NDArray[np.float32]:
-    """Return each column's mean without the `cut` lowest and highest values of the chosen rows, float32 [w].
-
-    block: float32 [N, w]. 0 <= 2 cut < number of rows. The largest cut gives the median.
-    """
-    out, width = np.empty(block.shape[1], np.float32), _width(len(rows))
-    for start, stop in blocks(0, block.shape[1], width):
-        kept = ascending(block[rows, start:stop])[cut : len(rows) - cut]
-        total = kept[0].astype(np.float64)
-        for row in kept[1:]:
-            total += row
-        out[start:stop] = total / len(kept)
-    return out
-
-
-def ascending(block: Stack) -> list[NDArray[np.float32]]:
-    """Sort every column. Return the rows of the result, in ascending order, float32 [w] each.
-
-    block: float32 [N, w], finite. It is overwritten.
-    """
-    if len(block) >= aggregate.MANY:
-        # the network takes N log² N steps; NumPy sorts contiguous columns faster
-        columns = np.ascontiguousarray(block.T)
-        columns.sort(axis=1)
-        return list(np.ascontiguousarray(columns.T))
-    rows, spare = list(block), np.empty_like(block[0])
-    for low, high in comparators(len(rows)):
-        np.minimum(rows[low], rows[high], out=spare)
-        np.maximum(rows[low], rows[high], out=rows[high])
-        rows[low], spare = spare, rows[low]
-    return rows
-
-
-@functools.lru_cache(maxsize=64)
-def comparators(n: int) -> tuple[tuple[int, int], ...]:
-    """Return pairs (low, high).
-
-    Putting each pair in order, one after the other, sorts any n values (Batcher's odd-even merge sort).
-    """
-    out, run = [], 1
-    while run < n:
-        step = run
-        while step:
-            for first in range(step % run, n - step, 2 * step):
-                for low in range(first, min(first + step, n - step)):
-                    if low // (2 * run) == (low + step) // (2 * run):
-                        out.append((low, low + step))
-            step //= 2
-        run *= 2
-    return tuple(out)
 
 
 def whole(apart: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -217,45 +148,10 @@ def whole(apart: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return total
 
 
-def krum(distances: NDArray[np.float64], liars: int) -> int:
-    """Return the index of the vector with the smallest sum of squared distances to its n - liars - 2 nearest others, at least one.
-
-    distances: squared, float64 [n, n], n >= 2. Ties go to the lower index.
-    """
-    n = len(distances)
-    nearest = np.sort(np.where(np.eye(n, dtype=bool), np.inf, distances), axis=1)[:, : max(1, n - liars - 2)]
-    return int(nearest.sum(axis=1).argmin())
-
-
-def geometric_weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return weights >= 0 of n vectors, with sum 1. The mean with these weights is the vectors' geometric median.
-
-    distances: squared, float64 [n, n]. A mean with weights a has the squared distance sum_j a_j D_ij - a'Da / 2 from
-    vector i, so that the iteration needs no vectors.
-    """
-    usual = np.median(distances, axis=1)
-    near = usual <= _HOPELESS * np.median(usual)
-    D = distances[np.ix_(near, near)]
-    a = np.full(len(D), 1 / len(D))
-    for _ in range(_STEPS):
-        reach = (D * a).sum(axis=1)
-        apart = np.sqrt(np.maximum(reach - (reach * a).sum() / 2, 0))
-        least = 1e-9 * apart.max()
-        if least == 0:
-            break
-        inverse = 1 / np.maximum(apart, least)
-        before, a = a, inverse / inverse.sum()
-        if np.abs(a - before).max() < _SETTLED:
-            break
-    weights = np.zeros(len(distances))
-    weights[near] = a
-    return weights
-
-
 def distances_to_median(W: Stack, rows: Sequence[int]) -> NDArray[np.float64]:
     """Return the chosen rows' Euclidean distances from their median per parameter, float64 [len(rows)]. W: float32 [N, d]."""
     chosen = np.asarray(rows, np.intp)
-    cut, width = (len(chosen) - 1) // 2, _width(len(chosen))
+    cut, width = (len(chosen) - 1) // 2, width_for(len(chosen))
 
     def part(span: tuple[int, int]) -> NDArray[np.float64]:
         sums = np.zeros(len(chosen))
@@ -275,8 +171,3 @@ def distances_to_median(W: Stack, rows: Sequence[int]) -> NDArray[np.float64]:
 def capped(sizes: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
     """Return the sizes, at most `factor` times their median, float64 [N]."""
     return np.minimum(sizes, factor * float(np.median(sizes)))
-
-
-def _width(n: int) -> int:
-    """Return the number of columns that are sorted in one go, of n float32 rows."""
-    return max(512, _CHUNK // max(n, 1))

@@ -19,6 +19,7 @@ from fl_app.server.run_folder import check_data, check_state, read_about, read_h
 from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
+from strategies.averages import RULES, rule_of
 from strategies.robust import ABLE
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ _NEEDS: Mapping[str, tuple[str, tuple[Scalar, ...]]] = {
     "private-regroup": ("private", ()),
     "staleness-decay": ("staleness", ()),
     "staleness-rule": ("staleness", ()),
-    "robust-liars": ("robust", ("trimmed-mean", "krum")),
+    "robust-liars": ("robust", tuple(name for name in sorted(RULES) if rule_of(name).counts_liars)),
     "finetune-learning-rate": ("finetune-epochs", ()),
 }
 

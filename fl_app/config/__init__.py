@@ -46,7 +46,7 @@ from fl_app.keys import (
     specs,
     table_of,
 )
-from fl_app.known_names import divisions
+from fl_app.known_names import Average, divisions
 from fl_app.plugins import is_reference
 from fl_app.sources import NODE, source_of
 
@@ -162,7 +162,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         NOT_NEGATIVE,
         compared=False,
     )
-    robust: Literal["none", "median", "trimmed-mean", "krum", "geometric-median"] = key(
+    robust: Average = key(
         "none",
         "Replacement for means over clients on the server, so that a few lying clients cannot dominate the result. Every client "
         "then counts once.",
@@ -170,7 +170,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     robust_liars: float = key(
         0.3,
-        "Part of the clients that may lie, for `robust = trimmed-mean` and `krum`; at least one client of three or more.",
+        "Part of the clients that may lie, for the rules that count them (`trimmed-mean`, `krum`); at least one client of three "
+        "or more.",
         Rule(low=0, high=0.5, high_open=True),
         compared=False,
     )

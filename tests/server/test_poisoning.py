@@ -24,7 +24,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from strategies import METHOD_PARAMS, METHODS, masks
-from strategies.robust import RULES
+from strategies.averages import RULES
 from tests.conftest import IN_TWO_ROUNDS, Run, flat, flat_layout
 
 Attacked = Callable[..., RunFolder]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, blocks, fedamp, fedcac, feddwa, masks, robust
+from strategies import aggregate, blocks, fedamp, fedcac, feddwa, masks, robust, trimming
 from strategies.micro_classes import num_differing
 from tests.conftest import config, flat_layout
 
@@ -160,10 +160,10 @@ def test_narrow_blocks_leave_the_means_bits() -> None:
 @pytest.mark.parametrize("n", [256, 257])
 def test_columns_of_many_are_sorted_as_by_the_network(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     W = np.random.default_rng(n).integers(-50, 50, (n, 40)).astype(np.float32)
-    np.testing.assert_array_equal(np.array(robust.ascending(W.copy())), np.sort(W, axis=0))
-    many = robust.trimmed(W, np.arange(n), n // 4), robust.distances_to_median(W, range(n))
+    np.testing.assert_array_equal(np.array(trimming.ascending(W.copy())), np.sort(W, axis=0))
+    many = trimming.trimmed(W, np.arange(n), n // 4), robust.distances_to_median(W, range(n))
     monkeypatch.setattr(aggregate, "MANY", n + 1)
-    one_by_one = robust.trimmed(W, np.arange(n), n // 4), robust.distances_to_median(W, range(n))
+    one_by_one = trimming.trimmed(W, np.arange(n), n // 4), robust.distances_to_median(W, range(n))
     for a, b in zip(many, one_by_one, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,9 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, blocks, fedcac, masks, robust
-from strategies.robust import RULES, Averaging
-from tests.conftest import bools, f32
+from corolla.api.checks import warn_of_settings
+from fl_app.config import parse
+from fl_app.known_names import Average
+from strategies import METHOD_PARAMS, aggregate, averages, blocks, fedcac, masks, robust, trimming
+from strategies.averages import RULES
+from strategies.robust import Averaging
+from tests.conftest import SMALL, bools, f32
 
 rules = st.sampled_from(sorted(RULES))
 
@@ -38,12 +44,12 @@ def honest_and(liars: int, honest: int = 7, d: int = 50, value: float = 1e30) ->
 def test_comparators_sort_whatever_zeros_and_ones(n: int) -> None:
     """Which by the zero-one principle means that they sort everything."""
     columns = np.array(list(itertools.product((0, 1), repeat=n)), np.float32).T.copy()
-    assert (np.stack(robust.ascending(columns.copy())) == np.sort(columns, axis=0)).all()
+    assert (np.stack(trimming.ascending(columns.copy())) == np.sort(columns, axis=0)).all()
 
 
 @given(stacks())
 def test_ascending_equals_numpy(W: np.ndarray) -> None:
-    assert (np.stack(robust.ascending(W.copy())) == np.sort(W, axis=0)).all()
+    assert (np.stack(trimming.ascending(W.copy())) == np.sort(W, axis=0)).all()
 
 
 # means
@@ -215,3 +221,22 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     alone = reductions()
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert reductions() == alone
+
+
+def test_every_rule_has_a_file_and_a_name() -> None:
+    files = {path.stem.replace("_", "-") for path in Path(averages.__file__).parent.glob("[!_]*.py")}
+    assert files == RULES == {*get_args(Average)} - {"none"}, (
+        "a rule is a file of strategies/averages/ and a name in `Average` of fl_app/known_names.py"
+    )
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_number_of_liars_has_an_effect_with_the_rules_that_count_them(
+    rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = {**SMALL, "method": "fedavg", "num-clients": 5, "robust": rule, "robust-liars": 0.4}
+    warn_of_settings([], [(parse(raw, METHOD_PARAMS), {"robust", "robust-liars"})])
+    W = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    has_effect = not np.array_equal(*(Averaging(rule, liars).mean(W) for liars in (0.2, 0.4)))
+    assert averages.rule_of(rule).counts_liars or not has_effect
+    assert ("robust-liars has no effect" in capsys.readouterr().err) != averages.rule_of(rule).counts_liars
