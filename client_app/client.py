@@ -474,7 +474,8 @@ class CorollaClient(NumPyClient):
             return None
         told = json.loads(str(text))
         root = state_root(self.config.state_dir)
-        store = StateStore(root, experiment_of(str(told["secret"])), int(told["client"]))
+        noisy = self.config.dp_epsilon > 0
+        store = StateStore(root, experiment_of(str(told["secret"])), int(told["client"]), noisy)
         return State(store.load(str(told["version"])).arrays)
 
     def _network(self, weights_file: str) -> Network:
@@ -496,7 +497,7 @@ class CorollaClient(NumPyClient):
         """Open the client's state of an experiment, and its site's notes on it. Raises UserError."""
         config, simulated = self.config, self.keys == wire.SEED_KEYS
         root = state_root(config.state_dir)
-        self._store = StateStore(root, download.experiment, self.client_id)
+        self._store = StateStore(root, download.experiment, self.client_id, config.dp_epsilon > 0)
         # The SuperNode checks the machine's own settings when it starts. In a simulation all clients' directories lie
         # in one, so one check of that is enough.
         if config.state_dir and simulated:
@@ -519,8 +520,7 @@ class CorollaClient(NumPyClient):
         # Opacus takes seconds to import
         from client_app.dp import Budget, NoisyTrainer
 
-        budget = Budget(self._notes, self.config, self._store.directory)
-        budget.check_state()
+        budget = Budget(self._notes, self.config)
         return NoisyTrainer(trainer, budget=budget, epochs=self.method.dp_epochs_of(self.config))
 
     def _claim_attempt(self, download: Download, samples: int) -> Masker | None:

@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 from client_app.draws import SecretDraws
 from client_app.noise import noisy
 from client_app.notes import Notes, Training
-from client_app.state import SUFFIX
 from client_app.trainer import LocalTrainer
 from fl_app import tasks
 from fl_app.config import RunConfig
@@ -254,18 +252,12 @@ def quiet() -> Iterator[None]:
 class Budget:
     """The budget of a client's records, and its spending: in one run, or in all runs on a site's own data (Notes).
 
-    state: the directory of the client's state. repeatable: in a simulation noise follows from the seed, so a repeated
+    repeatable: in a simulation noise follows from the seed, so a repeated
     training gives the same result and costs nothing more.
     """
 
-    def __init__(self, notes: Notes, config: RunConfig, state: Path) -> None:
-        self.notes, self.config, self.state, self.repeatable = notes, config, state, notes.simulated
-
-    def check_state(self) -> None:
-        """Raise UserError if the client's state of the experiment was trained without a budget."""
-        noted = any(training.experiment == self.notes.experiment for training in self.notes.trainings())
-        if not noted and any(self.state.glob(f"*{SUFFIX}")):
-            raise UserError(f"dp-epsilon: the state in {self.state} was trained without a budget, so it is not used")
+    def __init__(self, notes: Notes, config: RunConfig) -> None:
+        self.notes, self.config, self.repeatable = notes, config, notes.simulated
 
     def before(self) -> Spent:
         """Return the steps that other runs took on the same records, and the budgets promised for these records."""

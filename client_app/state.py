@@ -33,6 +33,8 @@ from fl_app.wire import state_version
 log = logging.getLogger("corolla")
 
 SUFFIX = ".state"
+# name of an empty array in the files of runs with dp-epsilon
+_NOISY = "dp-epsilon"
 # clients below _DIRECT have a directory directly in the experiment's; others are grouped by _GROUP
 _DIRECT, _GROUP = 500, 1000
 _EVERY_CLIENT = ("client-*", "clients-*/client-*")
@@ -60,12 +62,15 @@ def state_root(state_dir: str) -> Path:
 
 
 class StateStore:
-    """The generations of one client in one experiment."""
+    """The generations of one client in one experiment. noisy: those of runs with `dp-epsilon`, which alone are loaded then.
 
-    def __init__(self, root: Path, experiment: str, client_id: int) -> None:
+    What a client keeps goes into its uploads, and a server may name the state of any run that it has made.
+    """
+
+    def __init__(self, root: Path, experiment: str, client_id: int, noisy: bool = False) -> None:
         if not re.fullmatch(r"[\w-]{1,64}", experiment):
             raise UserError(f"client {client_id}: malformed experiment id {experiment[:80]!r}")
-        self.root, self.client_id, self.experiment = root, client_id, experiment
+        self.root, self.client_id, self.experiment, self.noisy = root, client_id, experiment, noisy
 
     @functools.cached_property
     def directory(self) -> Path:
@@ -114,7 +119,10 @@ class StateStore:
             raise _Damaged(f"client {self.client_id}: state of {version} is damaged (checksum): {path}")
         from safetensors.numpy import load
 
-        return State(dict(load(data[32:])), version)
+        arrays = dict(load(data[32:]))
+        if arrays.pop(_NOISY, None) is None and self.noisy:
+            raise UserError(f"dp-epsilon: the state in {path} was trained without a budget, so it is not used")
+        return State(arrays, version)
 
     def save(self, state: State, round: int, attempt: int) -> str:
         """Write a generation and return its version. Nothing is written for an empty state ("")."""
@@ -123,7 +131,8 @@ class StateStore:
         from safetensors.numpy import save
 
         version = state_version(round, attempt)
-        payload = save({name: np.asarray(array, order="C") for name, array in state.arrays.items()})
+        marks = {_NOISY: np.zeros(0, np.uint8)} if self.noisy else {}
+        payload = save({name: np.asarray(array, order="C") for name, array in state.arrays.items()} | marks)
         path = self._path(version)
 
         def write(temporary: Path) -> None:

@@ -104,7 +104,7 @@ def notes(site: Path, **changes: Any) -> Notes:
 
 
 def budget_of(site: Path, wanted: RunConfig, **changes: Any) -> Budget:
-    return Budget(notes(site, **changes), wanted, site / "state")
+    return Budget(notes(site, **changes), wanted)
 
 
 @pytest.mark.usefixtures("all_orders")
@@ -261,7 +261,6 @@ def test_a_message_reads_its_own_data_s_notes_once(tmp_path: Path, monkeypatch: 
     read: list[Path] = []
     monkeypatch.setattr("client_app.notes._read", lambda path, whole=_read: read.append(path) or whole(path))
     before = budget_of(tmp_path, wanted, own=OwnData(Path("/site-3"), 3))
-    before.check_state()
     assert before.before().steps == {}
     before.spend("4", plan, plan.steps)
     assert read == [before.notes.budget]
@@ -282,17 +281,14 @@ def test_a_budget_outlasts_the_state_and_what_a_simulation_noted_does_not(tmp_pa
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["abc"]
 
 
-def test_state_that_was_trained_without_a_budget_is_not_told(tmp_path: Path) -> None:
-    store, wanted = StateStore(tmp_path / "state", "abc", 1), config(dp_epsilon=2.0)
-    budget, plan = Budget(notes(tmp_path / "site"), wanted, store.directory), Plan(0.1, 10, 5.0)
-    budget.check_state()
-    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
+def test_state_that_was_trained_without_a_budget_is_not_used(tmp_path: Path) -> None:
+    """Not even if other trainings of the experiment had one."""
+    noisy, plain = (StateStore(tmp_path / "state", "abc", 1, budget) for budget in (True, False))
+    state = State({"personal": np.zeros(3, np.float32)})
+    first, second = noisy.save(state, 1, 0), plain.save(state, 2, 0)
+    assert list(noisy.load(first).arrays) == list(plain.load(first).arrays) == ["personal"]
     with pytest.raises(UserError, match="trained without a budget"):
-        budget.check_state()
-    store.forget()
-    budget.spend("1", plan, plan.steps)
-    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
-    budget.check_state()
+        noisy.load(second)
 
 
 # the steps
