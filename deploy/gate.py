@@ -170,6 +170,13 @@ class Gate:
         """Return the message that waits for a reply."""
         return next(iter(self._open.values()), None)
 
+    def admits(self, message: Message, tree: ObjectTree) -> bool:
+        """Return whether an application's message is a reply to an open one. Note others: they are not kept."""
+        if message.metadata.reply_to_message_id in self._open and message.metadata.message_id == tree.object_id:
+            return True
+        self._note_refusal(message.metadata.run_id, "reply: it answers no open message")
+        return False
+
     # In
 
     def receive(self) -> tuple[Message, ObjectTree] | None:

@@ -169,7 +169,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         store = given["state_factory"].objectstore_factory.store()
         gate = Gate(rules, audit, directory, node, store)
         state = given["state_factory"].state()
-        answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store))
+        answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store), gate.admits)
         gate.working = answering.working
 
         @contextlib.contextmanager

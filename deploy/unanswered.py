@@ -7,6 +7,9 @@ of its process, answers the first one, whose asker has left, and refuses the nex
 
 Here one rule covers all ways: where no task is left that could still reply, an error is the reply. Flower's SuperExec,
 which starts the processes, is started again if it ends.
+
+What is no reply to the message is not taken for one. Flower takes any, begins with the next message, and ends with an
+error if the reply's parts are not there.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import Any, Protocol
 
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode, Status, SubStatus
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.object_store import NoObjectInStoreError
 
 log = logging.getLogger("corolla")
 
@@ -42,18 +47,31 @@ class Process(Protocol):
 class Answering:
     """Flower's state of a SuperNode, changed so that every message gets a reply.
 
-    state: Flower's. waiting: returns the message that the SuperNode works on. insert: puts a reply into the state.
-    Raises AttributeError if the state lacks a function.
+    state: Flower's. waiting: returns the message that the SuperNode works on. insert: puts a reply into the state. admits:
+    returns whether an application's message is a reply to an open one. Raises AttributeError if the state lacks a function.
     """
 
-    def __init__(self, state: Any, waiting: Callable[[], Message | None], insert: Callable[[Message], None]) -> None:
-        self._state, self._waiting, self._insert = state, waiting, insert
+    def __init__(
+        self,
+        state: Any,
+        waiting: Callable[[], Message | None],
+        insert: Callable[[Message], None],
+        admits: Callable[[Message, ObjectTree], bool],
+    ) -> None:
+        self._state, self._waiting, self._insert, self._admits = state, waiting, insert, admits
         self._task: int | None = None
         self._answered: Message | None = None
         getter = next((name for name in _GETTERS if hasattr(state, name)), _GETTERS[-1])
-        self._get, self._create = getattr(state, getter), state.create_task
+        self._get, self._create, self._store = (
+            getattr(state, getter),
+            state.create_task,
+            state.store_message_and_object_tree,
+        )
+        self._tree = state.object_store.get_object_tree
         setattr(state, getter, self._get_or_answer)
         state.create_task = self._create_and_note
+        state.store_message_and_object_tree = self._store_replies
+        state.object_store.get_object_tree = self._tree_or_none_of_its_parts
 
     def working(self) -> bool:
         """Return whether the last task may still reply."""
@@ -70,6 +88,17 @@ class Answering:
     def _create_and_note(self, *given: Any, **named: Any) -> int | None:
         self._task = self._create(*given, **named)
         return self._task
+
+    def _store_replies(self, message: Message, tree: ObjectTree, *given: Any) -> tuple[bool, list[str]]:
+        return self._store(message, tree, *given) if self._admits(message, tree) else (False, [])
+
+    def _tree_or_none_of_its_parts(self, object_id: str) -> ObjectTree:
+        # an application may have deleted them: the gate then finds no reply
+        try:
+            tree: ObjectTree = self._tree(object_id)
+        except NoObjectInStoreError:
+            return ObjectTree(object_id=object_id)
+        return tree
 
     def _get_or_answer(self, *, is_reply: bool | None = None, **named: Any) -> Sequence[Message]:
         # asked before the replies: a process delivers its reply before its task ends

@@ -341,8 +341,15 @@ def test_a_reply_to_no_open_message_stays_at_the_site(tmp_path: Path, link: Supe
     message = ask(opened, link)
     for reply_to_id in ("", "ab" * 32, "x"):
         deliver(opened, made, reply_to(message, 100_000, reply_to_message_id=reply_to_id))
-    assert link.sent == [] and refusals(tmp_path) == ["reply: it answers no open message"] * 3
-    deliver(opened, made, reply_to(message, 100))
+    other = reply_to(message, 1, reply_to_message_id="x")
+    # whose parts lie under another name
+    unnamed = reply_to(message, 1)
+    unnamed.metadata.__dict__["_message_id"] = "y"
+    assert not made.admits(other, get_object_tree(other)) and not made.admits(unnamed, get_object_tree(unnamed))
+    assert link.sent == [] and refusals(tmp_path) == ["reply: it answers no open message"] * 5
+    reply = reply_to(message, 100)
+    assert made.admits(reply, get_object_tree(reply))
+    deliver(opened, made, reply)
     assert len(link.sent) == 1 and lines(tmp_path)[-1] == ("upload", "7")
 
 

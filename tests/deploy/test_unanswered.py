@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode, SubStatus
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import start_client_internal as loop
@@ -31,14 +33,22 @@ class Node:
         self.message = Message(RecordDict(), dst_node_id=1, message_type="train")
         self.message.metadata.__dict__["_message_id"] = self.message.object_id
         insert: Callable[[Message], None] = lambda reply: loop._insert_message(reply, self.state, store)  # noqa: E731
-        self.answering = Answering(self.state, lambda: self.message, insert) if answers else None
+
+        def admits(reply: Message, tree: ObjectTree) -> bool:
+            return reply.metadata.reply_to_message_id == self.message.object_id
+
+        self.answering = Answering(self.state, lambda: self.message, insert, admits) if answers else None
         self.task: int = self.state.create_task(task_type=TaskType.CLIENT_APP, run_id=RUN)
         self.state.store_message(self.message)
         self.insert = insert
 
     def replies(self) -> list[Message]:
         """What the loop gets when it asks for replies."""
-        return list(self.state.get_messages(is_reply=True))
+        return self.messages(is_reply=True)
+
+    def messages(self, **named: Any) -> list[Message]:
+        getter = next(name for name in unanswered._GETTERS if hasattr(self.state, name))
+        return list(getattr(self.state, getter)(**named))
 
     def begin(self) -> None:
         """The process makes its first call."""
@@ -52,7 +62,7 @@ def fails_before_it_has_the_message(node: Node) -> None:
 
 def fails_with_the_message(node: Node) -> None:
     node.begin()
-    node.state.get_messages(run_ids=[RUN], is_reply=False, limit=1)
+    node.messages(run_ids=[RUN], is_reply=False, limit=1)
     node.state.finish_task(node.task, SubStatus.FAILED, "Task stopped.")
 
 
@@ -96,6 +106,24 @@ def test_a_reply_is_never_replaced() -> None:
     node.state.finish_task(node.task, SubStatus.COMPLETED, "")
     (reply,) = node.replies()
     assert not reply.has_error()
+
+
+@pytest.mark.parametrize("answers", ["another message", "deletes its parts"])
+def test_what_is_no_reply_does_not_end_the_node_and_the_message_is_answered(answers: str) -> None:
+    node = Node()
+    node.begin()
+    reply = Message(RecordDict(), reply_to=node.message)
+    if answers == "another message":
+        reply.metadata.__dict__["_reply_to_message_id"] = "ab" * 32
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    stored, _ = node.state.store_message_and_object_tree(reply, get_object_tree(reply), node.state.start_session(RUN))
+    assert stored == (answers != "another message")
+    node.state.object_store.delete(reply.object_id)
+    node.state.finish_task(node.task, SubStatus.COMPLETED, "")
+    (found,) = node.replies()
+    assert found.has_error() == (answers == "another message")
+    # Flower's loop asks for it, and ends if it raises an error
+    assert node.state.object_store.get_object_tree(found.metadata.message_id).object_id == found.metadata.message_id
 
 
 def test_a_process_that_works_is_waited_for() -> None:
