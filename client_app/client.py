@@ -249,16 +249,9 @@ class CorollaClient(NumPyClient):
         return properties
 
     def _require_classes(self) -> None:
-        """Raise UserError if a run with a promise has no classes for a site's data, or divides them by their values."""
+        """Raise UserError if a run with a promise has no classes for a site's data."""
         config = self.config
         promises, own = config.private or config.dp_epsilon > 0, source_of(config.dataset).known is None
-        if self.place is Place.DEPLOYMENT and promises and config.test_after:
-            raise UserError(
-                "test-after: a run that is private or has a privacy budget must not count a site's rows by their values",
-                code="configuration",
-                key="test-after",
-                rule="values",
-            )
         if self.place is Place.DEPLOYMENT and promises and own and not config.classes and tasks.of(config).has_classes:
             raise UserError(
                 "classes: a run that is private or has a privacy budget must declare the names of the classes; they would show "

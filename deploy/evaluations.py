@@ -1,17 +1,18 @@
 """A site's count of the evaluations that it has answered in confidential runs: `max-evaluations` of site.toml.
 
 The server chooses the model of an evaluation. Enough questions tell a site's test labels, whatever the run's
-configuration is. So the count is of the site, over all runs, in the site's own directory (fl_app/site.py).
+configuration is. A run itself is a question too: whether the site's data suit it. So the count is of the site, over all
+runs, in the site's own directory (fl_app/site.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, publish_text
-from fl_app.keys import Scalar, specs
+from fl_app.keys import Scalar
+from fl_app.outgoing import OPEN, modes_of
 from fl_app.site import site_directory
 
 FILE = "evaluations"
@@ -19,11 +20,14 @@ FILE = "evaluations"
 _WITHOUT_FIGURES = ("query", "get_properties", "get_parameters")
 
 
+def hides(config: Mapping[str, Scalar]) -> bool:
+    """Return whether a run is confidential."""
+    return modes_of(config) != OPEN
+
+
 def counts(kind: str, config: Mapping[str, Scalar]) -> bool:
     """Return whether the reply to a message has figures of a confidential run. kind: the message's type."""
-    values = {spec.name: config.get(spec.name, spec.default) for spec in specs(RunConfig)}
-    is_confidential = bool(values["private"]) or bool(values["dp-epsilon"])
-    return kind not in _WITHOUT_FIGURES and is_confidential and bool(values["report-accuracy"])
+    return kind not in _WITHOUT_FIGURES and hides(config) and bool(config.get("report-accuracy", True))
 
 
 def claim(most: int) -> str:

@@ -407,6 +407,10 @@ class Gate:
         judged.way = Way(modes_of(judged.config), details=self.rules.tell == DETAILED)
         if why := site.refusal(self.rules, judged.application, judged.config):
             return why
+        # whether its data suit the run is one bit about them
+        most, asked = self.rules.max_evaluations, evaluations.hides(judged.config)
+        if most is not None and asked and (why := evaluations.claim(most)):
+            return why
         if (least := self.rules.min_samples) is not None:
             try:
                 has = train_samples(judged.config, self.node)

@@ -111,8 +111,8 @@ class Site:
     )
     max_evaluations: int | None = key(
         None,
-        "Most evaluations that this site answers in all its private runs and runs with `dp-epsilon` together; each message to "
-        "train or to evaluate is one. With `report-accuracy = false` none is counted",
+        "Most evaluations that this site answers in all its private runs and runs with `dp-epsilon` together; each such run is "
+        "one, and each message to train or to evaluate, unless `report-accuracy = false`",
         _COUNT,
     )
     tell: str | None = key(

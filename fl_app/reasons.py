@@ -47,7 +47,6 @@ RULES = {
     "reply": "the reply has another form",
     # of a client
     "readable": "must be readable, as the run describes it",
-    "values": "must not divide samples by their values",
     "declared": "must be declared in the run's configuration",
     "available": "must be available",
     "installed": "needs a package that is not installed",

@@ -159,6 +159,11 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
             f"normalize-over: must be site or auto with {hidden[0]}, because each site would send the server sums over its "
             f"training data, got 'sites'"
         )
+    if values["test-after"] and hidden:
+        problems.append(
+            f"test-after: must be empty with {hidden[0]}, because the number of rows after a value tells of a site's rows, got "
+            f"{values['test-after']!r}"
+        )
     if values["normalize-over"] == "initial" and not values["initial-weights"] and not values["from-run"]:
         problems.append("normalize-over: initial needs initial-weights or --from, for the mean and std of that model")
     if values["from-run"] and values["initial-weights"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from fl_app import tasks
 from fl_app.checksums import DataHashes, Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
 from fl_app.data import index_files, validation
-from fl_app.data.arrays import UNKNOWN
+from fl_app.data.arrays import known
 from fl_app.data.index_files import Partition, client_names, partition_of
 from fl_app.data.moments import Sums
 from fl_app.data.prepared import (
@@ -34,7 +35,7 @@ from fl_app.data.prepared import (
     Targets,
     absolute,
     data_root,
-    hides_labels,
+    hides_values,
     keyed_hash,
 )
 from fl_app.errors import UserError
@@ -62,6 +63,8 @@ __all__ = [
 ]
 
 
+log = logging.getLogger("corolla")
+
 # a run warns if at least this part of all clients' training samples is of classes that a client did not draw
 MANY_SPILLED = 0.05
 
@@ -71,8 +74,8 @@ class ClientData:
     """One client's samples x [n, ...] and targets y [n] or [n, k]; `info` describes the whole data set.
 
     validation: samples and targets that are kept out of training (`validation-ratio`). None: there are none. unknown:
-    the numbers of training and test samples that are left out, because their label is no class. Counts that
-    a client sends include them.
+    the numbers of training and test samples that are left out, because their label is no class, or their target no
+    number. Counts that a client sends include them.
     """
 
     x_train: Samples
@@ -95,7 +98,7 @@ class ClientData:
 
     def of_known_labels(self) -> ClientData:
         """Return these data without the samples whose label is no class."""
-        train, test, held_out = (y != UNKNOWN for y in (self.y_train, self.y_test, self.y_validation))
+        train, test, held_out = (known(y) for y in (self.y_train, self.y_test, self.y_validation))
         return dataclasses.replace(
             self,
             validation=self.validation and (self.x_validation[held_out], self.y_validation[held_out]),
@@ -170,7 +173,7 @@ class OpenedData:
                 y_train=whole.y_train[kept],
                 validation=(whole.x_train[held_out], whole.y_train[held_out]),
             )
-        return whole.of_known_labels() if hides_labels(self.config) else whole
+        return whole.of_known_labels() if hides_values(self.config) else whole
 
 
 # A client's part ------------------------------------------------------------------------------------------------------
@@ -206,9 +209,12 @@ def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> 
     data = prepare_for(config, data_path, look=look)
     if data.info.facts.shift and tasks.normalization(config, data.x_train.dtype) != "mean-std":
         lines = "; ".join(data.info.facts.remarks)
-        raise UserError(
+        error = UserError(
             f"normalize: must be mean-std, because {data_path} holds numbers far from zero beside their spread: {lines}"
         )
+        if not hides_values(config):
+            raise error
+        log.warning("%s", error)
     return OpenedData(config, data, None, stamps_in(data.directory))
 
 

@@ -84,6 +84,11 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     return out
 
 
+def filled(x: NDArray[Any]) -> NDArray[Any]:
+    """Return samples with 0 in place of numbers that float32 cannot hold."""
+    return x if x.dtype.kind != "f" else np.nan_to_num(precision.held(x), copy=False)
+
+
 def targets(
     path: Path,
     task: Task,
@@ -99,15 +104,15 @@ def targets(
 
     A task with classes gets labels, int64 [n]. The classes' names are `classes`, or the labels if these are strings, or
     "0" .. "max". Any other task gets float32 [n, k]. site: whether the data are one site's; a site may lack classes.
-    hides: labels that are no class become UNKNOWN.
+    hides: labels that are no class become UNKNOWN, and targets that are no numbers of the task NaN.
     what: the word for samples in errors. Raises UserError.
     """
-    if hides:
+    if hides and task.has_classes:
         sides = [_marked(path, side, classes) for side in (train, test)]
         return sides[0], sides[1], at_least_two(list(classes), path)
     if task.has_classes:
         return _labels(path, train, test, classes, site, what)
-    y_train, y_test = (_numbers(path, name, y, task) for name, y in (train, test))
+    y_train, y_test = (_numbers(path, name, y, task, hides=hides) for name, y in (train, test))
     if not len(y_test):
         y_test = y_train[:0]
     if y_train.shape[1] != y_test.shape[1]:
@@ -124,7 +129,8 @@ def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precisio
     A shift does not change the metrics of the built-in regression. Raises UserError if targets need a shift that would
     change their meaning: for a user's own task, and at a site, because a site does not know the others' shift.
     """
-    how = precision.stored(y)
+    # at a site that hides its values none may be refused
+    how = precision.Stored() if request.hides else precision.stored(y)
     if not any(how.shift):
         return precision.Stored()
     if type(request.of_task) is not Regression or request.site:
@@ -139,7 +145,14 @@ def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precisio
     return precision.Stored(how.shift, tuple(1.0 for _ in how.shift))
 
 
-def _numbers(path: Path, name: str, y: NDArray[Any], task: Task) -> Targets:
+def known(y: Targets) -> NDArray[np.bool_]:
+    """Return which targets were read, bool [n]: neither UNKNOWN nor NaN."""
+    return y != UNKNOWN if y.dtype.kind != "f" else ~np.isnan(y).any(axis=1)
+
+
+def _numbers(path: Path, name: str, y: NDArray[Any], task: Task, *, hides: bool = False) -> Targets:
+    if hides:
+        y = precision.held(y)
     if y.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", y.dtype)
     if y.ndim not in (1, 2):
@@ -147,6 +160,11 @@ def _numbers(path: Path, name: str, y: NDArray[Any], task: Task) -> Targets:
     # reshape cannot infer the number of columns of an empty array
     columns = -1 if y.size else max(1, *y.shape[1:], 1)
     out = y.astype(np.float32).reshape(len(y), columns)
+    if hides:
+        out[~known(out)] = np.nan
+        wrong = [bool(task.check(row[None])) for row in out] if task.check(out[known(out)]) else []
+        out[np.flatnonzero(wrong)] = np.nan
+        return out
     if rule := task.check(out):
         single = (value for value in np.unique(out) if task.check(np.array([[value]], np.float32)))
         refuse(path, name, rule, next(single, "others"))

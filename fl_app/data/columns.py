@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 
 from fl_app.data.arrays import spellings, word
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, WORDS, Encoding
-from fl_app.data.parsing import FROM_ZERO, Places, first_structure, missing, no_number, numbers_of, shape_of
+from fl_app.data.parsing import (
+    FROM_ZERO,
+    Places,
+    first_structure,
+    is_structure,
+    missing,
+    no_number,
+    numbers_of,
+    shape_of,
+    usable_numbers,
+)
 from fl_app.data.precision import BEYOND
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.errors import UserError, counted
@@ -174,8 +184,8 @@ def encode(
             words = declared_words(categorical[name])
             if request.public and not words:
                 problems.append(
-                    f"categorical: {name!r} must declare its words ({name}=a|b) with dp-epsilon: no feature may follow "
-                    "from records"
+                    f"categorical: {name!r} must declare its words ({name}=a|b) with private or dp-epsilon: no feature may "
+                    "follow from records"
                 )
                 continue
             found = _words(name, sides, words, places, others=request.public)
@@ -205,6 +215,49 @@ def encode(
         problems.append(f"no columns but {others}: nothing to learn from{also}")
     parts_of_it = tuple(tuple(side) for side in features)
     return Encoded(tuple(uses), tuple(encodings), names, parts_of_it, tuple(remarks)), problems
+
+
+def usable(
+    request: DataRequest, parts: Sequence[Columns], training: NDArray[np.int64], places: Places
+) -> tuple[list[Columns], list[str]]:
+    """Return parts in which each feature can be read, whatever its cells hold, and a line for each column that was changed.
+
+    For data that hide their values. A number that cannot be read is missing. A missing one is the median of the training
+    rows, 0 if they have none; where `impute` names the column, its own rules decide.
+    """
+    train, filled = parts[0], [dict(part) for part in parts]
+    words = declared_in(request.categorical, train)
+    imputed = declared_in(request.impute, train)
+    lines = []
+    for name in train.keys() - {*request.targets, request.client, *request.exclude}:
+        sides = [part[name] for part in parts]
+        if name in words:
+            for part, values in zip(filled, sides, strict=True):
+                part[name] = _without_structures(values)
+            continue
+        found = [usable_numbers(values) for values in sides]
+        kinds = {read[0] if (read := numbers_of(values)) else "" for values in sides}
+        if len(kinds) == 1 and "" not in kinds and not any(np.isnan(values).any() for values in found):
+            continue
+        there = found[0][training]
+        middle = float(np.nanmedian(there)) if not np.isnan(there).all() else 0.0
+        gone = sum(int(np.isnan(values).any(axis=tuple(range(1, values.ndim))).sum()) for values in found)
+        for part, values in zip(filled, found, strict=True):
+            stays = name in imputed and not np.isnan(there).all()
+            part[name] = values if stays else np.where(np.isnan(values), middle, values)
+        bad = next((values for values in sides if numbers_of(values) is None), None)
+        first = "" if bad is None else f", such as {no_number(bad, name, places)}"
+        lines.append(f"column {name!r}: in {counted(gone, 'row')} without a number that can be read{first}")
+    return list(filled), sorted(lines)
+
+
+def _without_structures(values: NDArray[Any]) -> NDArray[Any]:
+    """Return values [n] with None in place of lists and maps, and for all values of an array of more dimensions."""
+    if values.ndim > 1:
+        return np.full(len(values), None, dtype=object)
+    if first_structure(values) < 0:
+        return values
+    return np.array([None if is_structure(value) else value for value in values], dtype=object)
 
 
 # Columns that are no features -----------------------------------------------------------------------------------------
@@ -305,7 +358,7 @@ def _fills(request: DataRequest, train: Columns) -> dict[str, Fill]:
     """Return the treatment of missing numbers by column. Raises UserError for a fill value that is no number.
 
     If the key `impute` is unset, every column of a table may be filled in. At a site none may, because all sites must
-    have the same features. With `dp-epsilon` none may, because a missing number would make a feature.
+    have the same features. With a public schema none may, because a missing number would make a feature.
     """
     if not request.impute:
         return {} if request.site or request.public else dict.fromkeys(train, Fill(allowed=True))

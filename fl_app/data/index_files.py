@@ -12,7 +12,7 @@ import numpy as np
 from fl_app import tasks
 from fl_app.checksums import hash_of, refuse_damage
 from fl_app.config import RunConfig
-from fl_app.data.prepared import DatasetInfo, Prepared, hides_labels
+from fl_app.data.prepared import DatasetInfo, Prepared, hides_values
 from fl_app.errors import UserError, counted, describe, listed
 from fl_app.files import build_once, cache_key, no_such
 from fl_app.known_names import BY_CLASS, BY_COLUMN, FIXED_SIZES, OWN_PARTITION, PARTITIONS, divisions
@@ -74,7 +74,7 @@ def partition_of(config: RunConfig, data: Prepared, force: bool = False) -> Part
         )
     groups = None if data.groups is None else (data.groups.train, data.groups.test, data.groups.names)
     y_train, y_test = data.y_train, data.y_test
-    if hides_labels(config):
+    if hides_values(config) and tasks.of(config).has_classes:
         # which samples have no class must not change the division
         y_train, y_test = np.maximum(y_train, 0), np.maximum(y_test, 0)
     return open_partition(config, y_train, y_test, data.info.num_classes, data.key, data.root, force, groups)

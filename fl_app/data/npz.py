@@ -44,7 +44,7 @@ def prepare(request: DataRequest) -> Prepared:
         parts.append({"client": request.client})
     parts.append({"rules": RULES})
     if request.hides:
-        parts.append("hides")
+        parts.append("hides values")
     return open_or_convert(request, f"npz-{path.stem}", parts, convert)
 
 
@@ -77,6 +77,8 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
     if not len(x_test) and not len(y_test):
         x_test, y_test = x_train[:0], y_train[:0]
     task = request.of_task
+    if request.hides:
+        x_train, x_test = arrays.filled(x_train), arrays.filled(x_test)
     how = precision.stored(x_train, tokens=task.input_dtype == "int64")
     stored_train = arrays.samples(path, "x_train", how.of(x_train))
     stored_test = arrays.samples(path, "x_test", how.of(x_test) if x_test.shape[1:] == x_train.shape[1:] else x_test)

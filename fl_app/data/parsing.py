@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fl_app.data.arrays import word
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER
+from fl_app.data.precision import held
 from fl_app.errors import counted
 
 DAY = np.timedelta64(1, "D") / np.timedelta64(1, "us")
@@ -53,8 +54,7 @@ def missing(values: NDArray[Any]) -> NDArray[np.bool_]:
     if values.dtype.kind == "O" and values.ndim == 1:
         import pandas
 
-        lists = (list, tuple, dict, np.ndarray, set)
-        return np.array([not isinstance(value, lists) and bool(pandas.isna(value)) for value in values], bool)
+        return np.array([not is_structure(value) and bool(pandas.isna(value)) for value in values], bool)
     if values.dtype.kind in "fcmM":
         gone = np.isnat(values) if values.dtype.kind in "mM" else np.isnan(values)
         return np.asarray(gone.any(axis=tuple(range(1, values.ndim))))
@@ -82,6 +82,21 @@ def numbers_of(values: NDArray[Any]) -> Numbers | None:
         days = _days_of(there)
         return None if np.isnan(days).any() else (DATE, _placed(gone, days))
     return None
+
+
+def usable_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return a column's values as numbers, float64 [n, ...]: NaN for each that is no number that float32 can hold.
+
+    Dates are days if more values are dates than numbers. Apart from that, a number depends on its own value alone.
+    """
+    out = _days(values) if values.dtype.kind == "M" else held(values)
+    if values.ndim == 1 and values.dtype.kind in "OUS":
+        fits, dates = np.array([_is_number(value) for value in values], bool), _are_dates(values)
+        if dates.sum() > fits.sum():
+            out[dates] = _days_of(values[dates])
+        else:
+            out[fits] = [float(value) for value in values[fits]]
+    return held(out)
 
 
 def _placed(gone: NDArray[np.bool_], there: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -183,8 +198,12 @@ def first_structure(values: NDArray[Any]) -> int:
     """Return the first row that holds a list, a tuple, an array, a map or a set; -1 if none does."""
     if values.dtype.kind != "O":
         return -1
-    rows = (k for k, value in enumerate(values) if isinstance(value, list | tuple | dict | np.ndarray | set))
-    return next(rows, -1)
+    return next((k for k, value in enumerate(values) if is_structure(value)), -1)
+
+
+def is_structure(value: Any) -> bool:
+    """Return whether a value is a list, a tuple, an array, a map or a set."""
+    return isinstance(value, list | tuple | dict | np.ndarray | set)
 
 
 def shape_of(values: NDArray[Any], places: Places) -> str:

@@ -62,6 +62,14 @@ class Stored:
         return np.asarray((x.astype(np.float64) - np.array(self.shift, np.float64)) / np.array(self.scale))
 
 
+def held(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Return values as float64 [n, ...]: NaN for each that is no number that float32 can hold."""
+    out = x.astype(np.float64) if x.dtype.kind in "biuf" else np.full(x.shape, np.nan)
+    with np.errstate(over="ignore"):
+        out[~np.isfinite(out.astype(np.float32))] = np.nan
+    return out
+
+
 def stored(x: NDArray[Any], *, tokens: bool = False) -> Stored:
     """Return how to store training numbers x [n, ..., F] or [n] so that float32 keeps them apart.
 

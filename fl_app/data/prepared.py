@@ -73,8 +73,8 @@ class DataRequest:
     these rows. exclude, categorical, impute: columns that are no features, columns of words, and columns of numbers
     with missing values. na_values, separator, test_after: as the keys of these names. site: whether the data are one
     site's own, which may lack classes and test samples. public: whether columns must be declared such that names and
-    shapes follow from the config and the columns' names, and from no record (`dp-epsilon`). hides: whether a sample
-    whose label is no class is marked (arrays.UNKNOWN) and not refused: a refusal would show the labels of a site.
+    shapes follow from the config and the columns' names, and from no record. hides: whether no value is refused, because
+    a refusal would tell of it: targets that cannot be used are marked (arrays.known), and features filled in.
     force: convert again. look: convert again if files were overwritten since.
     """
 
@@ -122,8 +122,8 @@ class DataRequest:
             config.separator,
             config.test_after,
             site,
-            config.dp_epsilon > 0,
-            hides_labels(config),
+            config.dp_epsilon > 0 or hides_values(config),
+            hides_values(config),
             **more,
         )
 
@@ -138,10 +138,9 @@ class DataRequest:
         return split_names(self.target)
 
 
-def hides_labels(config: RunConfig) -> bool:
-    """Return whether a run hides which labels its data have: samples whose label is no class are left out."""
-    promises = config.private or config.dp_epsilon > 0
-    return promises and bool(config.classes) and tasks.of(config).has_classes
+def hides_values(config: RunConfig) -> bool:
+    """Return whether no value in a run's data decides about its answers: one that cannot be used counts as missing."""
+    return config.is_confidential and (bool(config.classes) or not tasks.of(config).has_classes)
 
 
 def absolute(path: str) -> Path:

@@ -19,7 +19,7 @@ from fl_app import extras, rng
 from fl_app.data import arrays, by_time, columns, hugging_face, precision, table_files
 from fl_app.data.columns import Columns, Read
 from fl_app.data.encoding import DATE, Encoding
-from fl_app.data.parsing import Places, missing, no_number, numbers_of
+from fl_app.data.parsing import Places, is_structure, missing, no_number, numbers_of, usable_numbers
 from fl_app.data.prepared import DataRequest, Facts, Groups, Prepared, Targets, note, open_or_convert, save
 from fl_app.errors import UserError
 
@@ -101,7 +101,7 @@ def open_columns(
     if request.public:
         settings.append("public")
     if request.hides:
-        settings.append("hides")
+        settings.append("hides values")
     return open_or_convert(request, f"{kind}-{path.stem}", [str(path), stamps, *settings, VERSION], convert)
 
 
@@ -116,9 +116,14 @@ def _layout_notes(request: DataRequest, part: Columns) -> list[str]:
 
 def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str], directory: Path) -> Sequence[str]:
     """Write the arrays and return the names of the outputs. Raises UserError naming every problem of the data."""
+    if request.hides and request.site:
+        # its values would decide how many rows are for test
+        request = dataclasses.replace(request, client="", exclude=(*request.exclude, *filter(None, [request.client])))
     places, problems = table_files.places(request), columns.unknown(request, parts[0])
     parts = [_with_labels(request, part) for part in columns.by_name(request, parts)]
     named = [name for name in (*request.targets, request.client) if name in parts[0]]
+    if request.hides:
+        named = [request.client] if request.client in parts[0] else []
     unusable = {name for name in request.targets if name not in parts[0]}
     for name, part in ((name, part) for name in named for part in parts):
         if line := columns.no_single_values(name, part[name], places, several=name != request.client):
@@ -141,6 +146,9 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
         raise UserError(f"test-after: {request.path} has a test part; leave it unset, got {request.test_after!r}")
     else:
         rows = [np.arange(len(side)) for side in whose]
+    changed: list[str] = []
+    if request.hides:
+        parts, changed = columns.usable(request, parts, rows[0], places)
     encoded, unfit = columns.encode(request, parts, rows[0], places)
     problems += unfit
     outputs = None
@@ -160,7 +168,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     facts = Facts(
         features=encoded.names,
         columns=tuple((use.name, use.role, use.how) for use in encoded.uses),
-        remarks=(*encoded.remarks, *remarks, *outputs.remarks, *_client_spellings(request, groups)),
+        remarks=(*encoded.remarks, *changed, *remarks, *outputs.remarks, *_client_spellings(request, groups)),
         shift=how.shift,
         scale=how.scale,
         target_shift=outputs.shift,
@@ -171,13 +179,22 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
 
 
 def _with_labels(request: DataRequest, part: Columns) -> Columns:
-    """Return a part in which rows without a label have "" for one, which is no class, if the data hide such rows."""
+    """Return a part with targets that leave no row unread, if the data hide their values.
+
+    A row without a label has "" for one, which is no class; one without a number has NaN.
+    """
     if not request.hides:
         return part
     filled = dict(part)
-    for name in request.targets:
-        if name in part and part[name].ndim == 1 and (gone := missing(part[name])).any():
-            filled[name] = part[name].astype(object)
+    for name in {*request.targets} & part.keys():
+        values = part[name]
+        if not request.of_task.has_classes:
+            filled[name] = usable_numbers(values)
+        elif values.ndim > 1:
+            filled[name] = np.full(len(values), "", dtype=object)
+        else:
+            gone = [is_structure(value) or none for value, none in zip(values, missing(values), strict=True)]
+            filled[name] = values.astype(object) if any(gone) else values
             filled[name][gone] = ""
     return filled
 

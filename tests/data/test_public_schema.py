@@ -67,14 +67,29 @@ def test_a_column_that_numbers_the_rows_stays_whatever_a_record_is(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("less", "key"),
-    [({"categorical": "ward, code=1|2"}, "categorical"), ({"classes": ""}, "classes"), ({"impute": ""}, "")],
+    [({"categorical": "ward, code=1|2"}, "categorical"), ({"classes": ""}, "classes")],
 )
 def test_what_is_not_declared_is_refused(tmp_path: Path, less: dict[str, str], key: str) -> None:
-    frame = FRAME if key else changed("age", None)
-    with pytest.raises(UserError, match=f"^{key}: " if key else "age"):
-        opened(tmp_path, frame, "table", **less)
+    with pytest.raises(UserError, match=f"^{key}: "):
+        opened(tmp_path, FRAME, "table", **less)
     # without dp-epsilon the records may decide
-    assert opened(tmp_path, frame, "table", dp_epsilon=0.0, **less)
+    assert opened(tmp_path, FRAME, "table", dp_epsilon=0.0, **less)
+
+
+@pytest.mark.parametrize("value", [None, "many", "2024-01-01", 1e300])
+@pytest.mark.parametrize("promise", [{"dp_epsilon": 1.0}, {"private": True, "dp_epsilon": 0.0}])
+def test_a_number_that_cannot_be_read_is_the_median_of_the_training_rows(
+    tmp_path: Path, value: object, promise: dict[str, Any]
+) -> None:
+    """It makes no feature, refuses nothing, and changes no other record; the remarks name it."""
+    whole = opened(tmp_path, FRAME, impute="", **promise)
+    place = next(k for k, x in enumerate(np.asarray(whole.x_train)) if x[0] == np.float32(FRAME["age"][5]))
+    found = opened(tmp_path, changed("age", value), impute="", **promise)
+    others = np.delete(np.asarray(whole.x_train), place, 0)
+    assert np.array_equal(np.delete(np.asarray(found.x_train), place, 0), others)
+    assert found.x_train[place, 0] == np.float32(np.median(others[:, 0].astype(np.float64)))
+    assert found.info.facts.features == whole.info.facts.features
+    assert any("column 'age'" in line for line in found.info.remarks)
 
 
 def test_a_plain_run_still_refuses_an_unknown_word(tmp_path: Path) -> None:

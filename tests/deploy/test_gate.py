@@ -58,6 +58,8 @@ classes = ""
 private = false
 dp-epsilon = 0.0
 report-accuracy = true
+batch-size = 16
+drop-last = false
 """
 FAB = build_fab_from_files({"pyproject.toml": PROJECT.encode(), "app.py": b"server = client = None\n"})[0]
 HASH = hashlib.sha256(FAB).hexdigest()
@@ -180,8 +182,8 @@ def test_a_sites_evaluations_are_counted_over_runs_and_restarts(tmp_path: Path, 
     link = SuperLink({1: {}, 2: confidential[0], 3: confidential[1], 4: quiet})
 
     def passes(kind: str, run_id: int) -> bool:
-        # a new gate each time, as after a restart
-        _, opened = gate(tmp_path, link, max_evaluations=3)
+        # a new gate each time, as after a restart: the run counts again
+        _, opened = gate(tmp_path, link, max_evaluations=6)
         link.ask(kind, run_id)
         return opened.receive() is not None
 
@@ -190,10 +192,30 @@ def test_a_sites_evaluations_are_counted_over_runs_and_restarts(tmp_path: Path, 
     for kind, run in (("evaluate", 2), ("train", 2), ("evaluate", 3)):
         assert not passes(kind, run)
     assert set(link.errors) == {"refused//max-evaluations"}
-    # without figures, and in runs that hide nothing
-    assert all(passes(kind, run) for kind, run in (("get_properties", 2), ("evaluate", 4), ("train", 1), ("train", 4)))
+    # runs that hide nothing
+    assert all(passes(kind, 1) for kind in ("get_properties", "evaluate", "train"))
     (site_dir / "evaluations").write_text("damaged")
     assert not passes("evaluate", 2)
+
+
+def test_each_confidential_run_is_a_question_about_a_sites_data(tmp_path: Path, site_dir: Path) -> None:
+    """A server that varies `batch-size` with `drop-last` finds a site's number of rows by what min-samples refuses."""
+    runs = {k: {"private": True, "report-accuracy": False, "batch-size": k, "drop-last": True} for k in (7, 11, 16, 17)}
+    link = SuperLink({**runs, 1: {"batch-size": 16, "drop-last": True}})
+    _, opened = gate(tmp_path, link, min_samples=30, max_evaluations=3)
+
+    def answered(kind: str, run_id: int) -> str:
+        link.sent.clear()
+        link.ask(kind, run_id)
+        return "passes" if opened.receive() else link.errors[0]
+
+    refused = "refused//min-samples"
+    # its 30 samples make whole batches of neither 7 nor 11
+    assert [answered("get_properties", k) for k in (7, 11, 16)] == [refused] * 3
+    assert answered("get_properties", 17) == "refused//max-evaluations"
+    # a run counts once, and one without a promise not at all
+    assert answered("train", 7) == refused and answered("get_properties", 1) == refused
+    assert (site_dir / "evaluations").read_text() == "3\n"
 
 
 def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLink) -> None:
@@ -252,6 +274,9 @@ def test_a_cell_leaves_only_where_the_site_tells_and_the_run_promises_nothing(
     tmp_path: Path, link: SuperLink, promise: dict[str, Any], tell: str | None
 ) -> None:
     path = site_table(tmp_path, cell=CELL)
+    if promise:
+        # a cell refuses nothing there; rows with more values than names do
+        path.write_text(f"age,visits,state\n{CELL},61,3,well\n62,63,4,ill\n")
     link.overrides[7] = {"dataset": f"table:{path}", "target": "state", "classes": "well,ill", **promise}
     made = Gate(Site(min_samples=30, tell=tell), Audit(tmp_path), tmp_path, Node(0, 1), InMemoryObjectStore())
     opened = made.around(link.connection())
