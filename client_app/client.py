@@ -157,7 +157,11 @@ class CorollaClient(NumPyClient):
             with reasons.stage("method"):
                 trained = update.train(start, state, ctx)
         except UserError as error:
-            raise self._training_error(error, before["loss-before"]) from None
+            if not (masker and isinstance(error, Diverged) and not self.config.report_accuracy):
+                raise self._training_error(error, before["loss-before"]) from None
+            # that some records make the server's model diverge would tell of them
+            masker.note_clipped(str(error))
+            trained = start
         train_loss = trainer.last_loss
         update.keep_local(trained, state, ctx)
         watch.lap("train")
@@ -179,16 +183,23 @@ class CorollaClient(NumPyClient):
             wire.STATE_VERSION: version,
         }
         if self.config.dp_epsilon:
-            metrics |= {
-                EPSILON: trainer.epsilon,
-                REPLACE_EPSILON: trainer.replace_epsilon,
-                "dp-noise": trainer.plan.noise,
-            }
+            metrics |= self._spending(trainer)
         metrics |= self._fallback
         metrics |= {f"seconds-{phase}": seconds for phase, seconds in watch.laps.items()}
         metrics |= self._own(upload.metrics, trainer)
         metrics |= self._failed_metrics(trainer)
         return Upload(upload.model, upload.mask, upload.extras, metrics, self._reported_count(ctx.num_samples))
+
+    def _spending(self, trainer: Any) -> dict[str, Scalar]:
+        """Return the numbers of a privacy budget: a site's limit, and elsewhere what is spent, and the noise.
+
+        What a site has spent and its noise follow from its number of records, so they stay in its log.
+        """
+        spent = {EPSILON: trainer.epsilon, REPLACE_EPSILON: trainer.replace_epsilon, "dp-noise": trainer.plan.noise}
+        if self.place is not Place.DEPLOYMENT:
+            return spent
+        log.info("client %d: %s", self.client_id, ", ".join(f"{name} {value:.4g}" for name, value in spent.items()))
+        return {EPSILON: trainer.budget.limit}
 
     # Other tasks
 
@@ -386,7 +397,9 @@ class CorollaClient(NumPyClient):
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
         model = update.export(update.personal(start, state, ctx), state, ctx)
-        return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples, dtype=wire.WHOLE)
+        return Upload(
+            model, metrics=self._fallback, num_examples=self._reported_count(ctx.num_samples), dtype=wire.WHOLE
+        )
 
     def _forget(self, download: Download) -> Upload:
         """Remove what is kept of a run; its keys in any case, its state and notes unless the run keeps them."""

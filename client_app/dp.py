@@ -34,7 +34,7 @@ from client_app.notes import Notes, Training
 from client_app.trainer import LocalTrainer
 from fl_app import tasks
 from fl_app.config import RunConfig
-from fl_app.errors import UserError, describe
+from fl_app.errors import Diverged, UserError, describe
 from fl_app.layout import Model
 from fl_app.privacy.secure_random import SecureRandom
 from strategies.base import Correction, Objective
@@ -48,6 +48,8 @@ _MOST_NOISE = 1e6
 
 # orders of the bound for a replaced record; few, because a deployment's client computes them in every round
 _REPLACE_ORDERS = (1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, *range(4, 33), 40, 48, 64, 96, 128, 256)
+
+_BUDGET = {"code": "budget", "key": "dp-epsilon", "rule": "affordable"}
 
 Kind = tuple[float, float]
 """A kind of step: (noise multiplier, sampling rate). Steps of one kind cost the same."""
@@ -263,6 +265,11 @@ class Budget:
         """Return the steps that other runs took on the same records, and the budgets promised for these records."""
         return Spent.of(self.notes.trainings(), self.notes.experiment)
 
+    @property
+    def limit(self) -> float:
+        """The epsilon that the records' spending never exceeds: the run's, or a smaller one that was promised before."""
+        return Spent.of(self.notes.trainings()).budget(self.config)[0]
+
     def replace_epsilon(self) -> float:
         """Return the epsilon spent so far, of a record that is replaced, at the budget's delta."""
         noted = self.notes.trainings()
@@ -293,7 +300,8 @@ class Budget:
         if spent > allowed * (1 + SLACK):
             raise UserError(
                 f"dp-epsilon: {epsilon_of(_by_kind(before), delta):.4g} of {allowed:g} is spent"
-                f"{promised_before(config, allowed, delta)}, and {steps} steps more would make it {spent:.4g}"
+                f"{promised_before(config, allowed, delta)}, and {steps} steps more would make it {spent:.4g}",
+                **_BUDGET,
             )
         self.notes.note(training)
         return spent
@@ -422,7 +430,7 @@ class NoisyTrainer:
         finally:
             local.data.poisson = None
         if not bool(self.weights.isfinite().all()):
-            raise UserError(f"training diverged (learning-rate {self.learning_rate:g})")
+            raise Diverged(f"training diverged (learning-rate {self.learning_rate:g})")
         return trained
 
     def differentiate(

@@ -113,6 +113,11 @@ class Masker:
         bits, limit = config.private_sketch, config.private_range
         return cls(site, transcript, others, weight, limit, bits, sealed, sealer, sealers)
 
+    def note_clipped(self, why: str) -> None:
+        """Note that what a client would send is not sent as it is. The server learns of it at the run's end."""
+        log.warning("private: round %d: %s", self.transcript.round, why)
+        self.site.note_clipped(self.transcript.experiment)
+
     def mask(self, upload: Upload) -> Upload:
         """Return the upload to send: the model in fixed point under masks, and the sketch of its mask.
 
@@ -124,8 +129,7 @@ class Masker:
         told, keys = self.transcript, self.site.keys
         words, clipped = masking.encode(upload.model, self.weight, keys.ring.num_clients, self.limit)
         if clipped:
-            log.warning("private: values beyond private-range were clipped in round %d", told.round)
-            self.site.note_clipped(told.experiment)
+            self.note_clipped("values beyond private-range were clipped")
         label = self._with_words(words.size).digest
         shared = {i: derived(exchange(keys.masks, key), "mask", label) for i, key in self.others.items()}
         masking.mask(words, keys.ring.client_id, shared)

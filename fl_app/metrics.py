@@ -171,16 +171,18 @@ _SECONDS = ("prepare", "merge", "evaluate", "train", "score", "state")
 LOSS = Metric("loss", higher_is_better=False, low=0, tracked="loss/training", pooling="mean")
 
 _OF_LOSS = "the loss; NaN with `report-accuracy = false`"
-_OF_RECORDS = "follows from the number of records"
 
 OF_EVERY_METHOD = (
     LOSS,
     Metric("loss-before", higher_is_better=False, low=0, tracked="loss/before-training", promised=_OF_LOSS),
     Metric("loss-after", higher_is_better=False, low=0, tracked="loss/after-training", promised=_OF_LOSS),
     Metric("test-samples", low=0, high=2.0**53, reduce="none"),
-    Metric(EPSILON, higher_is_better=False, low=0, reduce="max", promised=f"the spent budget; it {_OF_RECORDS}"),
-    Metric(REPLACE_EPSILON, higher_is_better=False, low=0, reduce="max", promised="the same, if a record is replaced"),
-    Metric("dp-noise", low=0, reduce="none", promised=f"the noise; it {_OF_RECORDS}"),
+    # at a site what is spent, and the noise, would show its number of records
+    Metric(
+        EPSILON, higher_is_better=False, low=0, reduce="max", promised="the limit of the records' budget, not its use"
+    ),
+    Metric(REPLACE_EPSILON, higher_is_better=False, low=0, reduce="max"),
+    Metric("dp-noise", low=0, reduce="none"),
     *(
         Metric(
             f"seconds-{phase}",

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import Diverged
 from fl_app.keys import NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Upload
@@ -154,7 +154,7 @@ class APFLUpdate(LocalUpdate[APFLParams]):
             step_w(trainer.gradient, eta)
             first, alpha = False, following
         if not math.isfinite(alpha):
-            raise UserError(f"training diverged: apfl's alpha is {alpha} (learning-rate {eta:g})")
+            raise Diverged(f"training diverged: apfl's alpha is {alpha} (learning-rate {eta:g})")
         trainer.weights.copy_(w)
         state.arrays["apfl.params"], state.arrays["apfl.buffers"] = trainer.vector(v), mixed_statistics.cpu().numpy()
         state.arrays["apfl.alpha"] = np.array([alpha])

@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import Diverged
 from fl_app.figures import Matrix
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
@@ -242,7 +242,7 @@ class APPLEUpdate(LocalUpdate[APPLEParams]):
                 p -= c.relation_rate * trainer.clip_factor(slope) * slope
             step(trainer.gradient.mul_(share), rate)
         if not np.isfinite(p).all():
-            raise UserError(
+            raise Diverged(
                 f"training diverged: apple's relations are not finite (apple.relation-rate {c.relation_rate:g})"
             )
         state.arrays["apple.relations"] = p

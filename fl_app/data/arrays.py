@@ -147,7 +147,7 @@ def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precisio
 
 def known(y: Targets) -> NDArray[np.bool_]:
     """Return which targets were read, bool [n]: neither UNKNOWN nor NaN."""
-    return y != UNKNOWN if y.dtype.kind != "f" else ~np.isnan(y).any(axis=1)
+    return np.asarray(~np.isnan(y).any(axis=1) if y.dtype.kind == "f" else y != UNKNOWN)
 
 
 def _numbers(path: Path, name: str, y: NDArray[Any], task: Task, *, hides: bool = False) -> Targets:

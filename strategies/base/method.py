@@ -147,10 +147,12 @@ class Method(Generic[P]):
             raise UserError("evaluate-global: clients send no metrics with report-accuracy = false; leave it off")
 
     def reports_counts(self, config: RunConfig) -> bool:
-        """Return whether clients report their sample counts.
+        """Return whether clients report their sample counts: never with `dp-epsilon`, because a record changes them.
 
         In a private run they do only if the server must bound the counts (`max-size-weight`), and weights depend on them.
         """
+        if config.dp_epsilon:
+            return False
         return not config.private or (config.max_size_weight > 0 and private.weighs_by_size(self.strategy, config))
 
     def own_weight(self, config: RunConfig) -> Callable[[float], float]:

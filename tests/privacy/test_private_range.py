@@ -84,3 +84,13 @@ def test_a_model_that_leaves_the_range_for_some_data_tells_nothing_of_them(
     assert all(sorted(record["clients"]) == ["0", "1", "2", "3", "4"] for record in rounds(folder))
     names = [set(upload.metrics) for upload, expected in arriving if SUM in expected.extras]
     assert len(names) == 10 and all(own == names[0] for own in names)
+
+
+def test_training_that_diverges_at_a_site_shows_only_at_the_end(
+    run: Run, near_150: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a server finds by bisection, with models that it makes, from which size on a record makes training diverge."""
+    caplog.set_level("INFO", "corolla")
+    folder = run(private=True, report_accuracy=False, **{**near_150, "learning_rate": 1e30, "num_server_rounds": 2})
+    assert [record["failures"] for record in rounds(folder)] == [[]] * 2
+    assert any("training diverged" in line for line in caplog.messages)

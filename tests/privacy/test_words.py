@@ -197,6 +197,24 @@ def test_labels_of_arrays_have_one_answer(tmp_path: Path, promise: dict[str, Sca
 
 
 @pytest.mark.parametrize("promise", PROMISES)
+def test_a_row_more_has_the_same_answer(tmp_path: Path, promise: dict[str, Scalar]) -> None:
+    """Counts of rows, what a privacy budget spends, and its noise follow from the number of records."""
+    config = run_config(promise, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
+    config |= {"method": "local", "report-accuracy": False, "model": "mlp"}
+    paths = [table(tmp_path / "site.csv"), table(tmp_path / "longer.csv")]
+    paths[1].write_text(paths[1].read_text() + "person,33,a,well\n")
+    asked: list[tuple[str, RecordDict | None, dict[str, Scalar]]] = [(wire.QUERY, None, {})]
+    if "dp-epsilon" in promise:
+        # without `private`: an upload without a model needs no masks
+        asked.append(("train", wire.encode_download(Download("train", 1, 0, "words", NOTHING)), {"private": False}))
+    for kind, content, changes in asked:
+        changes = {**changes, "method": "fedavg"} if kind == wire.QUERY else changes
+        found = [entries(answer(config | changes, path, kind, content)) for path in paths]
+        assert wire.ERROR not in found[0]
+        assert {name for name in differing(*found) if not name.startswith("seconds-")} <= KEYED
+
+
+@pytest.mark.parametrize("promise", PROMISES)
 def test_an_image_of_another_class_has_the_same_answer(tmp_path: Path, promise: dict[str, Scalar]) -> None:
     config, found = run_config(promise, classes="well,ill"), []
     for last in ("well", "ill", "dead"):
