@@ -265,15 +265,16 @@ class PrivateRounds:
             sent = self.server.model_for(members[0]).params
             apart[label] = float(np.linalg.norm(sums.means[label].params.astype(np.float64) - sent))
         limit = self.config.max_update_norm or USUAL
-        lines = [
-            f"the sum of clients {sums.groups[label]} lies {times:.3g} times as far from what they were sent as is usual: one of "
-            "them may have sent a wrong model"
+        lines = {
+            label: f"the sum of clients {sums.groups[label]} lies {times:.3g} times as far from what they were sent as is "
+            "usual: one of them may have sent a wrong model"
             for label, times in self.distances.far(attempt.round, apart, limit).items()
-        ]
+        }
         if lines and self.config.max_update_norm:
-            raise TooFewResults(f"{'; '.join(lines)} (max-update-norm, allowed are {limit:g} times)")
-        for line in lines:
+            raise TooFewResults(f"{'; '.join(lines.values())} (max-update-norm, allowed are {limit:g} times)")
+        for label, line in lines.items():
             log.warning("round %d: %s", attempt.round, line)
+            attempt.far += [{"client": i, "cause": line} for i in sums.groups[label]]
         self.distances.note(attempt.round, apart)
 
     def _sealer(self, attempt: Attempt) -> int:

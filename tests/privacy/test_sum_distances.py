@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,15 +53,24 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_sets_the_mean_is_noticed_and_its_group_is_named(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(**SETTINGS)
+    folder = run(**SETTINGS)
     (line,) = [line for line in caplog.messages if "times as far from what they were sent as is usual" in line][:1]
     assert line.startswith("round 3: the sum of clients [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] lies ")
+    # the run folder names the group, too
+    far = [record.get("far", []) for record in rounds(folder)]
+    assert far[:2] == [[], []] and [entry["client"] for entry in far[2]] == list(range(10))
+    assert all(entry["cause"] in line for entry in far[2])
+    assert line in " ".join((folder.path / "log.txt").read_text().split())
 
 
 @pytest.mark.usefixtures("liar")
-def test_with_max_update_norm_such_a_sum_is_not_used(run: Run) -> None:
+def test_with_max_update_norm_such_a_sum_is_not_used(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"round 3 failed .*\n  the sum of clients \[0, .* \(max-update-norm"):
-        run(max_update_norm=3.0, **SETTINGS)
+        run(max_update_norm=3.0, **SETTINGS, run_name="refused")
+    # of the group's sums only those before the lie count, and the folder says why
+    (folder,) = tmp_path.glob("**/refused")
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    assert "the sum of clients [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] lies" in (folder / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedcac", "pfedme"])
