@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fl_app.errors import UserError
 from strategies import METHODS
 from strategies.base import Overview
 
@@ -54,10 +55,10 @@ def groups() -> dict[str, list[str]]:
 
 
 def of(method: str) -> Overview:
-    """Return a built-in method's overview. Raises ValueError if it declares none."""
+    """Return a built-in method's overview. Raises UserError if it declares none."""
     overview = METHODS[method].overview
     if overview is None:
-        raise ValueError(f"strategies: METHOD of {method} must have an overview")
+        raise UserError(f"method {method}: a built-in method's METHOD must have overview=Overview(...), got none")
     return overview
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,10 +10,30 @@ import pytest
 
 from corolla.cli.listings import methods
 from corolla.cli.reference import pages_with_tables, with_table
+from fl_app.errors import UserError
 from strategies import METHODS
 from strategies.overview import COLUMNS, absent_table, groups, methods_table, of
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_method_has_its_page_and_tests() -> None:
+    tests = [path.read_text("utf-8") for path in (ROOT / "tests" / "methods").glob("test_*.py")]
+    lacks: list[str] = []
+    for name in METHODS:
+        module = name.replace("-", "_")
+        if not (ROOT / "docs" / "methods" / f"{name}.md").is_file():
+            lacks.append(f"method {name} has no page: write docs/methods/{name}.md")
+        if not any(re.search(rf"\b({name}|{module})\b", text) for text in tests):
+            lacks.append(f"method {name} has no tests: write tests/methods/test_{module}.py")
+    assert not lacks, "; ".join(lacks) + " (CONTRIBUTING.md, Adding a method)"
+
+
+def test_a_method_without_an_overview_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.overview.METHODS", {"mine": METHODS["fedavg"].__class__})
+    monkeypatch.setattr(METHODS["fedavg"].__class__, "overview", None)
+    with pytest.raises(UserError, match="method mine: .*overview"):
+        of("mine")
 
 
 def test_every_method_is_in_one_group() -> None:
@@ -23,7 +44,8 @@ def test_every_method_is_in_one_group() -> None:
 
 def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     pages = pages_with_tables(ROOT)
-    assert len(pages) == len(METHODS) + 4
+    written = [name for name in METHODS if (ROOT / "docs" / "methods" / f"{name}.md").is_file()]
+    assert len(pages) == len(written) + 4
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
     methods(table=True)
     printed = capsys.readouterr().out
