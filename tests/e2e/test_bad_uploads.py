@@ -36,7 +36,7 @@ ATTACKS = {
     7: ("type", "metric accuracy-after must be a number in [0, 1], got 'lots'"),
     8: ("list", "accuracy-after must be a scalar, got list"),
     9: ("huge", f"array params has shape ({HUGE // 4},), expected ("),
-    10: ("long", f"accuracy-after has {LONG} characters, at most"),
+    10: ("long", f"its ConfigRecord has {LONG // 10**6}"),
 }
 ROUNDS = 11
 # of the upload's own bytes, above normal: it and the transport's buffers (1.15 measured)
@@ -44,12 +44,14 @@ COPIES = 1.2
 SPOILER = f"""
 import json, os
 import numpy as np
-from flwr.compat.client import numpy_client
 from client_app.client import CorollaClient
+from fl_app import outgoing, wire
 
+# an honest client would keep such entries at its site
+outgoing.leaving = lambda kind, content, way: content
 SPOIL = {{int(k): v for k, v in json.loads(os.environ["SPOIL"]).items()}}
 honest = CorollaClient.fit
-to_parameters = numpy_client.ndarrays_to_parameters
+dump = wire._dump
 garbled = False  # a message is a process
 
 def fit(self, parameters, config):
@@ -66,14 +68,10 @@ def fit(self, parameters, config):
         case "bytes": garbled = True
     return arrays, num_examples, metrics
 
-def serialize(arrays):
-    parameters = to_parameters(arrays)
-    if garbled:
-        parameters.tensors[0] = b"\\x93NUMPY\\x01\\x00" + b"((((" * 1000
-    return parameters
+def serialize(array):
+    return b"\\x93NUMPY\\x01\\x00" + b"((((" * 1000 if garbled else dump(array)
 
-CorollaClient.fit = fit
-numpy_client.ndarrays_to_parameters = serialize
+CorollaClient.fit, wire._dump = fit, serialize
 """
 CONFIG: dict[str, Any] = {"method": "fedavg", "num-server-rounds": ROUNDS, "train-samples": 40, "local-epochs": 1}
 

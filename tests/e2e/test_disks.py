@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -53,8 +54,9 @@ def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_af
         for client_id in range(3):
             cluster.release(client_id, training=1)
         assert run.process.wait(timeout=800) == 2, run.log
-        said = f"superlink.database: the disk of {cluster.database} is full"
-        assert said in " ".join(run.log.split()) and "Traceback" not in run.log
+        # the pages of the round's messages are free again: an attempt that follows finds too few
+        said = f"superlink.database: (the disk of {cluster.database} is full|{cluster.database} has room for )"
+        assert re.search(said, " ".join(run.log.split())) and "Traceback" not in run.log
         (disk / "filler").unlink()
         resumed = corolla("run", "--superlink", "test", "--resume", str(run.folder), environment=cluster.environment)
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
