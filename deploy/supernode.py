@@ -23,7 +23,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import bubblewrap, confine, expiry, objects, outage, shared_warm, site, slow_start
+from deploy import bubblewrap, confine, expiry, log_size, objects, outage, shared_warm, site, slow_start
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -93,6 +93,7 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     # first the import, which gives Flower's logger its handler
     importlib.import_module(_COMMAND)
     log_format.configure("supernode", node=name)
+    log_size.keep_small()
     path = site.find(rules)
     found = use_rules(path)
     os.environ[TELL] = found.tell or ""
@@ -163,9 +164,15 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         config = given["node_config"]
         client_id, num_clients = (config.get(name, -1) for name in ("partition-id", "num-partitions"))
         node = Node(int(client_id), int(num_clients), str(config.get("data-path", "")))
+        confinement: Confinement | None = None
         if rules.confine:
             data = [node.data_path] if node.data_path else []
             refuse_secrets([*confine.installation(), "/dev", *(rules.readable_paths or ()), *data, *writable.values()])
+            confinement = confinement_of(
+                rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
+            )
+            # applications could replace what lies in a directory of theirs, and end the process that starts them
+            targets = confinement.targets()
         store = given["state_factory"].objectstore_factory.store()
         gate = Gate(rules, audit, directory, node, store)
         state = given["state_factory"].state()
@@ -183,11 +190,10 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         def superexec(words: Sequence[str]) -> Process:
             if warm:
                 words = warm_command(words, warm == SHARED and not rules.confine)
-            if not rules.confine:
+            if confinement is None:
                 return subprocess.Popen(words)
-            confinement = confinement_of(
-                rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
-            )
+            if confinement.targets() != targets:
+                raise OSError("confine: a named path leads elsewhere than when this node started")
             environment = confine.cleaned(os.environ) | {name: str(place) for name, place in writable.items()}
             if walls is None:
                 return bubblewrap.Inside(confine.confined_command(confinement, words), environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import importlib
 import json
 import os
 import socket
@@ -13,12 +14,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from deploy import bubblewrap, confine, supernode
+from deploy import bubblewrap, confine, supernode, unanswered
+from deploy.audit import Audit
 from deploy.bubblewrap import Walls
 from deploy.confine import Confinement
+from deploy.site import Site
 from fl_app.errors import UserError
 
 needs_bubblewrap = pytest.mark.skipif(
@@ -226,3 +233,44 @@ def test_the_environment_keeps_no_secret() -> None:
         "HOME": "/root",
     }
     assert confine.cleaned(kept | secret) == kept
+
+
+def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application can replace what lies in a directory that it writes, and end the process that starts applications."""
+    named, outside, started = tmp_path / "state" / "a" / "named", tmp_path / "outside", list[Confinement]()
+    for directory in (named, outside / "named", tmp_path / "node"):
+        directory.mkdir(parents=True)
+
+    class Ended:
+        def wait(self) -> int:
+            if len(started) == 1:
+                named.parent.rename(tmp_path / "state" / "b")
+                named.parent.symlink_to(outside)
+            return 0
+
+    class Made:
+        def start(self, confinement: Confinement, *given: Any) -> Ended:
+            started.append(confinement)
+            return Ended()
+
+    command, loop = map(
+        importlib.import_module, ("flwr.supernode.cli.flower_supernode", "flwr.supernode.start_client_internal")
+    )
+    refused = threading.Event()
+    for name in ("_init_connection", "subprocess", "time"):
+        monkeypatch.setattr(loop, name, getattr(loop, name))
+    for variable, name in (("COROLLA_STATE_DIR", "state"), ("COROLLA_DATA_DIR", "data"), ("FLWR_HOME", "flwr")):
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    monkeypatch.setattr(unanswered, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(unanswered.log, "warning", lambda text, how: "(confine: " in how and refused.set())
+    monkeypatch.setattr(supernode, "walls_for", lambda rule: Made())
+    monkeypatch.setattr(command, "start_client_internal", lambda **given: loop.subprocess.Popen(["flower-superexec"]))
+    supernode.install(Site(confine=True, readable_paths=(str(named),)), Audit(tmp_path / "node"), tmp_path / "node")
+    store = InMemoryObjectStore()
+    factory = SimpleNamespace(
+        objectstore_factory=SimpleNamespace(store=lambda: store), state=lambda: InMemoryNodeState(store)
+    )
+    command.start_client_internal(node_config={}, state_factory=factory, runtime_api_address="127.0.0.1:9")
+    assert refused.wait(30) and len(started) == 1
