@@ -117,8 +117,8 @@ class Cluster:
             command = [self.node_python, "-P", "-m", "deploy.supernode", "--name", name, "--warm", self.warm, "--"]
         self._start(name, [*where, *command, "--insecure", *address], **environment)
 
-    def start_site(self, client_id: int, num_clients: int, rules: str) -> None:
-        """Start a SuperNode behind a site's gate, with a site.toml of this text."""
+    def start_site(self, client_id: int, num_clients: int, rules: str, **node_config: str) -> None:
+        """Start a SuperNode behind a site's gate, with a site.toml of this text. node_config: texts, by name."""
         path = self.home.parent / f"site-{client_id}.toml"
         path.write_text(rules)
         path.chmod(0o644)
@@ -137,7 +137,8 @@ class Cluster:
             "--insecure",
         ]
         command += ["--superlink", self.fleet, "--port", str(free_ports(1)[0])]
-        command += ["--node-config", f"partition-id={client_id} num-partitions={num_clients}"]
+        more = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in node_config.items())
+        command += ["--node-config", f"partition-id={client_id} num-partitions={num_clients}{more}"]
         self._start(name, [*self.inside, *command], COROLLA_STATE_HOME=str(self.home.parent / "nodes"))
 
     def _path(self, python: str) -> str:
