@@ -156,11 +156,11 @@ class CorollaClient(NumPyClient):
         try:
             with reasons.stage("method"):
                 trained = update.train(start, state, ctx)
-        except UserError as error:
-            if not (masker and isinstance(error, Diverged) and not self.config.report_accuracy):
+        except Exception as error:
+            if not (masker and self._hides_failure(error)):
                 raise self._training_error(error, before["loss-before"]) from None
-            # that some records make the server's model diverge would tell of them
-            masker.note_clipped(str(error))
+            log.error("client %d: it sends the model that it received", self.client_id, exc_info=error)
+            masker.note_clipped(debugging.reason(error))
             trained = start
         train_loss = trainer.last_loss
         update.keep_local(trained, state, ctx)
@@ -667,9 +667,17 @@ class CorollaClient(NumPyClient):
         """Return a number of samples in the form that the server gets: 1 where it need not know it."""
         return samples if self._reports_counts else 1
 
-    def _training_error(self, error: UserError, loss_before: float) -> UserError:
+    def _hides_failure(self, error: Exception) -> bool:
+        """Return whether a failed training of a private run shows only as one bit at the run's end.
+
+        Else the server would learn by its models, and by sizes of batches, which of them the records make fail.
+        """
+        told = self.config.report_accuracy or reasons.of(error).code in ("budget", "capability")
+        return not told and (self.place is Place.DEPLOYMENT or isinstance(error, Diverged))
+
+    def _training_error(self, error: Exception, loss_before: float) -> Exception:
         """Return a training's error. It adds the received model's loss if that model had diverged already."""
-        may_tell = self.config.report_accuracy and len(self.data.y_test) > 0
+        may_tell = self.config.report_accuracy and len(self.data.y_test) > 0 and isinstance(error, UserError)
         if may_tell and isinstance(error, Diverged):
             error = Diverged(f"{error}{self._far_values()}")
         if not may_tell or loss_before < DIVERGED_LOSS:

@@ -194,8 +194,7 @@ def _with_labels(request: DataRequest, part: Columns) -> Columns:
             filled[name] = np.full(len(values), "", dtype=object)
         else:
             gone = [is_structure(value) or none for value, none in zip(values, missing(values), strict=True)]
-            filled[name] = values.astype(object) if any(gone) else values
-            filled[name][gone] = ""
+            filled[name] = np.where(gone, "", values.astype(object)) if any(gone) else values
     return filled
 
 

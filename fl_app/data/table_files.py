@@ -188,6 +188,9 @@ def _reading(request: DataRequest) -> dict[str, Any]:
     if request.na_values:
         words = () if request.na_values == EMPTY_ONLY else request.na_values
         options |= {"keep_default_na": False, "na_values": ["", *words]}
+    if request.hides:
+        # a refusal of one row would tell of it
+        options |= {"on_bad_lines": "skip", "index_col": False, "encoding_errors": "replace"}
     return options
 
 
@@ -211,7 +214,7 @@ def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
 
 def places(request: DataRequest) -> Places:
     """Return the rows' places: as a spreadsheet counts them (row 1 is the header) in a table, from 0 in other data."""
-    if suffix_of(request.path) == ".csv":
+    if suffix_of(request.path) == ".csv" and not request.hides:
         rows = functools.cache(lambda: _rows_of(request))
         return Places(lambda row: rows()[row + 1].number, lambda column, row: _as_written(request, rows(), column, row))
     return Places(lambda row: row + 2) if suffix_of(request.path) in SUFFIXES else Places()

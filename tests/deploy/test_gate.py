@@ -274,9 +274,11 @@ def test_a_cell_leaves_only_where_the_site_tells_and_the_run_promises_nothing(
     tmp_path: Path, link: SuperLink, promise: dict[str, Any], tell: str | None
 ) -> None:
     path = site_table(tmp_path, cell=CELL)
+    told = CELL
     if promise:
-        # a cell refuses nothing there; rows with more values than names do
-        path.write_text(f"age,visits,state\n{CELL},61,3,well\n62,63,4,ill\n")
+        # a cell refuses nothing there; a file that cannot be read does
+        path.write_text(path.read_text() + '"61,3,well')
+        told = "EOF inside string"
     link.overrides[7] = {"dataset": f"table:{path}", "target": "state", "classes": "well,ill", **promise}
     made = Gate(Site(min_samples=30, tell=tell), Audit(tmp_path), tmp_path, Node(0, 1), InMemoryObjectStore())
     opened = made.around(link.connection())
@@ -285,8 +287,8 @@ def test_a_cell_leaves_only_where_the_site_tells_and_the_run_promises_nothing(
         assert opened.receive() is None
     assert link.errors == ["refused//min-samples"] * 3
     sent = b"".join(content for message, _ in link.sent for content in parts_of(message).values())
-    assert (CELL.encode() in sent) == (tell == "details" and not promise)
-    assert CELL in audit.entries(tmp_path)[-1]["why"]
+    assert (told.encode() in sent) == (tell == "details" and not promise)
+    assert told in audit.entries(tmp_path)[-1]["why"]
 
 
 def test_too_few_samples_and_unreadable_ones_have_one_answer(tmp_path: Path, link: SuperLink) -> None:

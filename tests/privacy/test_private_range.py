@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from client_app import client_app
 from client_app.private import Masker
+from client_app.trainer import LocalTrainer
 from fl_app import plugins
+from fl_app.debugging import Place
 from fl_app.server.run_folder import read_summary
-from fl_app.wire import SUM, Expected, Upload
+from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, SUM, Expected, Upload
 from tests.conftest import Run, f32
 from tests.privacy.runs import PRIVATE, rounds
 
@@ -94,3 +97,26 @@ def test_training_that_diverges_at_a_site_shows_only_at_the_end(
     folder = run(private=True, report_accuracy=False, **{**near_150, "learning_rate": 1e30, "num_server_rounds": 2})
     assert [record["failures"] for record in rounds(folder)] == [[]] * 2
     assert any("training diverged" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_training_that_fails_at_a_site_shows_only_at_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, tells: bool
+) -> None:
+    """A server would find a site's number of rows by the batch sizes that leave one row, at which BatchNorm fails."""
+    monkeypatch.setattr(client_app, "_place", lambda context: Place.DEPLOYMENT)
+    monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "site"))
+    original = LocalTrainer.train
+
+    def fails(trainer: LocalTrainer, *args: Any, **more: Any) -> Any:
+        if trainer.client_id == 2:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return original(trainer, *args, **more)
+
+    monkeypatch.setattr(LocalTrainer, "train", fails)
+    keys = {i: {PRIVATE_KEYS: SEED_KEYS} for i in range(5)}
+    settings = {**PRIVATE, "method": "fedavg", "report_accuracy": tells, "num_server_rounds": 1, "round_retries": 1}
+    folder = run(node_configs=keys, **settings)
+    (record,) = rounds(folder)
+    assert [f["client"] for f in record["failures"]] == [2] * tells
+    assert "Expected more than 1 value per channel" in caplog.text

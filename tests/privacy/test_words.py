@@ -197,6 +197,16 @@ def test_labels_of_arrays_have_one_answer(tmp_path: Path, promise: dict[str, Sca
 
 
 @pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize("row", [b"x,1,a,well,more\n", b"\xff,1,a,well\n", b"x\n", b"\n"])
+def test_a_row_that_is_broken_has_the_same_answer(tmp_path: Path, promise: dict[str, Scalar], row: bytes) -> None:
+    config = run_config(promise, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
+    paths = [table(tmp_path / "site.csv"), table(tmp_path / "broken.csv")]
+    paths[1].write_bytes(paths[1].read_bytes() + row)
+    found = [entries(answer(config, path)) for path in paths]
+    assert wire.ERROR not in found[0] and differing(*found) <= KEYED
+
+
+@pytest.mark.parametrize("promise", PROMISES)
 def test_a_row_more_has_the_same_answer(tmp_path: Path, promise: dict[str, Scalar]) -> None:
     """Counts of rows, what a privacy budget spends, and its noise follow from the number of records."""
     config = run_config(promise, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
@@ -247,8 +257,8 @@ def test_a_bad_cell_is_named_only_where_the_site_tells_and_the_run_promises_noth
     words = CELL
     if promise:
         # a cell does not refuse the data there, and a broken file does
-        path.write_text(path.read_text() + "someone,1,a,well,more\n")
-        words = f"line {ROWS + 2}"
+        path.write_text(path.read_text() + '"someone,1,a,well')
+        words = f"row {ROWS + 1}"
     config = run_config(promise, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
     for kind in (wire.QUERY, "train", "evaluate"):
         task = "evaluate" if kind == "evaluate" else "train"
