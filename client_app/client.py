@@ -382,6 +382,8 @@ class CorollaClient(NumPyClient):
             after = self._measured(tuned, trainer, FINETUNED.removeprefix("-"))
             measured |= {name: value for name, value in after.items() if not _is_loss(name)}
         exported = update.export(model, state, ctx)
+        if self.config.dataset == NODE:
+            self._keep(exported, measured, ctx.layout, download)
         return {
             **self._reported(measured, trainer),
             # by a hash, guesses of the data can be tested: a clone of this client with the right data has the same model
@@ -389,6 +391,16 @@ class CorollaClient(NumPyClient):
             **self._fallback,
             **self._failed_metrics(trainer),
         }
+
+    def _keep(self, model: Model, measured: Mapping[str, float], layout: Layout, download: Download) -> None:
+        """Keep the client's own model at its site, for `corolla node export`."""
+        from client_app import kept_model
+
+        data, experiment = self._scaled(download), download.experiment
+        try:
+            kept_model.keep(self.config, experiment, download.round, self.client_id, data, layout, model, measured)
+        except OSError as error:
+            log.warning("client %d: its own model could not be kept: %s", self.client_id, error)
 
     def _collect(self, download: Download) -> Upload:
         if self.config.private:

@@ -56,6 +56,7 @@ listings.data_app.command("verify", epilog="Example: corolla data verify")(verif
 app.add_typer(listings.data_app, name="data", rich_help_panel=DATA)
 app.add_typer(listings.state_app, name="state", rich_help_panel=DATA)
 app.add_typer(deploy.cli.app, name="cluster", rich_help_panel=DEPLOY)
+deploy.node_cli.app.command("export", epilog="Example: corolla node export --to models")(products.node_export)
 app.add_typer(deploy.node_cli.app, name="node", rich_help_panel=DEPLOY)
 app.command("reference", hidden=True)(listings.reference)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -22,8 +23,9 @@ from corolla.experiments.exported.run_models import client_id
 from corolla.experiments.runs import RecordedRun, existing
 from fl_app import exit_codes
 from fl_app.errors import UserError, counted, listed
-from fl_app.files import no_such
-from fl_app.server.run_folder import PLUGINS
+from fl_app.files import no_such, publish_text
+from fl_app.server.run_folder import CLIENTS, MODELS, NAME, PLUGINS, SUMMARY, read_clients
+from fl_app.site import site_directory
 from strategies import METHODS
 
 Exported = Annotated[
@@ -84,13 +86,49 @@ def export(
         else:
             written, failed = export_each(run, METHODS, client, to, onnx=onnx, data_path=data_path)
     for path, card in written:
-        console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
-        if (own := own_files(path)).is_dir():
-            console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
+        _show(path, card, own_files(path))
     for name, why in failed.items():
         errors.print(escape(f"{name}: not exported: {why}"), soft_wrap=True)
     if failed:
         raise typer.Exit(exit_codes.FAILED)
+
+
+def _show(path: Path, card: Mapping[str, Any], own: Path) -> None:
+    console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
+    if own.is_dir():
+        console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
+
+
+def node_export(
+    run: Annotated[
+        str | None, typer.Argument(help="A run's name or experiment id; without it the last run that this site was in.")
+    ] = None,
+    to: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write the model into.")] = Path(),
+    name: Annotated[str, typer.Option("--name", help="The site's name, for the file and its card.")] = "",
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write ONNX (needs corolla[onnx]).")] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write this site's own model of a run, which stays here, with its card. $COROLLA_SITE_DIR names the site's directory."""
+    held = {path.parent: path.stat().st_mtime for path in (site_directory() / MODELS).glob(f"*/*/{SUMMARY}")}
+    known = {folder.name for folder in held} | {folder.parent.name.rpartition("-")[0] for folder in held}
+    chosen = {folder for folder in held if run in (None, folder.name, folder.parent.name.rpartition("-")[0])}
+    if not chosen:
+        there = f"; there are {', '.join(sorted(known))}" if known else ""
+        raise UserError(f"{site_directory()}: this site keeps no model of {run or 'any run'}{there}")
+    last = max(chosen, key=lambda folder: held[folder])
+    look_for_plugins(last / PLUGINS)
+    with waiting(errors) as shown:
+        shown.step("writing the model", brief=True)
+        # imported here because torch takes seconds
+        from corolla.experiments.exported.export import export_each, own_files
+
+        client = int(last.parent.name.rpartition("-")[2])
+        if name:
+            entry = {**read_clients(last)[str(client)], NAME: name}
+            publish_text(last / CLIENTS, json.dumps({str(client): entry}) + "\n")
+        written, _ = export_each(last, METHODS, client, to, onnx=onnx)
+    for path, card in written:
+        _show(path, card, own_files(path))
 
 
 def _name_code(files: Sequence[Path]) -> None:

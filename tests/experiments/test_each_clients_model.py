@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from corolla.experiments.exported import run_models
+from corolla.experiments.exported import loading, predict, run_models
 from corolla.experiments.exported.export import export
-from fl_app import model_card
+from fl_app import data, model_card
+from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.server.run_folder import read_metrics
-from strategies import METHODS
+from fl_app.server.run_folder import read_config, read_metrics
+from fl_app.site import site_directory
+from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
 from tests.experiments.months import SETTING, cancer, wine
 
@@ -65,6 +68,36 @@ def test_every_client_gets_its_model_and_nothing_of_others(run: Run, tmp_path: P
         )
     code, out, _ = command("export", folder.path, "--client", "celle", "--to", tmp_path / "one")
     assert code == 0 and [p.name for p in sorted((tmp_path / "one").iterdir())] == ["celle.pt", "celle.pt.json"]
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedper", "fedbn", "local", "ifca", "fedem", "floco", "ditto", "fedproto"]
+)
+@pytest.mark.parametrize("over", ["sites", "site"])
+def test_a_site_exports_its_own_model(run: Run, tmp_path: Path, command: Command, method: str, over: str) -> None:
+    """The server holds no personal model. The site's predicts its own raw rows as well as the run recorded."""
+    files = [cancer(tmp_path / f"{k}.csv", slice(k, None, 3)) for k in range(3)]
+    nodes = {k: {"data-path": str(path)} for k, path in enumerate(files)}
+    setting = {**SITES, "collect_personal_models": False, "normalize_over": over, "num_server_rounds": 2}
+    folder = run(**setting, method=method, run_name="june", node_configs=nodes)
+    row = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    code, out, err = command("node", "export", "june", "--to", tmp_path / "own", "--name", "celle")
+    assert code == 0 and "celle.pt" in out, err
+    card = model_card.read(tmp_path / "own" / "celle.pt")
+    last = max(site_directory().glob("models/*/june/summary.json"), key=lambda path: path.stat().st_mtime)
+    k = last.parent.parent.name.rpartition("-")[2]
+    assert row[k]["sha256"] == card["parameters-sha256"]  # type: ignore[typeddict-item]
+    assert card["client"] == "celle" and card["run"]["name"] == "june"  # type: ignore[typeddict-item]
+    assert not {"uelzen", "class-counts"} & set(card["data"])
+    assert card["metrics"]["accuracy"] == pytest.approx(row[k]["accuracy"])
+    found = data.prepare_for(parse(read_config(folder.path), METHOD_PARAMS), str(files[int(k)]))
+    answers, _ = predict.ask(loading.open_file(tmp_path / "own" / "celle.pt", card, METHODS), found.x_test, card)
+    assert np.mean(answers.argmax(1) == found.y_test) == pytest.approx(row[k]["accuracy"])
+
+
+def test_a_site_without_a_model_says_so(command: Command) -> None:
+    code, _, err = command("node", "export", "june")
+    assert code == 2 and "june" in err
 
 
 @pytest.mark.parametrize("method", ["ifca", "cfl"])

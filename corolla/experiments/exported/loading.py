@@ -86,8 +86,7 @@ def described(trained: Trained, data_path: str) -> Entries:
     config, task = trained.config, tasks.of(trained.config)
     about = trained.run.about.get(DATA, {})
     shape = list(trained.shape.get("input_shape") or (trained.shape["in_channels"], *[trained.shape["image_size"]] * 2))
-    of_each_node = config.dataset == NODE and config.normalizes_by_site
-    recorded, read_by = None if of_each_node else about.get(NORMALIZED_BY), about.get(READ_BY, {})
+    recorded, read_by = about.get(NORMALIZED_BY), about.get(READ_BY, {})
     guessed = "int64" if task.input_dtype == "int64" else "uint8" if len(shape) == 3 else "float32"
     info, dtype = None, read_by.get("dtype", guessed)
     scales = tasks.normalization(config, np.dtype(dtype)) == "mean-std"

@@ -253,8 +253,8 @@ def networks(
     initial = config.initial_weights if config.train else ""
 
     def build() -> nn.Module:
-        dtype = tasks.of(config).input_dtype
-        return models.build(config.model, **shape, norm=config.norm, seed=config.seed, input_dtype=dtype)
+        more: dict[str, Any] = {"input_dtype": tasks.of(config).input_dtype, "classifier": config.classifier}
+        return models.build(config.model, **shape, norm=config.norm, seed=config.seed, **more)
 
     module = build()
     if initial:
