@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,27 @@ def uneven(directory: Path) -> dict[str, object]:
     return {"dataset": arrays(directory), "partition": f"file:{file}", "num_clients": 3, "batch_size": 4}
 
 
+def losses(record: object, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield all numbers of a record under a name with "loss", at any depth."""
+    if isinstance(record, dict):
+        for key, value in record.items():
+            yield from losses(value, f"{name}/{key}")
+    elif isinstance(record, float) and "loss" in name:
+        yield name, record
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_losses_are_of_ordinary_size(run: Run, tmp_path: Path, method: str) -> None:
-    setting = {"num_server_rounds": 3, "fraction_train": 0.67, "finetune_epochs": 1, "learning_rate": 0.05}
+@pytest.mark.parametrize("private", [False, True])
+def test_losses_are_of_ordinary_size(run: Run, tmp_path: Path, method: str, private: bool) -> None:
+    if private and METHODS[method].not_private:
+        pytest.skip("it cannot run private")
+    setting = {"num_server_rounds": 3, "finetune_epochs": 1, "learning_rate": 0.05}
+    # a private round needs three clients
+    setting |= {"private": True} if private else {"fraction_train": 0.67}
     folder = run(method=method, model="mlp", **uneven(tmp_path), **setting, **IN_TWO_ROUNDS.get(method, {}))
-    entries = [entry for record in read_metrics(folder.path) for entry in [record, *record["clients"].values()]]
-    losses = {
-        (name, value) for e in entries for name, value in e.items() if "loss" in name and isinstance(value, float)
-    }
-    assert len(losses) > 6 and {(name, value) for name, value in losses if not value < ORDINARY} == set()
+    records = list(read_metrics(folder.path))
+    found = [pair for record in records for pair in losses(record)]
+    assert len(found) > 20 and [pair for pair in found if not abs(pair[1]) < ORDINARY] == []
+    assert not any(record["failures"] for record in records)
+    tested = records[-1]["evaluation"]["clients"]
+    assert all(row["accuracy-finetuned"] is not None for row in tested.values() if row["test-samples"])
