@@ -104,6 +104,42 @@ def test_fedcac_has_the_overlaps_of_the_masks_exactly(run: Run) -> None:
     assert rounds(some)[0]["upload-bytes"] < rounds(hidden)[0]["upload-bytes"]
 
 
+def test_fedcac_differs_by_its_groups_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain run that is given a private run's groups ends with the private run's losses."""
+    groups: dict[int, dict[int, list[int]]] = {}
+    note = fedcac.FedCAC.note
+
+    def noted(self: fedcac.FedCAC, client_id: int, name: str, value: object) -> None:
+        if self.config.private and name == "collaborators":
+            groups.setdefault(self.round, {})[client_id] = list(value)  # type: ignore[call-overload]
+        note(self, client_id, name, value)
+
+    def chosen(self: fedcac.FedCAC, overlap: np.ndarray, round: int) -> np.ndarray:
+        together = np.zeros(overlap.shape, bool)
+        for client_id, others in groups[sorted(groups)[round - 1]].items():
+            together[client_id, others] = True
+        return together
+
+    def losses(folder: RunFolder) -> np.ndarray:
+        return np.array([row["loss"] for row in rounds(folder)[-1]["evaluation"]["clients"].values()])
+
+    setting = {
+        "method": "fedcac",
+        "num_clients": 8,
+        "num_server_rounds": 6,
+        "fedcac": {"beta": 6},
+        "private_regroup": 2,
+        "max_update_norm": 0,
+        "dirichlet_alpha": 0.1,
+    }
+    monkeypatch.setattr(fedcac.FedCAC, "note", noted)
+    hidden, plain = losses(run(run_name="hidden", private=True, **setting)), losses(run(run_name="plain", **setting))
+    assert any(0 < len(others) < 7 for of_round in groups.values() for others in of_round.values())
+    monkeypatch.setattr(fedcac.FedCAC, "choose", chosen)
+    given = losses(run(run_name="given", **setting))
+    assert np.abs(given - hidden).max() < 1e-3 < np.abs(plain - hidden).max()
+
+
 def test_fedcac_after_beta_is_fedcac(run: Run) -> None:
     # nobody shares critical parameters after round beta: no groups, so plain and private differ by fixed point alone
     settings = {"method": "fedcac", "num_clients": 5, "fedcac": {"collaboration": "none"}, "num_server_rounds": 3}
