@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from benchmarks.kernels import RESNET18, random_masks, stack
 from benchmarks.measure import arguments, finish, interleaved
-from client_app.private import Masker
+from client_app.private import Masker, answered
 from client_app.run_keys import SiteKeys
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.layout import Model
-from fl_app.privacy import keyring, masking, sketch
-from fl_app.privacy.keyring import PEERS, Keyring, drawn_run_keys, open_keyring
+from fl_app.layout import NOTHING, Model
+from fl_app.privacy import keyring, masking, shares, sketch
+from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring
 from fl_app.privacy.transcript import SentHashes, config_hash
-from fl_app.wire import PRIVATE, Download, Upload, payload_bytes, upload_message
+from fl_app.wire import AGREED, OPEN, PRIVATE, SHARES, Download, Upload, payload_bytes, upload_message
 from strategies import aggregate, fedcac, linkage, masks
 
 N = 40
@@ -62,7 +62,7 @@ class Sites:
         others = [drawn_run_keys(own, 1, config_hash(config)) for own in rings[1:]]
         self.announced = [self.first().keys.announced, *(keys.announced for keys in others)]
         self.sealed = others[0].seal({0: self.announced[0]})[0]
-        self.attempt = 0
+        self.others, self.attempt = others, 0
 
     def first(self) -> SiteKeys:
         """Return the first site's keys, as a process reads them for each message."""
@@ -83,6 +83,21 @@ class Sites:
         }
         scalars = {f"{PRIVATE}-{name}": value for name, value in said.items()}
         return Download("train", self.attempt, 0, "benchmark", model, method=scalars)
+
+    def question(self, survivors: int) -> Download:
+        """Return the server's question to client 0 that opens the sum of the first clients in the last attempt."""
+        experiment = Download(OPEN, 1, 0, "benchmark", NOTHING).experiment
+        known = self.first().help_open(experiment, self.attempt, 0, range(survivors), False)
+        label, announced, own = str(known["label"]), self.announced[0], [*range(survivors)]
+        part = bytes(shares.SHARE)
+        texts = [keyring.sealed(self._keys(j).share_key(announced, label, j, 0), part) for j in own]
+        said = {f"{PRIVATE}-members": ",".join(map(str, own)), SHARES: ",".join(texts)}
+        if survivors < len(self.announced):
+            said[AGREED] = ",".join(self._keys(j).agree(label, own) for j in own)
+        return Download(OPEN, self.attempt, 0, "benchmark", model=NOTHING, method=said)
+
+    def _keys(self, i: int) -> RunKeys:
+        return self.others[i - 1] if i else self.first().keys
 
 
 def server(words: np.ndarray, bits: masks.Bits, d: int, k: int) -> None:
@@ -105,25 +120,61 @@ def plain(W: np.ndarray, uploads: np.ndarray, bits: masks.Bits) -> None:
     fedcac.personalize(W, bits, 50, beta=100, out=W)
 
 
-def by_clients(numbers: Sequence[int], model: Model) -> dict[str, dict[str, float]]:
-    """Return, by the number of clients in a sum, a client's additional seconds and the bytes that it gets and sends."""
-    found = {}
-    for n in numbers:
-        with tempfile.TemporaryDirectory() as directory:
-            sites = Sites(Path(directory), n, RunConfig(method="fedavg", private=True, num_clients=n))
-            upload = Upload(model, num_examples=1)
-            asked = sites.asked(model)
-            scalars = sum(len(str(value)) for value in asked.method.values())
-            started = time.process_time()
-            sent = Masker.of(asked, sites.config, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
-            seconds = time.process_time() - started
-            found[str(n)] = {
-                "seconds": seconds,
-                "bytes more in a download": float(scalars),
-                "bytes of an upload": float(payload_bytes(upload_message(sent))),
-                "bytes of a plain upload": float(payload_bytes(upload_message(upload))),
-            }
-    return found
+def by_clients(n: int, model: Model) -> dict[str, float]:
+    """Return the costs of a round of FedAvg for n clients in one sum: processor seconds, and bytes of texts and arrays."""
+    with tempfile.TemporaryDirectory() as directory:
+        sites = Sites(
+            Path(directory), n, RunConfig(method="fedavg", private=True, private_absent="alone", num_clients=n)
+        )
+        upload, watch = Upload(model, num_examples=1), Laps()
+        asked = sites.asked(model)
+        sent = Masker.of(asked, sites.config, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
+        watch.lap("client: upload")
+        questions = {0: sites.question(n)}
+        watch.lap("")
+        answers = {0: answered(questions[0], sites.config, sites.first())}
+        watch.lap("client: opening")
+        # in the next attempt, as this one is opened
+        Masker.of(sites.asked(model), sites.config, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
+        questions[1] = sites.question(n - 1)
+        watch.lap("")
+        answers[1] = answered(questions[1], sites.config, sites.first())
+        watch.lap("client: opening after a dropout")
+        needed, own = shares.threshold(n), [*range(n)]
+        several = [[*shares.split(bytes(shares.SEED), own, needed).values()] for _ in own]
+        total, between = np.zeros(masking.length(model), np.uint64), {(i, n - 1): bytes(32) for i in own[:-1]}
+        watch.lap("")
+        seeds = shares.restore(own[:needed], [texts[:needed] for texts in several])
+        shares.remove(total, [shares.own_mask(seed) for seed in seeds], own, [], {})
+        watch.lap("server: opening")
+        shares.remove(total, [], own[:-1], own[-1:], between)
+        watch.lap("server: more for each dropout")
+    length = payload_bytes(upload_message(sent))
+    return watch.seconds | {
+        "bytes more in a download": _texts(asked.method),
+        "bytes of an upload": length + _texts(sent.metrics),
+        "bytes of a plain upload": float(payload_bytes(upload_message(upload))),
+        "bytes of an opening": _texts(questions[0].method) + _texts(answers[0]),
+        "bytes of an opening after a dropout": _texts(questions[1].method) + _texts(answers[1]) + 88.0,
+    }
+
+
+class Laps:
+    """Processor seconds by name, of the work since the last lap."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.process_time()
+
+    def lap(self, name: str) -> None:
+        """Note the seconds since the last lap. name: "" to count them nowhere."""
+        if name:
+            self.seconds[name] = time.process_time() - self._since
+        self._since = time.process_time()
+
+
+def _texts(scalars: Mapping[str, Scalar]) -> float:
+    return float(sum(len(str(value)) for value in scalars.values()))
 
 
 def main() -> None:
@@ -164,7 +215,8 @@ def main() -> None:
     results["client seconds at d = 1.2 million"] = seconds["client: keys"] + by_length * 1.2e6 / d
     results["server / plain server"] = seconds["server"] / seconds["plain server"]
     results["upload / plain upload"] = payload_bytes(upload_message(sent)) / payload_bytes(upload_message(upload))
-    results["by clients"] = by_clients((10, 100) if options.short else (10, 100, 1000), model)
+    numbers = (10, 100) if options.short else (10, 100, 1000)
+    results["by clients"] = {str(n): by_clients(n, model) for n in numbers}
     finish(
         results,
         {"client seconds at d = 1.2 million": 0.6, "server / plain server": 1.5, "upload / plain upload": 2.0},

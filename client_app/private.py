@@ -6,19 +6,35 @@ import dataclasses
 import hmac
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from client_app.run_keys import SiteKeys
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, counted
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING
-from fl_app.privacy import masking, sketch
-from fl_app.privacy.keyring import RunKeys, exchange
-from fl_app.privacy.masking import derived
+from fl_app.privacy import masking, secure_random, shares, sketch
+from fl_app.privacy.keyring import RunKeys, exchange, halves, opened, sealed
+from fl_app.privacy.masking import Words, derived
 from fl_app.privacy.transcript import SentHashes, Transcript
-from fl_app.wire import GROUP_MIN, PRIVATE, SEAL, SEALED, SUM, Download, Upload, state_version
+from fl_app.wire import (
+    AGREE,
+    AGREED,
+    BETWEEN,
+    GROUP_MIN,
+    OPEN,
+    OPENED,
+    PRIVATE,
+    SEAL,
+    SEALED,
+    SHARES,
+    SUM,
+    Download,
+    Upload,
+    state_version,
+)
 
 __all__ = ["Masker", "properties"]
 
@@ -33,17 +49,24 @@ def properties(keys: RunKeys) -> dict[str, Scalar]:
     return {f"{PRIVATE}-keys": keys.announced, f"{PRIVATE}-list": keys.ring.fingerprint}
 
 
-def answered(question: Download, site: SiteKeys) -> dict[str, Scalar]:
+def answered(question: Download, config: RunConfig, site: SiteKeys) -> dict[str, Scalar]:
     """Return the answer to a question of a private round. Raises UserError if it must not be answered."""
-    said = question.method
+    said, keys = question.method, site.keys
     try:
-        clients = [int(word) for word in str(said[f"{PRIVATE}-members"]).split(",")]
-        announced = str(said[f"{PRIVATE}-keys"]).split(",")
+        clients = tuple(int(word) for word in str(said[f"{PRIVATE}-members"]).split(","))
+        texts = {name: str(said.get(name, "")).split(",") for name in (f"{PRIVATE}-keys", SHARES, AGREED)}
     except (KeyError, ValueError):
         raise UserError("private: the question does not name clients") from None
-    if question.task != SEAL or len(announced) != len(clients):
+    if question.task == SEAL and len(texts[f"{PRIVATE}-keys"]) == len(clients):
+        return {SEALED: ",".join(keys.seal(dict(zip(clients, texts[f"{PRIVATE}-keys"], strict=True))))}
+    if question.task not in (AGREE, OPEN):
         raise UserError(f"private: there is no question {question.task[:20]!r} about these clients")
-    return {SEALED: ",".join(site.keys.seal(dict(zip(clients, announced, strict=True))))}
+    _check_members(clients, keys.ring.client_id, keys.ring.num_clients)
+    claimed = question.experiment, question.round, question.attempt
+    noted = site.help_open(*claimed, clients, config.private_absent == "company")
+    if question.task == AGREE:
+        return {AGREED: keys.agree(noted["label"], clients)}
+    return _opened(noted, clients, texts[SHARES], texts[AGREED], keys)
 
 
 def tags(keys: RunKeys, names: str) -> str:
@@ -60,7 +83,7 @@ def tags(keys: RunKeys, names: str) -> str:
 class Masker:
     """Masks one upload with this client's keys, for the members of its sum.
 
-    transcript: of the attempt, without the length of the sum. others: by member, its key for masks. weight: this client's
+    transcript: of the attempt, without the length of the sum. others: by other member, its key for masks. weight: this client's
     own weight, in (0, 1]. limit: the largest absolute value of a parameter that is not clipped. sealed: the sketches' key,
     encrypted by client `sealer`, whose keys are `sealers`; "" where the method sends no masks.
     """
@@ -133,6 +156,9 @@ class Masker:
         label = self._with_words(words.size).digest
         shared = {i: derived(exchange(keys.masks, key), "mask", label) for i, key in self.others.items()}
         masking.mask(words, keys.ring.client_id, shared)
+        shares_of_own = self._mask_alone(words, label)
+        facts = {"members": told.members, "keys": told.keys, "label": label}
+        self.site.note_answer(told.experiment, told.round, told.attempt, facts)
         hidden = None
         if upload.mask is not None:
             d = upload.model.params.size
@@ -140,10 +166,47 @@ class Masker:
             key = derived(secret, "sketch", told.experiment, told.round, told.attempt)
             hidden = sketch.sketch(upload.mask, d, sketch.length(d, self.sketch_bits), key)
         version = state_version(told.round, told.attempt)
-        return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: version}, upload.num_examples)
+        return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: version, SHARES: shares_of_own}, upload.num_examples)
+
+    def _mask_alone(self, words: Words, label: str) -> str:
+        """Add this upload's own mask, in place. Return the shares of its seed, sealed for each member in order."""
+        keys, members, me = self.site.keys, self.transcript.members, self.site.keys.ring.client_id
+        seed = secure_random.secret(shares.SEED)
+        masking.add(words, [(True, shares.own_mask(seed))])
+        parts = shares.split(seed, members, shares.threshold(len(members)))
+        of = zip(members, self.transcript.keys, strict=True)
+        return ",".join(sealed(keys.share_key(text, label, me, j), parts[j]) for j, text in of)
 
     def _with_words(self, words: int) -> Transcript:
         return dataclasses.replace(self.transcript, words=words)
+
+
+def _opened(
+    noted: Mapping[str, Any], survivors: Sequence[int], texts: list[str], agreed: list[str], keys: RunKeys
+) -> dict[str, Scalar]:
+    """Return this client's part in opening a sum: its shares of the survivors' own masks, and its keys with the other members.
+
+    noted: the notes on the attempt (`SiteKeys.note_answer`). texts: the sealed shares, by survivor. agreed: by
+    survivor, its signature of the survivors. If members dropped out, as many must have signed as have to answer. Raises
+    UserError.
+    """
+    members, label, me = list(noted["members"]), str(noted["label"]), keys.ring.client_id
+    of = dict(zip(members, noted["keys"], strict=True))
+    gone = [u for u in members if u not in survivors]
+    needed = shares.threshold(len(members)) if gone else 0
+    signed = zip(survivors, agreed, strict=False)
+    if sum(keys.agrees(j, label, survivors, text) for j, text in signed if needed) < needed:
+        raise UserError(f"private: {needed} members must have agreed on those that are left")
+    if len(texts) != len(survivors):
+        raise UserError("private: the server does not send the shares that open a sum")
+    found = [opened(keys.share_key(of[j], label, j, me), text) for j, text in zip(survivors, texts, strict=True)]
+    if lost := [j for j, share in zip(survivors, found, strict=True) if share is None]:
+        raise UserError(f"private: clients {lost} sealed no shares for client {me} in this attempt")
+    between = (derived(exchange(keys.masks, halves(of[u])[0]), "mask", label) for u in gone)
+    return {
+        OPENED: ",".join(share.hex() for share in found if share is not None),
+        BETWEEN: ",".join(key.hex() for key in between),
+    }
 
 
 def _check_members(members: tuple[int, ...], me: int, num_clients: int) -> None:

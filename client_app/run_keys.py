@@ -2,8 +2,9 @@
 
 - `keys/<hash>/private`: the keys, from the first question of a run until its last message. The hash is of the run's number
   and of the site's public half, so that the notes belong to the key and not to the client's number.
-- `keys/<hash>/<round>-<attempt>.answered`: an attempt that was answered under them. `keys/<hash>/experiment`: the one
-  experiment that they serve.
+- `keys/<hash>/<round>-<attempt>.answered`: an attempt that was answered under them, with the means to open its sum.
+  `keys/<hash>/<round>-<attempt>.<hash>.opened`: the members whose sum the client helps to open.
+  `keys/<hash>/experiment`: the one experiment that they serve.
 - `runs/<experiment>/sums-<hash of the public half>.json`: the sums of the experiment that the client has been in.
 - `runs/<experiment>/clipped-<hash>`: a value of the client was beyond `private-range`.
 
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, opener, publish_text, sync
 from fl_app.privacy import pins
 from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring, run_keys_from_seed, text_of
+from fl_app.privacy.shares import threshold
 from fl_app.privacy.transcript import config_hash
 from fl_app.wire import GROUP_MIN, SEED_KEYS, state_version
 
-_KEYS, _RUNS, _PRIVATE, _ANSWERED = "keys", "runs", "private", ".answered"
+_KEYS, _RUNS, _PRIVATE, _EXPERIMENT = "keys", "runs", "private", "experiment"
+_ANSWERED, _OPENED = ".answered", ".opened"
 # Keys of a run whose last message never came are deleted after this many days without use.
 _DAYS = 30
 
@@ -92,9 +96,7 @@ class SiteKeys:
         """
         me, version = self.keys.ring.client_id, state_version(round, attempt)
         with self._noting(experiment) as directory:
-            serves = directory / "experiment"
-            if serves.exists() and serves.read_text(encoding="utf-8") != experiment:
-                raise UserError(f"client {me}: private: its keys for this run serve another experiment")
+            self._check_served(directory, experiment)
             tried = [path.name for path in directory.glob(f"{round:06d}-*{_ANSWERED}")]
             if f"{version}{_ANSWERED}" in tried:
                 raise UserError(
@@ -106,21 +108,68 @@ class SiteKeys:
                     "(round-retries)"
                 )
             if whole:
-                self.enter(experiment, members)
-            if not serves.exists():
-                publish_text(serves, experiment)
-            os.close(opener(str(directory / f"{version}{_ANSWERED}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-            sync(directory)
+                self._refined(experiment, members)
+            if not (directory / _EXPERIMENT).exists():
+                publish_text(directory / _EXPERIMENT, experiment)
+            self._mark(directory / f"{version}{_ANSWERED}")
 
-    def enter(self, experiment: str, members: Collection[int]) -> None:
-        """Note that the client takes part in a sum over these members. Raises UserError if it would split a company."""
-        parts, new = self._known(experiment).get("parts", []), None
+    def note_answer(self, experiment: str, round: int, attempt: int, facts: Mapping[str, object]) -> None:
+        """Note the means to open the sum of an attempt: its `members`, their signed `keys`, the `label` of its masks.
+
+        Without this note, as after a crash, the client helps to open no sum of the attempt.
+        """
+        path = self._directory(experiment) / f"{state_version(round, attempt)}{_ANSWERED}"
+        path.write_text(json.dumps(facts), encoding="utf-8")
+
+    def help_open(
+        self, experiment: str, round: int, attempt: int, survivors: Collection[int], whole: bool
+    ) -> dict[str, Any]:
+        """Note the survivors whose sum the client helps to open. Return the notes on the attempt (`note_answer`).
+
+        Raises UserError if the client has not answered the attempt, if they are no members, if it helped to open another
+        sum of the attempt, if they are too few, or if their sum would split a company (with `whole`).
+        """
+        me, version, asked = self.keys.ring.client_id, state_version(round, attempt), sorted(survivors)
+        with self._noting(experiment) as directory:
+            self._check_served(directory, experiment)
+            path = directory / f"{version}{_ANSWERED}"
+            noted: dict[str, Any] = {}
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                noted = dict(json.loads(path.read_text(encoding="utf-8")))
+            if not set(asked) <= set(noted.get("members", ())):
+                raise UserError(f"client {me}: private: it has not answered attempt {version} with these members")
+            mark = directory / f"{version}.{hashlib.sha256(repr(asked).encode()).hexdigest()}{_OPENED}"
+            before = [*directory.glob(f"{version}.*{_OPENED}")]
+            if before not in ([], [mark]):
+                raise UserError(f"client {me}: private: another sum of attempt {version} was opened before")
+            if len(asked) < (needed := threshold(len(noted["members"]))):
+                raise UserError(f"client {me}: private: a sum needs {needed} of its members, got {len(asked)}")
+            if whole and (new := self._refined(experiment, asked)) != self._known(experiment).get("parts", []):
+                self._note(experiment, parts=new)
+            if not before:
+                self._mark(mark)
+        return noted
+
+    def _mark(self, path: Path) -> None:
+        """Create an empty note for good. Where keys follow from the seed, it need not outlive a crash of the machine."""
+        os.close(opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        if not self.simulated:
+            sync(path.parent)
+
+    def _check_served(self, directory: Path, experiment: str) -> None:
+        """Raise UserError if the keys serve another experiment: its notes on sums would not be those of this one."""
+        path = directory / _EXPERIMENT
+        if path.exists() and path.read_text(encoding="utf-8") != experiment:
+            raise UserError(
+                f"client {self.keys.ring.client_id}: private: its keys for this run serve another experiment"
+            )
+
+    def _refined(self, experiment: str, members: Collection[int]) -> list[list[int]]:
+        """Return the companies after a sum over these members. Raises UserError if it would split one."""
         try:
-            new = refined(parts, members)
+            return refined(self._known(experiment).get("parts", []), members)
         except ValueError as error:
             raise UserError(f"client {self.keys.ring.client_id}: private: {error}") from None
-        if new != parts:
-            self._note(experiment, parts=new)
 
     def count(self, experiment: str, samples: int, most: float) -> float:
         """Return the sample count that the client counts with in all sums of an experiment, at most `most` if that is not 0.

@@ -26,16 +26,20 @@ from fl_app.known_names import CLIENT_NAME
 from fl_app.metrics import METRIC_ERRORS, OF_EVERY_METHOD, admits
 from fl_app.server.properties import INPUT, KEYS, LIST, NORMALIZATION, SOFTWARE, SUMS
 from fl_app.wire import (
+    AGREED,
     ARRAYS,
+    BETWEEN,
     BUFFERS_SHA256,
     CLIPPED,
     DETAILS,
     ERROR,
     FEATURE_TAGS,
     FEATURES,
+    OPENED,
     PRIVATE,
     SEALED,
     SHA256,
+    SHARES,
     STATE_USED,
     STATE_VERSION,
 )
@@ -97,7 +101,7 @@ def _is_json(value: Any) -> bool:
 COUNT = Form("integer >= 0", lambda value: type(value) is int and 0 <= value < 2**53)
 NUMBER = Form("number", lambda value: admits(value, float("-inf"), float("inf")))
 HASH = _matching("SHA-256", "([0-9a-f]{64})?")
-HASHED = _matching("SHA-256 values", "[0-9a-f]{64}(,[0-9a-f]{64})*|")
+HASHED = _matching("values of 64 hexadecimal digits", "[0-9a-f]{64}(,[0-9a-f]{64})*|")
 VERSION = _matching("round and attempt", r"(\d{6}-\d{6})?")
 COUNTS = _matching("integers", r"(\d+(,\d+)*)?")
 SEALS = _matching("base64 texts", "[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*")
@@ -172,6 +176,10 @@ TABLE: tuple[Entry, ...] = (
     Entry(LIST, _ASKED, HASH, ALL, False, "the hash of the site's list of keys"),
     Entry(KEYS, _ASKED, SEALS, ALL, False, "the site's keys of this run, signed"),
     Entry(SEALED, _ASKED, SEALS, ALL, False, "the sketches' key, sealed for each other client"),
+    Entry(SHARES, _TRAINED, SEALS, ALL, False, "shares of the upload's own mask, sealed for each member of the sum"),
+    Entry(AGREED, _ASKED, SEALS, ALL, False, "a signature of the members whose sum is opened"),
+    Entry(OPENED, _ASKED, HASHED, ALL, False, "shares of the masks of those members"),
+    Entry(BETWEEN, _ASKED, HASHED, ALL, False, "the masks' keys with members that dropped out"),
     Entry(ARRAYS, _TRAINED, NAMES, ALL, False, "names of the arrays in the reply"),
     Entry("num_examples", _MEASURED, COUNT, ALL, True, "weights of means; 1 as above"),
     Entry("loss", _MEASURED, NUMBER, ALL, True, "the loss; NaN with `report-accuracy = false`"),

@@ -46,6 +46,8 @@ WIRE_VERSION = "1"
 QUERY = "get_properties"
 # Task of a question to one client: seal the sketches' key for others. The answer's entry, which a client's download has, too.
 SEAL, SEALED = "seal", "private-sealed"
+# Tasks of questions once all have answered or dropped out: agree on those that are left, and open their sum.
+AGREE, OPEN = "agree", "open"
 # Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # Metric: the generation of state that this message made, "" without any.
@@ -60,6 +62,9 @@ PRINTED, TRACEBACK = "printed", "traceback"
 FEATURES, FEATURE_TAGS = "feature-names", f"{PRIVATE}-feature-tags"
 # Extra array of a private round: params, buffers and weight in fixed point under masks, uint64 [d + b + 1].
 SUM = "masked"
+# Entries of an upload and of answers: sealed shares of the upload's own mask; a signature of the survivors; shares, and keys with
+# the members that dropped out.
+SHARES, AGREED, OPENED, BETWEEN = f"{PRIVATE}-shares", f"{PRIVATE}-agreed", f"{PRIVATE}-opened", f"{PRIVATE}-between"
 # Metric of the reply to "forget" in a private run: whether a value was ever clipped to `private-range`.
 CLIPPED = f"{PRIVATE}-clipped"
 # Fewest clients in a sum of a private round: with two, each would know the other's model.

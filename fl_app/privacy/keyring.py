@@ -10,11 +10,12 @@ process), the keys follow from the seed. That exercises the protocol and hides n
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,10 +85,8 @@ class Keyring:
     def verify(self, client_id: int, statement: bytes, signature: bytes) -> None:
         """Raise UserError unless a client has signed a statement."""
         self._static(client_id)
-        try:
-            Ed25519PublicKey.from_public_bytes(self.public_of(client_id)[_LENGTH:]).verify(signature, statement)
-        except (InvalidSignature, ValueError):
-            raise UserError(f"private: client {client_id} has not signed the keys that it is said to use") from None
+        if not _signed(self.public_of(client_id)[_LENGTH:], statement, signature):
+            raise UserError(f"private: client {client_id} has not signed the keys that it is said to use")
 
 
 @dataclass(frozen=True)
@@ -116,13 +115,9 @@ class RunKeys:
 
         Raises UserError unless the client has signed them for this run, configuration and list of keys.
         """
-        try:
-            whole = base64.b64decode(announced, validate=True)
-        except ValueError:
-            whole = b""
-        public, signature = whole[: 2 * _LENGTH], whole[2 * _LENGTH :]
-        self.ring.verify(client_id, self._statement(client_id, public), signature)
-        return public[:_LENGTH], public[_LENGTH:]
+        masks, seals, signature = halves(announced)
+        self.ring.verify(client_id, self._statement(client_id, masks + seals), signature)
+        return masks, seals
 
     def _statement(self, client_id: int, public: bytes) -> bytes:
         facts = [self.run, client_id, self.ring.num_clients, self.config, self.ring.fingerprint]
@@ -146,11 +141,54 @@ class RunKeys:
             raise UserError(not_sealed(sender, me))
         return found
 
+    def share_key(self, other: str, label: str, sender: int, receiver: int) -> bytes:
+        """Return the key under which a share goes from one client to another, of which this client is one.
+
+        other: the other's signed keys; this client's own for itself. label: the transcript's digest.
+        """
+        return derived(exchange(self.seals, halves(other)[1]), "share", label, sender, receiver)
+
+    def agree(self, label: str, survivors: Sequence[int]) -> str:
+        """Return the signature of the clients whose sum this client helps to open, as text. label: the transcript's digest."""
+        return text_of(self.ring.signer.sign(_agreement(label, survivors)))
+
+    def agrees(self, client_id: int, label: str, survivors: Sequence[int], signature: str) -> bool:
+        """Return whether a client has signed these survivors."""
+        try:
+            self.ring.verify(client_id, _agreement(label, survivors), base64.b64decode(signature, validate=True))
+        except (UserError, ValueError):
+            return False
+        return True
+
     def _sketch_key(self, other: int, announced: str, sender: int, receiver: int) -> bytes:
         """Return the key that seals the sketches' key between this client and another one, from their keys of this run."""
         _, public = self.verified(other, announced)
         facts = self.run, self.config, self.ring.fingerprint, sender, receiver
         return derived(exchange(self.seals, public), "sketch", *facts)
+
+
+def halves(announced: str) -> tuple[bytes, bytes, bytes]:
+    """Return announced keys for masks and for sealed messages, and their signature, which is not verified here."""
+    try:
+        whole = base64.b64decode(announced, validate=True)
+    except ValueError:
+        whole = b""
+    return whole[:_LENGTH], whole[_LENGTH : 2 * _LENGTH], whole[2 * _LENGTH :]
+
+
+def _agreement(label: str, survivors: Sequence[int]) -> bytes:
+    return b"corolla survivors " + json.dumps([label, *survivors]).encode()
+
+
+# a client verifies the same keys in each round of a run
+@functools.lru_cache(4096)
+def _signed(public: bytes, statement: bytes, signature: bytes) -> bool:
+    """Return whether a key has signed a statement."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def exchange(private: X25519PrivateKey, public: bytes) -> bytes:
@@ -197,10 +235,16 @@ def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Key
 
 
 def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
-    def private(i: int) -> X25519PrivateKey:
-        return X25519PrivateKey.from_private_bytes(derived(str(seed).encode(), "private key", i))
+    return Keyring(client_id, num_clients, _seeded(seed, client_id), functools.partial(_seeded_public, seed))
 
-    return Keyring(client_id, num_clients, private(client_id), lambda i: _public(private(i)))
+
+def _seeded(seed: int, i: int) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(derived(str(seed).encode(), "private key", i))
+
+
+@functools.lru_cache(4096)
+def _seeded_public(seed: int, i: int) -> bytes:
+    return _public(_seeded(seed, i))
 
 
 def run_keys_from_seed(ring: Keyring, seed: int, run: int, config: str) -> RunKeys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
@@ -92,7 +92,7 @@ class Exchange:
         timeout: float,
         total: int,
         ends: Callable[[], bool] | None = None,
-    ) -> Iterator[Reply]:
+    ) -> Generator[Reply, None, None]:
         """Send `total` messages, built one at a time, and yield every reply as it arrives, failures included.
 
         what: the step, for progress. timeout: seconds after which a client without a reply is given up, counted from

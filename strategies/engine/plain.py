@@ -69,8 +69,13 @@ class PlainRounds:
         """Ask nothing before an attempt."""
         return iter(())
 
-    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
+    def after(self, attempt: Attempt) -> Iterator[Questions]:
+        """Ask nothing after the uploads."""
+        return iter(())
+
+    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> bool:
         """Take nothing."""
+        return True
 
     def expected_from(self, client_id: int) -> Expected:
         """Return the form that the method expects of this client's upload."""

@@ -1,16 +1,17 @@
 """Private rounds (docs/privacy.md): clients send masked models, and the server forms sums over groups of clients.
 
-Every pair of a group's members adds and subtracts a mask that belongs to this attempt at this round. The sum of all
-members' uploads is therefore the sum of their models, and a sum over fewer members reveals nothing. A dropout costs the
-attempt: it is repeated, with other masks, among the clients that answered. The uploads of an attempt that does not
-count are not kept. strategies/engine/cohorts.py limits the facts that all sums of a run reveal together.
+Every pair of a group's members adds and subtracts a mask that belongs to this attempt at this round, and each member adds
+one of its own. Once all have answered or dropped out, the members that are left agree on whom that is, and reveal what
+opens the sum of their uploads, and of no others (fl_app/privacy/shares.py). strategies/engine/cohorts.py limits the facts
+that all sums of a run reveal together.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +20,28 @@ from numpy.typing import NDArray
 
 from fl_app import rng
 from fl_app.config import RunConfig
-from fl_app.errors import MethodFault, UserError
+from fl_app.errors import MethodFault, UserError, counted
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Layout, Model
 from fl_app.privacy.transcript import SentHashes
 from fl_app.server.properties import KEYS
-from fl_app.wire import GROUP_MIN, PRIVATE, SEAL, SEALED, SUM, Expected, Upload, WireError, state_version
+from fl_app.wire import (
+    AGREE,
+    AGREED,
+    BETWEEN,
+    GROUP_MIN,
+    OPEN,
+    OPENED,
+    PRIVATE,
+    SEAL,
+    SEALED,
+    SHARES,
+    SUM,
+    Expected,
+    Upload,
+    WireError,
+    state_version,
+)
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import DeclaredSizes, Intake, Sums
 from strategies.engine import cohorts
@@ -41,31 +58,94 @@ log = logging.getLogger("corolla")
 class MaskedIntake(Intake):
     """Sums that uploads are added to as they come.
 
-    config: the run's. version: the version of the client states that the attempt makes. totals: uint64 [G, d + b + 1],
-    the sum of each group. group_of: by client, its group's row in `totals`. sent: by client, the hash of what it is sent.
+    config: the run's. version: the version of the client states that the attempt makes. groups: by label, the members of a
+    sum. totals: uint64 [P, d + b + 1], sums of uploads of which all or none are in a group's sum. row_of_sum: by client, its
+    row in `totals`. sent: by client, the hash of what it is sent. shares: by client, the sealed shares of its own mask, by
+    member. survivors: by label, the members whose sum is to be opened. agreed: by client, its signature of them. answers: by
+    client, its shares of their masks, and its keys with the other members.
     """
 
     config: RunConfig
     version: str
     groups: Mapping[int, list[int]]
     totals: NDArray[np.uint64]
-    group_of: Mapping[int, int]
+    row_of_sum: Mapping[int, int]
     sent: Mapping[int, str]
+    shares: dict[int, dict[int, str]] = field(default_factory=dict)
+    survivors: dict[int, list[int]] = field(default_factory=dict)
+    agreed: dict[int, str] = field(default_factory=dict)
+    answers: dict[int, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
+
+    @cached_property
+    def label_of(self) -> dict[int, int]:
+        """By client, the label of its group."""
+        return {i: label for label, own in self.groups.items() for i in own}
 
     def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
         """Add an upload to its group's sum and keep no copy. Raises WireError if its masks belong to another attempt."""
         if (made_for := upload.metrics.get(PRIVATE, "")) != self.version:
             raise WireError(f"its masks belong to attempt {str(made_for)[:20] or 'none'}, not to {self.version}")
-        self.totals[self.group_of[client_id]] += upload.extras[SUM]
+        members, texts = self.groups[self.label_of[client_id]], str(upload.metrics.get(SHARES, "")).split(",")
+        if len(texts) != len(members):
+            raise WireError(f"{SHARES} must be for each of {counted(len(members), 'member')}, got {len(texts)}")
+        self.shares[client_id] = dict(zip(members, texts, strict=True))
+        self.totals[self.row_of_sum[client_id]] += upload.extras[SUM]
         rest = Upload(upload.model, upload.mask, num_examples=upload.num_examples)
         super().accept(client_id, rest, metrics, nbytes)
 
     def sums(self, layout: Layout) -> Sums:
         """Return the sums as means. Raises TooFewResults if masks did not cancel: the client at fault cannot be found."""
-        rows = zip(self.totals, self.groups.items(), strict=True)
-        means = {label: self._mean(total, layout, members) for total, (label, members) in rows}
-        whole = self._mean(np.add.reduce(self.totals, axis=0, dtype=np.uint64), layout, self.ids)
-        return Sums(self.ids, self.groups, means, whole, self.bits, self.expected.num_params)
+        totals = {label: self._opened(label) for label in self.survivors}
+        means = {label: self._mean(total, layout, self.survivors[label]) for label, total in totals.items()}
+        ids = sorted(i for own in self.survivors.values() for i in own)
+        whole = self._mean(np.add.reduce([*totals.values()], axis=0, dtype=np.uint64), layout, ids)
+        bits = None if self.bits is None else self.bits[[self.row_of[i] for i in ids]]
+        return Sums(ids, self.survivors, means, whole, bits, self.expected.num_params)
+
+    def dropped(self, label: int) -> list[int]:
+        """Return the members of a group that are not among its survivors."""
+        return [i for i in self.groups[label] if i not in self.survivors[label]]
+
+    def needed(self, label: int) -> int:
+        """Return how many of a group's members must help to open its sum."""
+        from fl_app.privacy.shares import threshold
+
+        return len(self.survivors[label]) if self.dropped(label) else threshold(len(self.groups[label]))
+
+    def is_open(self, label: int) -> bool:
+        """Return whether enough of a group's members have helped to open its sum."""
+        return sum(i in self.answers for i in self.survivors[label]) >= self.needed(label)
+
+    def answer(self, client_id: int, entries: Numbers) -> None:
+        """Take a client's part in opening its group's sum. Raises WireError if it is malformed."""
+        label, found = self.label_of[client_id], []
+        for name, count in ((OPENED, len(self.survivors[label])), (BETWEEN, len(self.dropped(label)))):
+            words = [word for word in str(entries.get(name, "")).split(",") if word]
+            if len(words) != count or not all(re.fullmatch("[0-9a-f]{64}", word, re.ASCII) for word in words):
+                raise WireError(f"{name} must be {count} words of 64 hexadecimal digits")
+            found.append([bytes.fromhex(word) for word in words])
+        self.answers[client_id] = found[0], found[1]
+
+    def _opened(self, label: int) -> NDArray[np.uint64]:
+        """Return a group's sum without masks. Raises TooFewResults if too few members helped to open it."""
+        from fl_app.privacy import shares
+
+        own, gone = self.survivors[label], self.dropped(label)
+        helped = [i for i in own if i in self.answers]
+        if not self.is_open(label):
+            silent = [i for i in own if i not in self.answers]
+            raise TooFewResults(_gone(silent, own), [*silent, *gone])
+        holders = helped[: shares.threshold(len(self.groups[label]))]
+        try:
+            several = [[self.answers[i][0][place] for i in holders] for place in range(len(own))]
+            masks = [shares.own_mask(seed) for seed in shares.restore(holders, several)]
+        except ValueError:
+            raise TooFewResults(_uncancelled(own)) from None
+        rows = sorted({self.row_of_sum[i] for i in own})
+        total: NDArray[np.uint64] = np.add.reduce(self.totals[rows], axis=0, dtype=np.uint64)
+        between = {(i, j): key for i in own if gone for j, key in zip(gone, self.answers[i][1], strict=True)}
+        shares.remove(total, masks, own, gone, between)
+        return total
 
     def _mean(self, total: NDArray[np.uint64], layout: Layout, members: list[int]) -> Model:
         from fl_app.privacy import masking
@@ -73,19 +153,25 @@ class MaskedIntake(Intake):
         try:
             return masking.decode(total, layout.d, self.config.num_clients, len(members), self.config.private_range)
         except ValueError:
-            raise TooFewResults(
-                f"the masks of clients {members} do not cancel: one of them has wrong keys, was sent something else, or sent a "
-                "wrong upload"
-            ) from None
+            raise TooFewResults(_uncancelled(members)) from None
 
 
-def complete_groups(intake: Intake) -> list[list[int]]:
-    """Return the groups of a private attempt from which all members answered: the server has their sums, even if it
-    does not count.
-    """
+def _gone(silent: list[int], own: list[int]) -> str:
+    return f"clients {silent} went away before the sum of clients {own} was opened: the others are asked again"
+
+
+def _uncancelled(members: list[int]) -> str:
+    return (
+        f"the masks of clients {members} do not cancel: one of them has wrong keys, was sent something else, or sent a wrong "
+        "upload"
+    )
+
+
+def opened_sums(intake: Intake) -> list[list[int]]:
+    """Return the clients of the sums that a private attempt can open: the server has them, even if it does not count."""
     if not isinstance(intake, MaskedIntake):
         return []
-    return [own for own in intake.groups.values() if all(i in intake.metrics for i in own)]
+    return [own for label, own in intake.survivors.items() if intake.is_open(label)]
 
 
 class PrivateRounds:
@@ -131,7 +217,7 @@ class PrivateRounds:
             self.store.replace(cohorts.split(self.store.cohorts, here))
         all_of = cohorts.members(self.store.cohorts)
         able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.present(self.store.cohorts, here)
-        known = [own for earlier in attempt.earlier for own in complete_groups(earlier.intake)]
+        known = [own for earlier in attempt.earlier for own in opened_sums(earlier.intake)]
         able = [own for own in able if not cohorts.differs(self.store.cohorts, own, known)]
         if idle := sorted(here.difference(*able) - self.config.unseen):
             log.info("round %d: clients %s are not asked: others of their companies are away", attempt.round, idle)
@@ -163,6 +249,7 @@ class PrivateRounds:
             declared = [float(attempt.declared[i]["train-samples"]) for i in ids]
             self.store.bound_sizes(declared, self.config.max_size_weight)
         groups = self.server.sum_groups(ids)
+        rows = self._rows(groups)
         n, expected, hashes = len(ids), self.expected(), SentHashes()
         empty = np.empty((n, 0), np.float32)
         attempt.expected = expected
@@ -178,8 +265,8 @@ class PrivateRounds:
             config=self.config,
             version=state_version(attempt.round, attempt.generation),
             groups=groups,
-            totals=np.zeros((len(groups), self._words), np.uint64),
-            group_of={i: row for row, own in enumerate(groups.values()) for i in own},
+            totals=np.zeros((len(set(rows.values())), self._words), np.uint64),
+            row_of_sum=rows,
             sent={i: hashes.of(download, self.server.told) for i, download in downloads},
         )
 
@@ -191,7 +278,7 @@ class PrivateRounds:
         intake = attempt.intake
         if not isinstance(intake, MaskedIntake):
             return {}
-        members = list(intake.groups.values())[intake.group_of[client_id]]
+        members = intake.groups[intake.label_of[client_id]]
         scalars: dict[str, Scalar] = {
             f"{PRIVATE}-members": ",".join(map(str, members)),
             KEYS: ",".join(str(attempt.declared[i][KEYS]) for i in members),
@@ -216,7 +303,103 @@ class PrivateRounds:
         if any(attempt.declared[i][KEYS] not in known for i in new):
             raise TooFewResults(f"client {sealer} sealed no key of the sketches: the others are asked again", [sealer])
 
-    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
+    def _rows(self, groups: Mapping[int, list[int]]) -> dict[int, int]:
+        """Return, by client, the row of sums that its upload is added to. All clients of a row count, or none.
+
+        A row is a cohort's. The three with the lowest numbers have rows of their own if they may be left out with an absent
+        member (cohorts.split).
+        """
+        apart: set[int] = set()
+        if self.config.private_absent == "company":
+            able = (own for own in cohorts.members(self.store.cohorts) if len(own) >= 2 * GROUP_MIN)
+            apart = {i for own in able for i in own[:GROUP_MIN]}
+        parts = {
+            i: (label, -1 - i if i in apart else int(self.store.cohorts[i])) for label in groups for i in groups[label]
+        }
+        rows = {part: row for row, part in enumerate(dict.fromkeys(parts.values()))}
+        return {i: rows[part] for i, part in parts.items()}
+
+    def after(self, attempt: Attempt) -> Iterator[Questions]:
+        """Ask the members of each sum that are left to open it, and before that, if some dropped out, to agree on whom that is.
+
+        Raises TooFewResults if too many clients dropped out.
+        """
+        intake = attempt.intake
+        assert isinstance(intake, MaskedIntake)
+        self._refuse_sealer(attempt, intake)
+        require_results(attempt, self.config.min_results, GROUP_MIN)
+        survivors = self._survivors(attempt, intake)
+        counted_ids = {i for own in survivors.values() for i in own}
+        if left := sorted(intake.metrics.keys() - counted_ids):
+            log.info("round %d: clients %s are left out: others of their companies are away", attempt.round, left)
+            for i in left:
+                intake.reject(i)
+            require_results(attempt, self.config.min_results, GROUP_MIN)
+        intake.survivors = survivors
+        told = {i: {f"{PRIVATE}-members": ",".join(map(str, own))} for own in survivors.values() for i in own}
+        if parted := [label for label in survivors if intake.dropped(label)]:
+            yield AGREE, {i: told[i] for label in parted for i in survivors[label]}
+        for label in parted:
+            if silent := [i for i in survivors[label] if i not in intake.agreed]:
+                # each has keys with those that dropped out
+                raise TooFewResults(_gone(silent, survivors[label]), [*silent, *intake.dropped(label)])
+        agreed = {label: ",".join(intake.agreed[i] for i in survivors[label]) for label in parted}
+        yield (
+            OPEN,
+            {
+                i: {
+                    **told[i],
+                    SHARES: ",".join(intake.shares[j][i] for j in own),
+                    **({AGREED: agreed[label]} if label in agreed else {}),
+                }
+                for label, own in survivors.items()
+                for i in own
+            },
+        )
+
+    def _survivors(self, attempt: Attempt, intake: MaskedIntake) -> dict[int, list[int]]:
+        """Return the clients of each group whose sum may be opened: whole companies, all of which have answered.
+
+        Raises TooFewResults if they are too few to open it.
+        """
+        from fl_app.privacy.shares import threshold
+
+        here = set(intake.metrics)
+        absent = [i for i in intake.ids if i not in here]
+        if not absent:
+            return {label: list(own) for label, own in intake.groups.items()}
+        whole, parted = self.config.private_absent == "company", self.store.cohorts
+        if whole:
+            parted = cohorts.split(parted, set(range(self.config.num_clients)) - set(absent))
+            able = [own for own in cohorts.members(parted) if here.issuperset(own)]
+        else:
+            able = cohorts.present(parted, here)
+        known = [own for earlier in attempt.earlier for own in opened_sums(earlier.intake)]
+        kept = {i for own in able if not cohorts.differs(parted, own, known) for i in own}
+        survivors = {label: [i for i in own if i in kept] for label, own in intake.groups.items()}
+        survivors = {label: own for label, own in survivors.items() if own}
+        if not survivors or any(len(own) < threshold(len(intake.groups[label])) for label, own in survivors.items()):
+            raise TooFewResults(
+                f"clients {absent} dropped out, and too few are left to open the sum: the others are asked again",
+                absent,
+            )
+        self.store.replace(parted)
+        return survivors
+
+    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> bool:
+        """Take a client's answer to a question. Return whether no more answers are needed."""
+        intake = attempt.intake
+        assert isinstance(intake, MaskedIntake)
+        if not intake.survivors:
+            self._take_sealed(attempt, client_id, entries)
+            return True
+        if AGREED in entries:
+            intake.agreed[client_id] = str(entries[AGREED])
+            return False
+        intake.answer(client_id, entries)
+        return all(map(intake.is_open, intake.survivors))
+
+    def _take_sealed(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
         """Take the sketches' key, sealed for the clients of an attempt."""
         keys = [str(attempt.declared[i][KEYS]) for i in attempt.intake.ids]
         new = [text for text in keys if text not in self.sealed[client_id]]
@@ -240,16 +423,9 @@ class PrivateRounds:
         attempt.intake.accept(client_id, upload, metrics, nbytes)
 
     def screen(self, attempt: Attempt) -> Sums:
-        """Unmask the sums and return them. Raises TooFewResults if a client dropped out, and has changed nothing then."""
+        """Unmask the sums and return them. Raises TooFewResults if they cannot be opened, and has changed nothing then."""
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
-        self._refuse_sealer(attempt, intake)
-        require_results(attempt, self.config.min_results, GROUP_MIN)
-        if absent := [i for i in intake.ids if i not in intake.metrics]:
-            raise TooFewResults(
-                f"clients {absent} dropped out: without them the sums stay masked, so the others are asked again",
-                absent,
-            )
         sums = intake.sums(self.server.layout)
         self._screen_sums(attempt, sums)
         intake.forget_stacks()

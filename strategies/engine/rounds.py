@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -72,8 +73,12 @@ class RoundProtocol(Protocol):
         """Yield the questions that precede an attempt's messages. When it goes on, the clients have answered."""
         ...
 
-    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
-        """Take a client's answer to a question. Raises WireError to drop it."""
+    def after(self, attempt: Attempt) -> Iterator[Questions]:
+        """Yield the questions that follow once all uploads have come. Raises TooFewResults."""
+        ...
+
+    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> bool:
+        """Take a client's answer to a question. Return whether no more are needed. Raises WireError to drop it."""
         ...
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
@@ -298,11 +303,14 @@ class Rounds:
         for task, asked in questions:
             contents = ((i, wire.encode_query(Download(task, *facts, method=said))) for i, said in asked.items())
             messages = (self.exchange.message(i, content, wire.QUERY, attempt.round) for i, content in contents)
-            for reply in self.exchange.ask(f"{self._name()}, {task}", messages, self.config.round_timeout, len(asked)):
-                try:
-                    self.protocol.answer(attempt, reply.client_id, wire.decode_answer(reply.usable()))
-                except Exception as error:
-                    attempt.fail(reply.client_id, f"round {attempt.round}, {task}", "dropped", error)
+            name = f"{self._name()}, {task}"
+            with closing(self.exchange.ask(name, messages, self.config.round_timeout, len(asked))) as replies:
+                for reply in replies:
+                    try:
+                        if self.protocol.answer(attempt, reply.client_id, wire.decode_answer(reply.usable())):
+                            break
+                    except Exception as error:
+                        attempt.fail(reply.client_id, f"round {attempt.round}, {task}", "dropped", error)
 
     def _may_close(self) -> bool:
         """Return whether a round in real time has its quorum, or enough answers at its deadline."""
@@ -506,6 +514,7 @@ class Rounds:
             attempt.missed = {i: works[i] for i in attempt.intake.ids if i not in attempt.ended}
             for client_id in attempt.missed:
                 attempt.intake.skip(client_id)
+        self._ask_questions(self.protocol.after(attempt))
         return self.protocol.screen(attempt)
 
     def personalize(self, accepted: Any) -> None:

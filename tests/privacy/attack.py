@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 
 from fl_app.site import site_directory
 from strategies.engine.attempt import Attempt
-from strategies.engine.private import MaskedIntake, PrivateRounds, complete_groups
+from strategies.engine.private import MaskedIntake, PrivateRounds, opened_sums
 
 # round; what each client counts in it
 Sum = tuple[int, dict[int, float]]
@@ -60,7 +60,7 @@ class Attack:
 
 @contextmanager
 def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
-    """Every sum that a server in this process can form, of attempts that do not count, too: of groups that all of have answered."""
+    """Every sum that a server in this process can form, of attempts that do not count, too."""
     seen: list[Sum] = []
     screen = PrivateRounds.screen
 
@@ -68,7 +68,7 @@ def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
         notes = site_directory() / "runs" / self.server.folder.experiment
-        for own in complete_groups(intake):
+        for own in opened_sums(intake):
             counts = (json.loads((notes / f"client-{i:04d}" / "sums.json").read_text())["count"] for i in own)
             seen.append((attempt.round, dict(zip(own, counts, strict=True))))
         return screen(self, attempt)

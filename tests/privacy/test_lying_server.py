@@ -19,12 +19,12 @@ from client_app.run_keys import refined
 from fl_app import models, wire
 from fl_app.config import parse
 from fl_app.data import open_client
-from fl_app.layout import Layout, Model
-from fl_app.privacy import masking, pins
-from fl_app.privacy.keyring import PEERS, open_keyring
+from fl_app.layout import NOTHING, Layout, Model
+from fl_app.privacy import masking, pins, shares
+from fl_app.privacy.keyring import PEERS, RunKeys, open_keyring
 from fl_app.privacy.transcript import SentHashes, Transcript
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.wire import PRIVATE_KEYS, SUM, Download, Expected
+from fl_app.wire import AGREE, AGREED, BETWEEN, OPEN, OPENED, PRIVATE_KEYS, SHARES, SUM, Download, Expected
 from strategies import METHOD_PARAMS
 from tests.conftest import flat
 from tests.privacy.keys import make
@@ -51,6 +51,7 @@ class Server:
         layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8))
         self.d = layout.d
         self.model = Model(np.full(layout.d, 0.01, np.float32), np.zeros(0, np.float32))
+        self.shares: dict[tuple[int, int], dict[int, str]] = {}
         self.facts = [self.properties(i) for i in range(N)]
 
     def properties(self, client_id: int) -> dict[str, Any]:
@@ -81,10 +82,54 @@ class Server:
         reply = self.grid._handle(Message(content, client_id + 1, "train"))
         assert reply.has_content(), reply.error
         upload = wire.decode_upload(reply.content, Expected(0, 0, extras={SUM: ("<u8", (self.d + 1,))}))
+        self.shares[client_id, attempt] = dict(zip(members, str(upload.metrics[SHARES]).split(","), strict=True))
         return np.array(upload.extras[SUM])
 
+    def help_open(
+        self, client_id: int, survivors: Sequence[int], attempt: int = 0, agreed: dict[int, str] | None = None
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Return a client's shares of the survivors' masks, and its keys with the others. Raises WireError with its refusal."""
+        held = {SHARES: ",".join(self.shares[j, attempt].get(client_id, "") for j in survivors)}
+        if agreed is not None:
+            held[AGREED] = ",".join(agreed.get(i, "") for i in survivors)
+        found = self.question(OPEN, client_id, survivors, attempt, **held)
+        shares, keys = ([bytes.fromhex(word) for word in str(found[n]).split(",") if word] for n in (OPENED, BETWEEN))
+        return shares, keys
+
+    def question(
+        self,
+        task: str,
+        client_id: int,
+        survivors: Sequence[int],
+        attempt: int = 0,
+        experiment: str = "abc",
+        **said: str,
+    ) -> dict[str, Any]:
+        told = {"private-members": ",".join(map(str, survivors)), **said}
+        content = wire.encode_query(Download(task, 1, attempt, experiment, NOTHING, method=told))
+        reply = self.grid._handle(Message(content, client_id + 1, wire.QUERY))
+        return wire.decode_answer(reply.content)
+
+    def agreed(self, survivors: Sequence[int], attempt: int = 0) -> dict[int, str]:
+        return {i: self.question(AGREE, i, survivors, attempt)[AGREED] for i in survivors}
+
+    def opened(
+        self, words: np.ndarray, members: Sequence[int], survivors: Sequence[int] | None = None, attempt: int = 0
+    ) -> np.ndarray:
+        """Return the sum of survivors' uploads, without masks."""
+        survivors = members if survivors is None else survivors
+        gone, answers = [i for i in members if i not in survivors], {}
+        agreed = self.agreed(survivors, attempt) if gone else None
+        for i in survivors:
+            answers[i] = self.help_open(i, survivors, attempt, agreed)
+        seeds = shares.restore(list(survivors), [[answers[i][0][k] for i in survivors] for k in range(len(survivors))])
+        between = {(i, j): key for i in survivors for j, key in zip(gone, answers[i][1], strict=True)}
+        words = words.copy()
+        shares.remove(words, [shares.own_mask(seed) for seed in seeds], survivors, gone, between)
+        return words
+
     def sum(self, members: Sequence[int], attempt: int = 0, **said: Any) -> np.ndarray:
-        return total(self.ask(i, members, attempt, **said) for i in members)
+        return self.opened(total(self.ask(i, members, attempt, **said) for i in members), members, attempt=attempt)
 
     def forget(self, client_id: int) -> Message:
         content = wire.encode_download(Download("forget", 1, 0, "abc", Model(*[np.zeros(0, np.float32)] * 2)))
@@ -137,6 +182,13 @@ def test_an_honest_server_has_the_sum(raw_config: dict[str, Any], keys: list[Pat
     server = Server(raw_config, keys)
     found = server.sum(range(N))
     assert (found == total(bare[i, 0] for i in range(N))).all()
+    # one that is gone after its upload
+    answers = [server.ask(i, range(N), 2) for i in range(N)]
+    held = {i: server.help_open(i, range(N), 2)[0] for i in (5, 1, 3, 0)}
+    seeds = shares.restore([5, 1, 3, 0], [[held[i][k] for i in (5, 1, 3, 0)] for k in range(N)])
+    words = total(answers)
+    shares.remove(words, [shares.own_mask(seed) for seed in seeds], range(N), [], {})
+    assert (words == found).all()
     assert is_noise(server.ask(0, range(N), 1)) and not is_noise(bare[0, 0])
 
 
@@ -150,8 +202,13 @@ def test_another_model_to_the_others(
     server = Server(raw_config, keys)
     chosen = Model(np.zeros(server.d, np.float32), np.zeros(0, np.float32))
     answers = [server.ask(i, range(N), model=None if i == 0 else chosen) for i in range(N)]
-    found = total(answers) - total(bare[i, 0] for i in range(1, N))
-    assert (found == bare[0, 0]).all() if weakened else is_noise(found)
+    if not weakened:
+        assert is_noise(total(answers) - total(bare[i, 0] for i in range(1, N)))
+        with pytest.raises(wire.WireError, match="sealed no shares for client 0 in this attempt"):
+            server.opened(total(answers), range(N))
+        return
+    found = server.opened(total(answers), range(N)) - total(bare[i, 0] for i in range(1, N))
+    assert (found == bare[0, 0]).all()
     # the truth is not answered
     mixed = ",".join(server.hash_of(server.model if i == 0 else chosen) for i in range(N))
     with pytest.raises(wire.WireError, match="fewer than 3 members of the sum are sent what client 0 is sent"):
@@ -172,6 +229,81 @@ def test_six_and_then_five_of_them(raw_config: dict[str, Any], keys: list[Path],
     assert not is_noise(server.sum(range(3), 1)) and not is_noise(server.sum(range(3, 6), 1))
 
 
+def test_false_dropouts(raw_config: dict[str, Any], keys: list[Path], bare: Bare) -> None:
+    """The server has all uploads of an attempt, and asks for the keys of clients that it says have dropped out."""
+    server = Server(raw_config, keys, private_absent="alone")
+    answers = [server.ask(i, range(N)) for i in range(N)]
+    assert is_noise(total(answers)) and is_noise(total(answers[1:]))
+    with pytest.raises(wire.WireError, match="a sum needs 4 of its members, got 3"):
+        server.question(AGREE, 1, [1, 2, 3])
+    without_0 = server.opened(total(answers[1:]), range(N), range(1, N))
+    assert (without_0 == total(bare[i, 0] for i in range(1, N))).all()
+    # the others have answered for this set, and reveal no share of client 0's own mask
+    for i in range(1, N):
+        with pytest.raises(wire.WireError, match="another sum of attempt 000001-000000 was opened before"):
+            server.help_open(i, range(N))
+    # all keys of client 0 with the others are known now: its own mask still hides it
+    agreed = server.agreed(range(1, N))
+    known = [server.help_open(i, range(1, N), 0, agreed)[1][0] for i in range(1, N)]
+    alone = answers[0].copy()
+    shares.remove(alone, [], [0], range(1, N), {(0, i): key for i, key in zip(range(1, N), known, strict=True)})
+    assert is_noise(alone) and not is_noise(bare[0, 0])
+
+
+# two clients of six, with views that only four of six have to share
+VIEWS = {0: [0, 1, 4, 5], 1: [0, 1, 4, 5], 2: [0, 1, 2, 3], 3: [0, 1, 2, 3], 4: [2, 3, 4, 5], 5: [2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("weakened", [True, False])
+def test_another_set_of_survivors_for_each(
+    raw_config: dict[str, Any], keys: list[Path], bare: Bare, monkeypatch: pytest.MonkeyPatch, weakened: bool
+) -> None:
+    """Where members need not agree, what each reveals of another set opens the sum of clients 0 and 1 alone."""
+    if weakened:
+        monkeypatch.setattr(RunKeys, "agrees", lambda *_: True)
+    server = Server(raw_config, keys, private_absent="alone")
+    answers = [server.ask(i, range(N)) for i in range(N)]
+    if not weakened:
+        for i, view in VIEWS.items():
+            agreed = {i: server.question(AGREE, i, view)[AGREED]}
+            with pytest.raises(wire.WireError, match="4 members must have agreed on those that are left"):
+                server.help_open(i, view, 0, agreed)
+            # nor with another's signature in the place of those that are missing, or of another set
+            with pytest.raises(wire.WireError, match="4 members must have agreed"):
+                server.help_open(i, view, 0, dict.fromkeys(view, agreed[i]))
+            with pytest.raises(wire.WireError, match="another sum of attempt 000001-000000 was opened before"):
+                server.question(AGREE, i, range(N))
+        return
+    told = {i: server.help_open(i, view, 0, dict.fromkeys(view, "")) for i, view in VIEWS.items()}
+    holders = [0, 1, 2, 3]
+    seeds = shares.restore(holders, [[told[i][0][VIEWS[i].index(x)] for i in holders] for x in (0, 1)])
+    between = {(x, u): told[x][1][[2, 3].index(u)] for x in (0, 1) for u in (2, 3)}
+    between |= {(x, u): told[u][1][[0, 1].index(x)] for x in (0, 1) for u in (4, 5)}
+    found = answers[0] + answers[1]
+    shares.remove(found, [shares.own_mask(seed) for seed in seeds], [0, 1], [2, 3, 4, 5], between)
+    assert (found == bare[0, 0] + bare[1, 0]).all()
+
+
+def test_notes_of_another_experiment_open_nothing(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    """Under another experiment's name a client would know no companies."""
+    server = Server(raw_config, keys)
+    server.sum(range(N))
+    for i in range(N):
+        server.ask(i, range(N), 1)
+    for survivors in (range(1, N), range(N)):
+        with pytest.raises(wire.WireError, match="serve another experiment"):
+            server.question(OPEN, 5, survivors, 1, experiment="other")
+
+
+def test_of_a_company_the_absent_goes_with_two_others(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    server = Server(raw_config, keys)
+    server.sum(range(N))
+    assert is_noise(total([server.ask(i, range(N), 1) for i in range(N)]))
+    for survivors in (range(1, N), range(2, N)):
+        with pytest.raises(wire.WireError, match="splits a company"):
+            server.question(AGREE, 5, survivors, 1)
+
+
 def test_six_attempts_over_five_of_six(raw_config: dict[str, Any], keys: list[Path]) -> None:
     server = Server(raw_config, keys)
     server.sum(range(5))
@@ -188,7 +320,7 @@ def test_weights_of_6_and_nearly_0(raw_config: dict[str, Any], keys: list[Path],
         with pytest.raises(wire.WireError, match="does not say what each member"):
             server.ask(0, range(N), **{"private-most": most})
     weights = [6.0, *[1e-300] * 5]
-    found = total(server.ask(i, range(N), **{"private-weight": weights[i]}) for i in range(N))
+    found = server.opened(total(server.ask(i, range(N), **{"private-weight": weights[i]}) for i in range(N)), range(N))
     assert (found == total(bare[i, 0] for i in range(N))).all()
     # every client's own count
     counts = [int(bare[i, 0][-1]) / 2.0 ** (masking.scale(N, 1.0) - 24) for i in range(N)]
@@ -205,7 +337,11 @@ def test_another_bound_on_counts_for_each(
         without(monkeypatch, "most")
     server = Server(raw_config, keys)
     found = total(server.ask(i, range(N), **{"private-most": 0.0 if i == 0 else 1.0}) for i in range(N))
-    assert (found == total(bare[i, 0] for i in range(N))).all() if weakened else is_noise(found)
+    if weakened:
+        assert (server.opened(found, range(N)) == total(bare[i, 0] for i in range(N))).all()
+        return
+    with pytest.raises(wire.WireError, match="sealed no shares"):
+        server.opened(found, range(N))
 
 
 def second_cluster(keys: list[Path], directory: Path) -> list[Path]:
@@ -240,7 +376,6 @@ def test_the_same_keys_under_another_number(
     other.facts = [other.properties(i) for i in range(N)]
     # site 0 has number 1
     assert is_noise(one - other.ask(1, range(N)))
-    assert not is_noise(bare[0, 0] - bare[1, 0])
     # in one run it keeps its number
     other.grid._run = first.grid._run
     other.grid._contexts.clear()
@@ -276,18 +411,13 @@ def test_keys_for_a_run_that_the_server_made(raw_config: dict[str, Any], keys: l
         server.ask(0, range(N), **{"private-keys": twice})
 
 
-@pytest.mark.parametrize("weakened", [True, False])
-def test_other_members_for_each(
-    raw_config: dict[str, Any], keys: list[Path], bare: Bare, monkeypatch: pytest.MonkeyPatch, weakened: bool
-) -> None:
-    """Client 0 masks with 1 and 2; 1 and 2 with 0, 3, 4 and 5: what they share cancels, whoever else they mask with."""
-    if weakened:
-        without(monkeypatch, "members", "keys", "sent")
+def test_other_members_for_each(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    """What they share would cancel, whoever else they mask with."""
     server = Server(raw_config, keys)
     views = {0: [0, 1, 2], 1: [0, 1, 3], 2: [0, 2, 3], 3: [1, 2, 3]}
-    answers = {i: server.ask(i, view) for i, view in views.items()}
-    found = total(answers.values())
-    assert (found == total(bare[i, 0] for i in views)).all() if weakened else is_noise(found)
+    assert is_noise(total([server.ask(i, view) for i, view in views.items()]))
+    with pytest.raises(wire.WireError, match=r"clients \[1, 2\] sealed no shares for client 0"):
+        server.help_open(0, views[0])
 
 
 def test_an_attempt_twice_and_more_attempts_than_a_round_has(raw_config: dict[str, Any], keys: list[Path]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from fl_app.wire import Expected
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, TooFewResults
 from strategies.engine.cohorts import OUTSIDE, CohortStore
-from strategies.engine.private import MaskedIntake, PrivateRounds, complete_groups
+from strategies.engine.private import MaskedIntake, PrivateRounds, opened_sums
 from strategies.linkage import ALONE, partition
 from tests.strategies.test_linkage import alike, random_similarity
 
@@ -127,14 +128,17 @@ class Asking:
                 version="",
                 groups=groups,
                 totals=np.empty((0, 0), np.uint64),
-                group_of={},
+                row_of_sum={},
                 sent={},
             )
+            with contextlib.suppress(TooFewResults):
+                attempt.intake.survivors = self.protocol._survivors(attempt, attempt.intake)
+                attempt.intake.answers = {i: ([], []) for own in attempt.intake.survivors.values() for i in own}
             attempt.without = without | gone.intersection(asked)
             earlier.append(attempt)
             if not gone.intersection(asked):
                 break
-        return [own for attempt in earlier for own in complete_groups(attempt.intake)]
+        return [own for attempt in earlier for own in opened_sums(attempt.intake)]
 
 
 @given(st.integers(3, 16), st.integers(0, 9999), st.booleans(), st.sampled_from(["alone", "company"]))
