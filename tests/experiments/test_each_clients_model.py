@@ -95,6 +95,12 @@ def test_a_site_exports_its_own_model(run: Run, tmp_path: Path, command: Command
     assert np.mean(answers.argmax(1) == found.y_test) == pytest.approx(row[k]["accuracy"])
 
 
+def test_a_finished_run_without_a_clients_model_names_how_to_collect_it(run: Run, tmp_path: Path) -> None:
+    folder = run(dataset=f"table:{wine(tmp_path / 'june.csv')}", method="fedper", **SETTING, num_server_rounds=1)
+    with pytest.raises(UserError, match="--resume"):
+        export(folder.path, METHODS, 0, tmp_path / "0.pt")
+
+
 def test_a_site_without_a_model_says_so(command: Command) -> None:
     code, _, err = command("node", "export", "june")
     assert code == 2 and "june" in err

@@ -166,8 +166,7 @@ def _check(model: Trained, client: int) -> None:
             "would show whether it uses the global one; export the global model without --client"
         )
     raise UserError(
-        f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}; a finished run "
-        "collects them with --resume, if its clients kept their state"
+        f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}"
     )
 
 
@@ -209,7 +208,10 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
     return Trained(run, client, config, shape, module.eval(), missing, wire.hashes(part))
 
 
-COLLECT = "; run with --set collect-personal-models=true to save every client's model"
+COLLECT = (
+    "; run with --set collect-personal-models=true to save every client's model; a finished run collects them with --resume, if "
+    "its clients kept their state"
+)
 
 
 def refuse_parts(trained: Trained) -> None:
