@@ -103,12 +103,6 @@ def fade(round: int, loosen_rounds: int) -> float:
     return (1 + math.cos(math.pi * (round - 1) / loosen_rounds)) / 2
 
 
-def regularizer(p: ArrayLike, p0: ArrayLike, round: int, *, mu: float, loosen_rounds: int) -> float:
-    """Return lambda(t) mu/2 ||p - p0||^2 (Eq. 5). p, p0: [N]; round: t, from 1; mu, loosen_rounds: the parameters."""
-    apart = np.asarray(p, np.float64) - np.asarray(p0, np.float64)
-    return fade(round, loosen_rounds) * mu / 2 * float(apart @ apart)
-
-
 class APPLE(PersonalizedStrategy[APPLEParams]):
     """Server half. Kept per client: its core model, `params` and `buffers`, and `relations` float64 [N], p_i.
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fl_app.keys import POSITIVE, key
 from fl_app.layout import Model
-from strategies.aggregate import block_means, mean_block, weighted_mean
+from strategies.aggregate import block_means, weighted_mean
 from strategies.base import (
     AGE,
     MOVED,
@@ -68,20 +68,11 @@ class FedDynParams(GlobalModelParams):
     )
 
 
-def server_step(W: Floats, w_global: Floats, h: Floats, num_clients: int) -> tuple[Floats, Floats]:
-    """Return the next global model and the accumulated drift h, both [d].
-
-    W: [N, d], the round's uploads; w_global: [d], the model sent; h: [d], before; num_clients: of the run, at least N.
-    The work is in float64; the results have W's dtype, at least float32.
-    """
-    W = np.asarray(W)
-    dtype = np.result_type(W.dtype, np.float32)
-    model, drift = moved(mean_block(W, np.ones(len(W)), len(W)), w_global, h, len(W) / num_clients)
-    return model.astype(dtype), drift.astype(dtype)
-
-
 def moved(mean: Floats, w_global: Floats, h: Floats, share: float) -> tuple[Floats, Floats]:
-    """Return `server_step`'s results from the uploads' mean, all [d]; share: of the run's clients that took part."""
+    """Return the next global model and the accumulated drift h, from the uploads' mean, all [d].
+
+    w_global: the model sent; h: before; share: of the run's clients that took part.
+    """
     drift = h + (mean - w_global) * share
     return mean + drift, drift
 

@@ -40,7 +40,7 @@ from fl_app.config import RunConfig
 from fl_app.keys import POSITIVE, key
 from fl_app.layout import Model
 from fl_app.wire import Upload, WireError
-from strategies.aggregate import block_means, mean_block, weighted_mean
+from strategies.aggregate import block_means, weighted_mean
 from strategies.base import (
     LATE,
     ClientState,
@@ -90,23 +90,12 @@ def effective_steps(steps: int, momentum: float) -> float:
     return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
 
-def server_step(
-    Y: Floats, x: Floats, c: Floats, changes: Floats, num_clients: int, rate: float
-) -> tuple[Floats, Floats]:
-    """Return the next global model and control variate, both [d].
-
-    Y: [N, d], the round's models; x, c: [d], the values sent; changes: [N, d], of the clients' control variates;
-    num_clients: of the run; rate: eta_s. The work is in float64; the results have Y's dtype, at least float32. With
-    rate 1 the model is the mean of Y, exactly.
-    """
-    Y, changes = np.asarray(Y), np.asarray(changes)
-    dtype, mean = np.result_type(Y.dtype, np.float32), mean_block(Y, np.ones(len(Y)), len(Y))
-    model, control = moved(mean, x, c, changes.sum(axis=0, dtype=np.float64), num_clients, rate)
-    return model.astype(dtype), control.astype(dtype)
-
-
 def moved(mean: Floats, x: Floats, c: Floats, change: Floats, num_clients: int, rate: float) -> tuple[Floats, Floats]:
-    """Return `server_step`'s results from the mean of Y and the sum of the changes, all [d]."""
+    """Return the next global model and control variate, all [d].
+
+    mean: of the round's models; x, c: the values sent; change: the sum of the changes of the clients' control variates;
+    num_clients: of the run; rate: eta_s. With rate 1 the model is the mean, exactly.
+    """
     return mean if rate == 1 else x + rate * (mean - x), c + change / num_clients
 
 

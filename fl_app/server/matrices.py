@@ -251,13 +251,6 @@ def matrix_of(run: Path, record: Record, name: str) -> Between | None:
     return found or between(record.get(name), _noted(record, name))
 
 
-def links_of(run: Path, record: Record, name: str) -> Between | None:
-    """Return the links between clients in a round as a bool matrix, as `matrix_of` does."""
-    found = read(run, record["round"], name).get(name)
-    lists = {i: note for i, note in _noted(record, name).items() if isinstance(note, list)}
-    return found or (linked(lists) if lists else None)
-
-
 def _noted(record: Record, name: str) -> dict[int, Any]:
     """Return a method's note by client of a round. Rows in separate files hold no matrices, so they give {}."""
     rows = record.get("clients", {})

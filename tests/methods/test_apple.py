@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
 from client_app.state import State
-from strategies.apple import METHOD, fade, mix, regularizer
+from strategies.apple import METHOD, fade, mix
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, samples, small
+
+
+def regularizer(p: ArrayLike, p0: ArrayLike, round: int, *, mu: float, loosen_rounds: int) -> float:
+    """Return lambda(t) mu/2 ||p - p0||^2 (Eq. 5). p, p0: [N]; round: t, from 1; mu, loosen_rounds: the parameters."""
+    apart = np.asarray(p, np.float64) - np.asarray(p0, np.float64)
+    return fade(round, loosen_rounds) * mu / 2 * float(apart @ apart)
 
 
 def test_by_hand() -> None:

@@ -15,7 +15,8 @@ from client_app.state import State
 from fl_app import models
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
-from strategies.feddyn import METHOD, server_step
+from strategies.aggregate import mean_block
+from strategies.feddyn import METHOD, moved
 from strategies.fedprox import FedProxUpdate
 from tests.conftest import Run, f32
 from tests.methods.federation import Federation, close
@@ -23,6 +24,14 @@ from tests.methods.one_client import client, same, samples, small
 from tests.methods.runs import small_clients
 
 A, B, ALPHA = np.array([1.0, 3.0]), np.array([0.0, 4.0]), 0.5
+
+
+def server_step(W: np.ndarray, w_global: np.ndarray, h: np.ndarray, num_clients: int) -> tuple[np.ndarray, np.ndarray]:
+    """The server's step over a stack W [N, d]."""
+    W = np.asarray(W)
+    dtype = np.result_type(W.dtype, np.float32)
+    model, drift = moved(mean_block(W, np.ones(len(W)), len(W)), w_global, h, len(W) / num_clients)
+    return model.astype(dtype), drift.astype(dtype)
 
 
 def quadratic_rounds(rounds: int) -> list[tuple[np.ndarray, float, float]]:

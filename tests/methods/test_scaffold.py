@@ -15,12 +15,23 @@ from fl_app.errors import UserError
 from fl_app.layout import NOTHING
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
+from strategies.aggregate import mean_block
 from strategies.base import LocalUpdate
-from strategies.scaffold import control_change, effective_steps, round_rate, server_step
+from strategies.scaffold import control_change, effective_steps, moved, round_rate
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import small_clients
+
+
+def server_step(
+    Y: np.ndarray, x: np.ndarray, c: np.ndarray, changes: np.ndarray, num_clients: int, rate: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The server's step over a stack Y [N, d]."""
+    Y, changes = np.asarray(Y), np.asarray(changes)
+    dtype, mean = np.result_type(Y.dtype, np.float32), mean_block(Y, np.ones(len(Y)), len(Y))
+    model, control = moved(mean, x, c, changes.sum(axis=0, dtype=np.float64), num_clients, rate)
+    return model.astype(dtype), control.astype(dtype)
 
 
 def test_the_server_reckons_with_the_rate_that_clients_step_with() -> None:

@@ -163,8 +163,8 @@ def test_fedcac_groups_are_a_partition_kept_for_some_rounds_and_end_at_beta(run:
     )
     seen = []
     for record in rounds(folder):
-        linked = matrices.links_of(folder.path, record, "collaborators")
-        assert linked is not None and linked.rows.tolist() == [int(i) for i in record["clients"]]
+        linked = matrices.read(folder.path, record["round"])["collaborators"]
+        assert linked.rows.tolist() == [int(i) for i in record["clients"]]
         mates = {
             int(i): {int(i), *linked.columns[own].tolist()} for i, own in zip(linked.rows, linked.values, strict=True)
         }
