@@ -524,8 +524,6 @@ class CorollaClient(NumPyClient):
             self.session.refuse_within_site("state-dir", self._store.directory)
         if config.data_dir:
             self.session.refuse_within_site("data-dir", data_root(config))
-        if config.dp_epsilon or config.private:
-            self._store.refuse_earlier_notes()
         own = self._own_data() if config.dp_epsilon and not simulated else None
         self._notes = Notes(site_directory(), download.experiment, self.client_id, self.run, simulated, own)
 

@@ -38,8 +38,6 @@ _NOISY = "dp-epsilon"
 # clients below _DIRECT have a directory directly in the experiment's; others are grouped by _GROUP
 _DIRECT, _GROUP = 500, 1000
 _EVERY_CLIENT = ("client-*", "clients-*/client-*")
-# files of earlier versions, with the notes that client_app/notes.py keeps elsewhere
-_EARLIER = ("budget*", "*.answered")
 
 
 class _Damaged(UserError):
@@ -76,14 +74,6 @@ class StateStore:
     def directory(self) -> Path:
         """The directory of this client's generations. Only clients that keep state ask for it."""
         return _directory(self.root / self.experiment, self.client_id)
-
-    def refuse_earlier_notes(self) -> None:
-        """Raise UserError if an earlier version noted spending or answers here: they would not count any more."""
-        if earlier := _earlier_notes(self.directory):
-            raise UserError(
-                f"resume: experiment {self.experiment} was started with an earlier version, which noted budgets and "
-                f"answers in {self.directory} ({earlier[0].name}); start a new run"
-            )
 
     def load(self, version: str) -> State:
         """Read a generation, or if its checksum is wrong, the newest sound one of an earlier round.
@@ -222,18 +212,11 @@ def _clients(experiment: Path) -> Iterator[Path]:
 
 
 def _clear(clients: Iterable[Path]) -> None:
-    """Delete clients' files, except an earlier version's notes, and directories that are empty then."""
+    """Delete clients' files and directories."""
     for directory in list(clients):
-        kept = _earlier_notes(directory)
         for path in directory.glob("*"):
-            if path not in kept:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         group, above = directory.parent, directory.parent.parent
         for empty in (directory, group, *([above] if group.name.startswith("clients-") else [])):
             with contextlib.suppress(OSError):
                 empty.rmdir()
-
-
-def _earlier_notes(directory: Path) -> list[Path]:
-    """Return the files in which an earlier version noted a client's spending and answers."""
-    return sorted(path for pattern in _EARLIER for path in directory.glob(pattern))

@@ -19,7 +19,7 @@ from corolla.cli.tables import echo, show_table
 from fl_app import exit_codes, extras
 from fl_app.errors import UserError
 from fl_app.sources import SOURCES
-from strategies import METHOD_PARAMS, METHODS
+from strategies import METHOD_PARAMS
 
 PAPER_CAPTION = "accuracies in per cent; ours: mean ± standard deviation over the seeds"
 LatexOption = Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX, for booktabs.")]
@@ -311,7 +311,6 @@ def report(
     if output.suffix.lower() in (".html", ".htm") and not output.is_dir():
         raise UserError(f"--output: must be a directory for report.html, got {str(output)!r}")
     extras.require("matplotlib", "corolla report")
-    declared = {name: method.figures for name, method in METHODS.items()}
     # standard output gets only the paths
     with waiting(errors) as shown:
         shown.step("reading the runs", brief=True)
@@ -319,7 +318,7 @@ def report(
         from corolla.report.page import reported, write_report
 
         before = reported(output)
-        written = write_report(runs, output, declared, figures, tables, latex)
+        written = write_report(runs, output, figures, tables, latex)
     for path in written:
         console.print(f"{path}", soft_wrap=True)
     if before and before != reported(output):

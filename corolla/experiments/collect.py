@@ -69,9 +69,6 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
             make_directory(target)
             publish(target / PACKED, functools.partial(Path.write_bytes, data=packed(files)))
             publish_text(target / SUMMARY, summary)
-            # files that an earlier version collected would be read first
-            for name in (CONFIG, RUN, f"{METRICS}.gz"):
-                (target / name).unlink(missing_ok=True)
     return list(targets)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -49,12 +49,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class ReportedRun(RecordedRun):
-    """A run of a report. declared: figures by method, for runs that do not record them.
+    """A run of a report. number, label: its names in the report."""
 
-    number, label: its names in the report.
-    """
-
-    declared: Mapping[str, Sequence[Figure]] = field(default_factory=dict, compare=False, repr=False)
     number: str = "1"
     label: str = ""
 
@@ -66,9 +62,7 @@ class ReportedRun(RecordedRun):
     @cached_property
     def figures(self) -> tuple[Figure, ...]:
         """Figures that its method declared."""
-        return (
-            from_json(self.about["figures"]) if "figures" in self.about else tuple(self.declared.get(self.method, ()))
-        )
+        return from_json(self.about.get("figures", []))
 
     def named(self, number: str, label: str) -> ReportedRun:
         """Return this run with another number and label. Data that were read already are shared."""
@@ -110,17 +104,14 @@ class ReportedRun(RecordedRun):
         return any(that_never_train(evaluation) for evaluation in self.evaluations.values())
 
 
-def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | None = None) -> list[ReportedRun]:
-    """Read run folders, or folders of run folders. Raises UserError naming every path that is neither.
-
-    declared: figures by method, for runs of earlier versions, which do not record them in run.json.
-    """
-    return [read_run(run.path, declared) for run in find(paths)]
+def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
+    """Read run folders, or folders of run folders. Raises UserError naming every path that is neither."""
+    return [read_run(run.path) for run in find(paths)]
 
 
-def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None) -> ReportedRun:
+def read_run(path: Path) -> ReportedRun:
     """Read one run folder, finished or not. Raises UserError if it has no readable config."""
-    run = ReportedRun(path.resolve(), declared=declared or {})
+    run = ReportedRun(path.resolve())
     run.settings  # noqa: B018 - read now, for its errors
     return run
 

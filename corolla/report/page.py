@@ -37,7 +37,6 @@ from corolla.report.upload_figures import of_all_uploads, of_uploads, spreads_of
 from corolla.report.waiting import of_waiting
 from fl_app import progress
 from fl_app.errors import UserError
-from fl_app.figures import Figure
 from fl_app.files import make_directory, publish
 
 PAGE = "report.html"
@@ -45,8 +44,6 @@ PICTURES = "report-figures"
 LATEX = "results.tex"
 # page element with the names of the run folders
 RUNS = '<meta name="corolla-runs" content="{}">'
-# start of pages of earlier versions, without this element
-_EARLIER = re.compile(r"<!doctype html>\n<html.*\n.*\n<title>(One run|\d+ runs): ")
 # start of the report's CSV files
 _CSV = "run,method,seed,"
 _DARK = "dark"  # a PNG for dark screens
@@ -58,16 +55,14 @@ Drawn = Mapping[str, Mapping[str, bytes]]
 def write_report(
     paths: Sequence[Path],
     output: Path,
-    declared: Mapping[str, Sequence[Figure]] | None = None,
     figures: Path | None = None,
     tables: Path | None = None,
     latex: bool = False,
 ) -> tuple[Path, Path]:
     """Write report.html and the folder of pictures into `output`, and return their paths.
 
-    Both replace an earlier report's. paths: run folders, or folders of run folders. declared: figures by method, for
-    runs that do not record them. figures: directory for every picture as PNG, SVG and PDF. tables: directory for the
-    numbers as CSV. latex: with `tables`, also write results.tex.
+    Both replace an earlier report's. paths: run folders, or folders of run folders. figures: directory for every
+    picture as PNG, SVG and PDF. tables: directory for the numbers as CSV. latex: with `tables`, also write results.tex.
 
     Raises UserError naming every path without a run, a directory that cannot be written, or an existing file of such a
     name that is not a report's.
@@ -78,7 +73,7 @@ def write_report(
         with _writing("--tables", path.parent):
             if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
                 raise UserError(f"--tables: {path} exists and is not a report's; choose another directory")
-    groups = grouped(read_runs(paths, declared))
+    groups = grouped(read_runs(paths))
     # fail early: the pictures take long
     with _writing("--output", output):
         make_directory(output / PICTURES)
@@ -143,7 +138,7 @@ def _of_kinds(drawn: Drawn, *kinds: str) -> dict[str, bytes]:
 
 
 def reported(output: Path) -> str:
-    """Return the names of the runs in a directory's report; "" if there is no report, or one without names.
+    """Return the names of the runs in a directory's report; "" if there is no report.
 
     Raises UserError if report.html is not a report, OSError if it cannot be read.
     """
@@ -153,9 +148,7 @@ def reported(output: Path) -> str:
     begin, (before, after) = _beginning(path), RUNS.split("{}")
     if found := re.search(f"^{re.escape(before)}(.*?){re.escape(after)}$", begin, re.MULTILINE):
         return unescape(found[1])
-    if not _EARLIER.match(begin):
-        raise UserError(f"--output: {path} exists and is not a report of runs; choose another directory")
-    return ""
+    raise UserError(f"--output: {path} exists and is not a report of runs; choose another directory")
 
 
 def _pictured(output: Path) -> list[str]:

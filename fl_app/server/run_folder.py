@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gzip
 import io
 import itertools
 import json
@@ -14,7 +13,6 @@ import os
 import shutil
 import tarfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -473,7 +471,7 @@ def open_file(run: Path, name: str) -> Iterator[IO[bytes]]:
     Raises FileNotFoundError if the run has no such file. Raises ValueError, also during reading, if the compressed file
     is damaged or ends early. Everything before the damage can be read.
     """
-    plain, archive, compressed = run / name, run / PACKED, run / f"{name}.gz"
+    plain, archive = run / name, run / PACKED
     try:
         if plain.exists():
             with open(plain, "rb") as file:
@@ -482,12 +480,9 @@ def open_file(run: Path, name: str) -> Iterator[IO[bytes]]:
             unpacked = io.BufferedReader(_Unpacked(lzma.open(archive), archive))
             with unpacked, tarfile.open(fileobj=unpacked, mode="r:") as members:
                 yield _member(members, name)
-        elif compressed.exists():
-            with io.BufferedReader(_Unpacked(gzip.open(compressed), compressed)) as unpacked:
-                yield unpacked
         else:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(plain))
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
+    except (EOFError, lzma.LZMAError, tarfile.TarError) as error:
         raise ValueError(f"{name} in {run} is damaged: {error}") from None
 
 
@@ -497,7 +492,7 @@ class _Unpacked(io.RawIOBase):
     Run folders are passed on, and a small file can unpack to any size.
     """
 
-    def __init__(self, file: lzma.LZMAFile | gzip.GzipFile, path: Path) -> None:
+    def __init__(self, file: lzma.LZMAFile, path: Path) -> None:
         self._file, self._path = file, path
 
     def readable(self) -> bool:

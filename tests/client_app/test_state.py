@@ -194,33 +194,6 @@ def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypat
     StateStore(state_root(""), "site", 7)
 
 
-@pytest.mark.parametrize("file", ["budget.json", "000001-000000.answered"])
-def test_what_an_earlier_version_noted_is_named_and_kept(tmp_path: Path, file: str) -> None:
-    """It would not count any more: a spent budget would be whole, and a round answered again."""
-    experiment = experiment_of("abc")
-    directory = tmp_path / experiment / "client-0007"
-
-    def opened(secret: str = "abc", **changes: Any) -> CorollaClient:
-        wanted = config(num_clients=8, state_dir=str(tmp_path), **changes)
-        client = CorollaClient(Session(wanted, METHODS["fedavg"]), 7, "", "", 1)
-        client._open_store(Download("train", 1, 0, secret, NOTHING))
-        return client
-
-    opened()._store.save(STATE, 1, 0)
-    (directory / file).write_text("[]")
-    for changes in ({"dp_epsilon": 2.0}, {"private": True}):
-        with pytest.raises(
-            UserError, match=f"{experiment} was started with an earlier version, .*{file}.; start a new run"
-        ):
-            opened(**changes)
-        opened("new", **changes)
-    opened()._store.forget()
-    assert [path.name for path in directory.iterdir()] == [file]
-    opened()._store.save(STATE, 1, 0)
-    remove(tmp_path, experiment)
-    assert [path.name for path in directory.iterdir()] == [file]
-
-
 def test_only_the_server_with_a_runs_secret_reaches_its_state(tmp_path: Path) -> None:
     """Everybody may know the experiment's id: it is in run.json, in messages of the client, and a directory's name."""
 

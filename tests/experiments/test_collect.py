@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import lzma
 import re
@@ -106,33 +105,6 @@ def test_a_run_that_was_not_collected_is_not_replaced(runs: Path, tmp_path: Path
         collect(find([runs / "a"]), tmp_path / "kept")
 
 
-def unpack_as_before(folder: Path) -> None:
-    """Make a collected run what earlier versions wrote: config.toml and run.json by themselves, the rounds alone compressed."""
-    with tarfile.open(folder / "run.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    (folder / "run.tar.xz").unlink()
-    rounds = folder / "metrics.jsonl"
-    (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(rounds.read_bytes()))
-    rounds.unlink()
-
-
-def everything(run: RecordedRun) -> tuple[Any, ...]:
-    return run.settings, run.about, run.rounds, run.summary, run.state, run.clients
-
-
-def test_what_earlier_versions_collected_is_read_and_replaced(runs: Path, tmp_path: Path) -> None:
-    kept = collect(find([runs]), tmp_path / "kept")
-    before = [everything(run) for run in find([tmp_path / "kept"])]
-    packed = [(folder / "run.tar.xz").read_bytes() for folder in kept]
-    for folder in kept:
-        unpack_as_before(folder)
-        assert {p.name for p in folder.iterdir()} == {"config.toml", "run.json", "summary.json", "metrics.jsonl.gz"}
-    assert [everything(run) for run in find([tmp_path / "kept"])] == before
-    collect(find([runs]), tmp_path / "kept")
-    assert [(folder / "run.tar.xz").read_bytes() for folder in kept] == packed
-    assert {p.name for folder in kept for p in folder.iterdir()} == {"summary.json", "run.tar.xz"}
-
-
 def test_of_the_config_the_keys_of_the_runs_own_method_are_kept(runs: Path, tmp_path: Path) -> None:
     for folder in collect(find([runs]), tmp_path / "kept"):
         run, before = (RecordedRun(path, METHOD_PARAMS) for path in (folder, runs / folder.name))
@@ -222,17 +194,14 @@ def test_tables_nested_too_deeply_are_damage(runs: Path, command: Command) -> No
         assert code == 0 and str(runs / "b") in out and str(runs / "c") in out, (name, out, err)
 
 
-@pytest.mark.parametrize("kind", ["size", "header", "gzip"])
+@pytest.mark.parametrize("kind", ["size", "header"])
 def test_what_unpacks_to_too_much_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A downloaded run's archive of 300 KB may unpack to gigabytes."""
     monkeypatch.setattr(run_folder, "MOST_UNPACKED", 10**6)
     member, content = tarfile.TarInfo(run_folder.CONFIG), bytes(3 * 10**6)
-    if kind == "gzip":
-        (tmp_path / f"{run_folder.CONFIG}.gz").write_bytes(gzip.compress(content))
-    else:
-        member.size = len(content)
-        member.type = tarfile.XHDTYPE if kind == "header" else tarfile.REGTYPE
-        (tmp_path / run_folder.PACKED).write_bytes(lzma.compress(member.tobuf(tarfile.USTAR_FORMAT) + content))
+    member.size = len(content)
+    member.type = tarfile.XHDTYPE if kind == "header" else tarfile.REGTYPE
+    (tmp_path / run_folder.PACKED).write_bytes(lzma.compress(member.tobuf(tarfile.USTAR_FORMAT) + content))
     with pytest.raises(ValueError, match="must unpack to at most 0.001 GB, got more"):
         run_folder.read_file(tmp_path, run_folder.CONFIG)
     with pytest.raises(UserError, match="is not a run folder: .* must unpack to at most 0.001 GB, got more"):

@@ -26,7 +26,6 @@ from corolla.report.recorded import class_names
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.server.run_folder import class_names_of, read_about, read_clients
-from strategies import METHODS
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
 from tests.data.test_data_folder import write_folder
@@ -169,16 +168,6 @@ def test_what_was_tested_instead_of_the_received_model_is_said(
     ditto = start("ditto-run", method="ditto", num_server_rounds=1)
     page, _ = write(tmp_path / "two", fedavg, ditto)
     assert f"ditto is an exception: {escape(OWN_MODEL)}." in page
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_runs_older_than_the_declarations_take_those_of_their_method(fedcac: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(fedcac, copy)
-    (copy / "run.json").write_text('{"experiment": "x", "starts": 0}')
-    assert "overlap-1" not in write(tmp_path / "out", copy)[1]
-    report.write_report([copy], tmp_path / "out", {"fedcac": METHODS["fedcac"].figures})
-    assert (tmp_path / "out" / report.PICTURES / "overlap-1.png").is_file()
 
 
 @pytest.mark.usefixtures("undrawn")
