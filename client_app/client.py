@@ -309,7 +309,9 @@ class CorollaClient(NumPyClient):
         if len(sums) > wire.MAX_TEXT:
             raise UserError(
                 f"normalize-over: sites cannot agree on {len(self.data.info.mean)} features: their sums take {len(sums)} "
-                f"characters, more than {wire.MAX_TEXT}; set normalize-over = site"
+                f"characters, more than {wire.MAX_TEXT}; set normalize-over = site",
+                code="configuration",
+                key="normalize-over",
             )
         return sums
 
@@ -326,14 +328,18 @@ class CorollaClient(NumPyClient):
         info = self.data.info
         if by_model and (how := tasks.normalization(self.config, self.data.x_train.dtype)) != "mean-std":
             raise UserError(
-                f"normalize-over: initial needs inputs scaled by mean and std, and these are scaled by {how}"
+                f"normalize-over: initial needs inputs scaled by mean and std, and these are scaled by {how}",
+                code="configuration",
+                key="normalize-over",
             )
         agreed = normalization(download.method.get(NORMALIZATION))
         if agreed is None or len(agreed["mean"]) != len(info.mean):
             of = "of the model in initial-weights" if by_model else "that the sites agreed on"
             raise UserError(
                 f"normalize-over: the server must send mean and std of {len(info.mean)} features or channels {of}, got "
-                f"{len(agreed['mean']) if agreed else 'none'}"
+                f"{len(agreed['mean']) if agreed else 'none'}",
+                code="protocol",
+                key="normalize-over",
             )
         own = Scaling.from_json(agreed).stored_with(info.facts.shift, info.facts.scale)
         return dataclasses.replace(self.data, info=dataclasses.replace(info, mean=own.mean, std=own.std))
@@ -529,7 +535,8 @@ class CorollaClient(NumPyClient):
 
     def _own_data(self) -> OwnData | None:
         """Return the site's records that this client trains on, or None if they come with a Python package."""
-        return OwnData.of(self.session.opened(self.data_path), self.data_path, self.client_id)
+        with reasons.stage("data", "dataset", "readable"):
+            return OwnData.of(self.session.opened(self.data_path), self.data_path, self.client_id)
 
     def _with_budget(self, trainer: LocalTrainer) -> Any:
         """Return a trainer that reads records only in noisy steps, within these records' privacy budget."""

@@ -49,10 +49,14 @@ def run_config(promise: Mapping[str, Scalar], **more: Scalar) -> dict[str, Scala
 
 
 def answer(
-    config: Mapping[str, Scalar], path: Path | str, kind: str = wire.QUERY, content: RecordDict | None = None
+    config: Mapping[str, Scalar],
+    path: Path | str,
+    kind: str = wire.QUERY,
+    content: RecordDict | None = None,
+    keys: str = wire.SEED_KEYS,
 ) -> Message:
     """What a site with this data sends to a message: the real application, as a SuperNode starts it."""
-    node = {"partition-id": 0, "num-partitions": 3, "data-path": str(path), wire.PRIVATE_KEYS: wire.SEED_KEYS}
+    node = {"partition-id": 0, "num-partitions": 3, "data-path": str(path), wire.PRIVATE_KEYS: keys}
     message = Message(content or wire.encode_query(), 1, kind)
     message.metadata.__dict__["_message_id"] = "0" * 64
     return app(message, Context(1, 1, node, RecordDict(), dict(config)))
@@ -271,6 +275,27 @@ def test_a_bad_cell_is_named_only_where_the_site_tells_and_the_run_promises_noth
         assert (words in str(told)) == (tell == "details" and not promise)
         assert words in caplog.text
         assert (words in wire.error_in(told)) == (tell == "details" and not promise)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        # a budget's notes are filed by the data, so they open the data first
+        (DP | {"dataset": "node"}, "data/dataset/readable"),
+        ({"normalize-over": "sites", "categorical": "ward"}, "protocol/normalize-over/"),
+    ],
+)
+def test_what_a_site_raises_while_it_trains_says_its_reason(
+    tmp_path: Path, changes: dict[str, Scalar], expected: str
+) -> None:
+    config = run_config(
+        PLAIN, method="local", target="state", classes="well,ill", categorical="ward=a|b", exclude="name"
+    )
+    path = table(tmp_path / "site.csv")
+    if changes.keys() & DP.keys():
+        path.write_text(path.read_text() + '"open')
+    content = wire.encode_download(Download("train", 1, 0, "words", NOTHING))
+    assert entries(answer(config | changes, path, "train", content, keys=""))[wire.ERROR] == expected
 
 
 @pytest.mark.parametrize("kind", [wire.QUERY, "train", "evaluate", "get_parameters"])
