@@ -211,8 +211,12 @@ def tried(spec: KeySpec) -> tuple[Scalar, ...]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("promise", [PRIVATE, DP])
-def test_no_key_of_a_run_makes_an_answer_depend_on_records(tmp_path: Path, promise: dict[str, Scalar]) -> None:
+def test_no_key_of_a_run_makes_an_answer_depend_on_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promise: dict[str, Scalar]
+) -> None:
     """Every key of the registry, over two sites that differ in a number, a word, a label, a name and a row more."""
+    # keys of directories are tried, too
+    monkeypatch.chdir(tmp_path)
     paths = [table(tmp_path / "site.csv"), table(tmp_path / "other.csv", (3, "age", CELL))]
     lines = paths[1].read_text().splitlines()
     lines[8:10] = ["John Smith,33,c,dead", ",,,"]
