@@ -105,7 +105,8 @@ class Site:
     source: str = ""
     site_dir: str | None = key(
         None,
-        "Directory of this site's notes: privacy budgets that its records have spent, private rounds that it has answered. "
+        "Directory of this site's notes: privacy budgets that its records have spent, private rounds that it has answered; and "
+        "of its own model of each run (`corolla node export`). "
         "`$COROLLA_SITE_DIR` takes precedence",
         Form("an absolute path", lambda v: isinstance(v, str) and v.startswith("/")),
     )
