@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from deploy import node
-from tests.e2e.conftest import BackgroundRun, Lab, rounds, summary, wait_for
+from tests.e2e.conftest import BackgroundRun, Lab, corolla, rounds, summary, wait_for
 from tests.e2e.test_security import Intruders
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -73,4 +73,49 @@ def test_a_run_goes_on_with_the_others(lab: Lab) -> None:
         "absent"
     ] == [1]
     assert summary(run.folder)["final-accuracy"] is not None
+    assert lab.cluster("down").returncode == 0
+
+
+def test_a_rotated_and_then_revoked_site_has_one_key_and_then_none(lab: Lab) -> None:
+    """A SuperLink with TLS and a database: the node of an old key cannot join, the new one's trains until it is revoked."""
+    database = lab.directory / "kept" / "flower.db"
+    database.parent.mkdir()
+    fleet, _ = lab.write(tls=True, superlink={"database": str(database)}, hosts=[{"host": "local"}, {"host": "joins"}])
+    site = lab.environment | {"COROLLA_STATE_HOME": str(lab.directory / "clinic")}
+    public = lab.directory / "clinic" / "sites" / "bern" / "node.pub"
+    keys, old, new = lab.directory / "lab-keys", lab.directory / "old.key", lab.directory / "new.key"
+    assert corolla("node", "join", "bern", environment=site).returncode == 0
+    assert lab.cluster("keys").returncode == 0
+    started = lab.cluster("up", "--timeout", "300")
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert lab.cluster("admit", "1", str(public)).returncode == 0
+    shutil.copy(public.with_suffix(".key"), old)
+    assert corolla("node", "rotate", "bern", environment=site).returncode == 0
+    rotated = lab.cluster("rotate", "1", str(public))
+    assert rotated.returncode == 0, rotated.stdout + rotated.stderr
+    shutil.copy(public.with_suffix(".key"), new)
+
+    certificate, intruders = ("--root-certificates", str(keys / "ca.crt")), Intruders(lab, fleet)
+    key = "--auth-supernode-private-key"
+    for name, private in (("old", old), ("new", new)):
+        intruders.start(name, *certificate, key, str(private), client=1)
+    wait_for(lambda: "[code: 2004]" in intruders.log("old"), 300, every=0.5)
+    wait_for(lambda: "SuperNode ID" in intruders.log("new"), 300, every=0.5)
+    config = {"method": "fedavg", "num-server-rounds": 2, "train-samples": 40}
+    config["state-dir"] = str(lab.directory / "client-state")
+    run = BackgroundRun(lab, lab.directory / "run", 2, config, superlink="lab")
+    run.finish()
+    assert summary(run.folder)["absent"] == []
+    status = lab.cluster("status")
+    assert status.returncode == 0, status.stdout + status.stderr
+
+    revoked = lab.cluster("revoke", "1")
+    assert revoked.returncode == 0, revoked.stdout + revoked.stderr
+    intruders.end()
+    for name, private in (("old again", old), ("new again", new)):
+        intruders.start(name, *certificate, key, str(private), client=1)
+        wait_for(lambda name=name: "[code: 2004]" in intruders.log(name), 300, every=0.5)  # type: ignore[misc]
+    intruders.end()
+    back = lab.cluster("admit", "1", str(public))
+    assert back.returncode == 2 and "revoked" in back.stderr, back.stdout + back.stderr
     assert lab.cluster("down").returncode == 0
