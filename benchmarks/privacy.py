@@ -141,10 +141,10 @@ def by_clients(n: int, model: Model) -> dict[str, float]:
         answers[1] = answered(questions[1], sites.config, sites.first())
         watch.lap("client: opening after a dropout")
         needed, own = shares.threshold(n), [*range(n)]
-        several = [[*shares.split(bytes(shares.SEED), own, needed).values()] for _ in own]
+        held = [*shares.split(bytes(shares.SEED), own, needed).values()][:needed]
         total, between = np.zeros(masking.length(model), np.uint64), {(i, n - 1): bytes(32) for i in own[:-1]}
         watch.lap("")
-        seeds = shares.restore(own[:needed], [texts[:needed] for texts in several])
+        seeds = shares.restore(own[:needed], [held] * n)
         shares.remove(total, [shares.own_mask(seed) for seed in seeds], own, [], {})
         watch.lap("server: opening")
         shares.remove(total, [], own[:-1], own[-1:], between)
