@@ -96,6 +96,8 @@ class Loopback:
         done = subprocess.run(
             [str(self._commands / command[0]), *command[1:]],
             env=self.environment,
+            # a run takes modules from the current directory alone
+            cwd=self.directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
