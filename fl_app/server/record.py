@@ -42,6 +42,7 @@ _OF_THE_PROTOCOL = (
     wire.STATE_USED,
     wire.METRIC_ERRORS,
     wire.PRIVATE,
+    wire.SHARES,
     wire.SHA256,
     wire.BUFFERS_SHA256,
 )

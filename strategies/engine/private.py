@@ -510,7 +510,7 @@ class PrivateRounds:
             if alone
             else []
         )
-        always = ["absences and the time that each client takes", *away, "hashes of personal models"]
+        always = ["absences and the time that each client takes", *away]
         learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
         lines = [f"private: the server learns {', '.join(learns)} (docs/privacy.md)"]
         if self.config.max_update_norm:

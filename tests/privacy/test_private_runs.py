@@ -278,6 +278,7 @@ def test_what_leaks_is_said_at_the_start(run: Run, caplog: pytest.LogCaptureFixt
     assert len(said) == 2 and "overlap" in said[0] and "losses and accuracies" in said[0]
     assert "sample counts" not in said[0]
     assert "max-update-norm drops no single upload" in said[1]
+    assert not [line for line in caplog.messages if line.startswith("metric ")]
     caplog.clear()
     run(method="fedavg", run_name="b", report_accuracy=False, **PRIVATE)
     said = [line for line in caplog.messages if line.startswith("private:")]
