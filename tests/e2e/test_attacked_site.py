@@ -6,6 +6,7 @@ Runs are submitted at Flower's control port, past the checks of `corolla run`.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from corolla.experiments.launch import COMPLETED, flwr_run
+from deploy import audit
 from fl_app.app_bundle import application_hash
 from fl_app.keys import Scalar
 from fl_app.processes import end_processes, flower_environment
@@ -159,3 +161,31 @@ def test_another_run_has_nothing_of_a_runs_state(lab: Lab) -> None:
         (lab.directory / "secret").unlink()
     assert status == COMPLETED and secret_of(lab.directory / "second", "resume") == experiment, log
     assert files(states / experiment) == before
+
+
+def test_all_runs_on_a_clients_data_spend_one_budget(lab: Lab) -> None:
+    budget: dict[str, Scalar] = {"dp_epsilon": 1.0, "dp_delta": 1e-3, "model": "mlp"}
+    data = lab.directory / "data"
+    names = ",".join(map(str, range(11)))
+    same: list[dict[str, Scalar]] = [
+        {"dataset": "medmnist-a", "data_dir": str(data)},
+        {"dataset": f"npz:{data}/own.npz", "classes": names},
+    ]
+    for k, keys in enumerate(same):
+        status, log = submit(lab, f"run-{k}", **budget, **keys)
+        assert status == COMPLETED, log
+    noise: list[float] = []
+    for path in (lab.directory / "notes" / "data").glob("*.json"):
+        noise += [training[2] for training in json.loads(path.read_text().splitlines()[1])]
+    # both nodes have one site directory: the first training spends, all others have what is left, in both runs
+    least, *others = sorted(noise)
+    assert len(others) >= 2 and min(others) > 10 * least, noise
+
+
+def test_samples_for_validation_are_no_training_samples(lab: Lab) -> None:
+    for text in refusals(lab, "few", validation_ratio=0.5):
+        assert "min-samples" in text
+    where = lab.directory / "state" / "sites" / "lab" / "supernode-0"
+    assert audit.entries(where)[-1]["why"].startswith(
+        "min-samples: a client must have 90 training samples, this one has 50"
+    )
