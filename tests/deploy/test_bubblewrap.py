@@ -21,6 +21,8 @@ import pytest
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
+from benchmarks import confine as walls_benchmark
+from benchmarks.measure import SLACK
 from deploy import bubblewrap, confine, supernode, unanswered
 from deploy.audit import Audit
 from deploy.bubblewrap import Walls
@@ -274,3 +276,12 @@ def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start
     )
     command.start_client_internal(node_config={}, state_factory=factory, runtime_api_address="127.0.0.1:9")
     assert refused.wait(30) and len(started) == 1
+
+
+@needs_bubblewrap
+@pytest.mark.long
+def test_walls_delay_a_client_by_no_more_than_the_published_time() -> None:
+    found = walls_benchmark.more(5)
+    assert "bubblewrap" in found
+    # twice: a busy machine
+    assert all(value < SLACK * walls_benchmark.TARGET for parts in found.values() for value in parts.values()), found
