@@ -28,7 +28,7 @@ from fl_app.config.rules import split_names
 from fl_app.data import ClientData, client_names, data_root
 from fl_app.data.moments import Scaling, Sums
 from fl_app.debugging import Place
-from fl_app.errors import Diverged, UserError, diverged
+from fl_app.errors import DIVERGED, Diverged, UserError, diverged
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
@@ -67,8 +67,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("corolla")
 
-# training on a client's own data neither reaches such a loss nor recovers from it
+# training on a client's own data neither reaches such a loss or parameter nor recovers from it
 DIVERGED_LOSS = 1e4
+DIVERGED_PARAMETER = 1e6
 # inputs and targets beyond it count as far from 1; standardised ones hardly ever reach it
 FAR = 30.0
 # most channels of an image; with more features only one client sends mean and deviation
@@ -149,28 +150,33 @@ class CorollaClient(NumPyClient):
         with reasons.stage("protocol", "private", "hidden"):
             masker = self._claim_attempt(download, ctx.num_samples)
         watch.lap("prepare")
-        start = update.merge(download.model, state, ctx)
-        watch.lap("merge")
-        before = self._measured(update.personal(start, state, ctx), trainer, "before")
+        with self._naming_divergence(trainer, download.model):
+            start = update.merge(download.model, state, ctx)
+            watch.lap("merge")
+            before = self._measured(update.personal(start, state, ctx), trainer, "before")
         watch.lap("evaluate")
+        loss_before = before["loss-before"]
         try:
             with reasons.stage("method"):
                 trained = update.train(start, state, ctx)
         except Exception as error:
             if not (masker and self._hides_failure(error)):
-                raise self._training_error(error, before["loss-before"]) from None
+                raise self._training_error(error, trainer, start, loss_before) from None
             log.error("client %d: it sends the model that it received", self.client_id, exc_info=error)
             masker.note_clipped(debugging.reason(error))
             trained = start
         train_loss = trainer.last_loss
-        update.keep_local(trained, state, ctx)
-        watch.lap("train")
-        after = self._measured(update.personal(trained, state, ctx), trainer, "after")
-        watch.lap("evaluate")
-        # the first figure that shows a divergence is named: metrics, then the training loss, then other losses
-        figures = sorted({**before, LOSS.name: train_loss, **after}.items(), key=lambda item: _order(item[0]))
-        reported = self._reported(dict(figures), trainer)
-        upload = update.upload(start, trained, state, ctx)
+        with self._naming_divergence(trainer, trained, loss_before):
+            update.keep_local(trained, state, ctx)
+            watch.lap("train")
+            after = self._measured(update.personal(trained, state, ctx), trainer, "after")
+            watch.lap("evaluate")
+            # the first figure that shows a divergence is named: metrics, then the training loss, then other losses
+            figures = sorted({**before, LOSS.name: train_loss, **after}.items(), key=lambda item: _order(item[0]))
+            reported = self._reported(dict(figures), trainer)
+            upload = update.upload(start, trained, state, ctx)
+            if not masker:
+                wire.check_finite({"params": upload.model.params, "buffers": upload.model.buffers, **upload.extras})
         if masker:
             with reasons.stage("protocol", "private-range", "in-range"):
                 upload = masker.mask(upload)
@@ -374,6 +380,10 @@ class CorollaClient(NumPyClient):
 
     def _evaluate(self, download: Download) -> dict[str, Scalar]:
         ctx, state, trainer = self._prepare(download)
+        with self._naming_divergence(trainer, download.model):
+            return self._evaluated(download, ctx, state, trainer)
+
+    def _evaluated(self, download: Download, ctx: RoundContext[Any], state: State, trainer: Any) -> dict[str, Scalar]:
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
         model = update.personal(start, state, ctx)
@@ -650,8 +660,7 @@ class CorollaClient(NumPyClient):
         if not self.config.report_accuracy:
             return dict.fromkeys(measured, math.nan)
         if name := diverged_metric(measured):
-            error = diverged(name, measured[name], trainer.learning_rate)
-            raise Diverged(f"{error}{self._far_values()}")
+            raise diverged(name, measured[name], trainer.learning_rate)
         return {name: LOSS.clipped(value) if _is_loss(name) else value for name, value in measured.items()}
 
     def _own(self, reported: Mapping[str, Scalar], trainer: Any) -> dict[str, Scalar]:
@@ -692,14 +701,34 @@ class CorollaClient(NumPyClient):
         told = self.config.report_accuracy or reasons.of(error).code in ("budget", "capability")
         return not told and (self.place is Place.DEPLOYMENT or isinstance(error, Diverged))
 
-    def _training_error(self, error: Exception, loss_before: float) -> Exception:
-        """Return a training's error. It adds the received model's loss if that model had diverged already."""
-        may_tell = self.config.report_accuracy and len(self.data.y_test) > 0 and isinstance(error, UserError)
-        if may_tell and isinstance(error, Diverged):
-            error = Diverged(f"{error}{self._far_values()}")
-        if not may_tell or loss_before < DIVERGED_LOSS:
+    @contextmanager
+    def _naming_divergence(self, trainer: Any, model: Model, loss_before: float = 0.0) -> Iterator[None]:
+        """Let errors of computations with a model name the learning rate if the model has diverged."""
+        try:
+            yield
+        except Exception as error:
+            raise self._training_error(error, trainer, model, loss_before) from None
+
+    def _training_error(self, error: Exception, trainer: Any, model: Model, loss_before: float) -> Exception:
+        """Return the error of a training or of a computation with its model.
+
+        If the model has diverged, it names the learning rates, whatever failed, and the received model's loss if that
+        had diverged already.
+        """
+        if not self.config.report_accuracy:
+            return error
+        if not isinstance(error, Diverged) and has_diverged(model):
+            error = Diverged(f"{DIVERGED}: {debugging.reason(error)} (learning-rate {trainer.learning_rate:g})")
+        if isinstance(error, Diverged):
+            error = Diverged(f"{error}{self._own_rates()}{self._far_values()}")
+        if not isinstance(error, UserError) or not len(self.data.y_test) or loss_before < DIVERGED_LOSS:
             return error
         return Diverged(f"{error}; the model it was sent had a loss of {loss_before:.3g} already")
+
+    def _own_rates(self) -> str:
+        """Return the method's own learning rates, as the end of an error; empty if it has none."""
+        rates = {name: value for name, value in vars(self.config.params).items() if name.endswith("_rate")}
+        return "".join(f", {self.config.method}.{name.replace('_', '-')} {value:g}" for name, value in rates.items())
 
     def _far_values(self) -> str:
         """Return advice on data far from 1, as the end of an error; empty if all are near.
@@ -793,6 +822,11 @@ def data_properties(data: ClientData, config: RunConfig) -> Config:
         counts = np.bincount(data.y_train, minlength=info.num_classes)
         properties["class-counts"] = ",".join(map(str, counts))
     return properties
+
+
+def has_diverged(model: Model) -> bool:
+    """Return whether a model's values are not finite, or its parameters beyond all those of a sound training."""
+    return not (np.abs(model.params).max(initial=0) < DIVERGED_PARAMETER and np.isfinite(model.buffers).all())
 
 
 def diverged_metric(measured: Mapping[str, float]) -> str:

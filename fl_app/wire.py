@@ -619,9 +619,15 @@ def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> A
         raise WireError(f"array {name} has {got} bytes, expected {needed} for shape {shape}")
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     array = np.frombuffer(data, np.dtype(dtype), offset=offset).reshape(shape)
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise WireError(f"array {name} has {np.count_nonzero(~np.isfinite(array))} non-finite values")
+    check_finite({name: array})
     return array
+
+
+def check_finite(arrays: Mapping[str, Array]) -> None:
+    """Raise WireError if an array of floats has a value that is not finite. arrays: by their names in the message."""
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise WireError(f"array {name} has {np.count_nonzero(~np.isfinite(array))} non-finite values")
 
 
 def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:

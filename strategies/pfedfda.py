@@ -260,6 +260,12 @@ def body(layout: Layout, params: object) -> frozenset[str]:
     return below
 
 
+def check_size(extras: Mapping[str, NDArray[Any]]) -> None:
+    """Raise WireError for Gaussians too far from 0 for a classifier."""
+    if not all(np.abs(array).max(initial=0) <= _LARGEST for array in extras.values()):
+        raise WireError(f"its means and covariance must lie within {_LARGEST:g} of 0")
+
+
 class PFedFDA(FedAvg[PFedFDAParams]):
     """Server half. Memory: `means` float32 [C, k], `covariance` float32 [k(k+1)/2]."""
 
@@ -294,8 +300,7 @@ class PFedFDA(FedAvg[PFedFDAParams]):
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for Gaussians that give no classifier, as they would spoil the shared ones."""
-        if max(float(np.abs(array).max(initial=0)) for array in upload.extras.values()) > _LARGEST:
-            raise WireError(f"its means and covariance must lie within {_LARGEST:g} of 0")
+        check_size(upload.extras)
         try:
             np.linalg.cholesky(shrunk(symmetric(upload.extras["covariance"]), eps=self.params.eps))
         except np.linalg.LinAlgError:
@@ -349,6 +354,7 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
         plain = super().upload(before, after, state, ctx)
         adapted, (of_means, of_covariance) = self.adapted(after, ctx)
         extras = {"means": adapted.means.astype(np.float32), "covariance": triangle(adapted.covariance)}
+        check_size(extras)
         metrics = {**plain.metrics, "beta-means": of_means, "beta-covariance": of_covariance}
         return dataclasses.replace(plain, extras=extras, metrics=metrics)
 

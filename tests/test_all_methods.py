@@ -21,7 +21,7 @@ from client_app.at_once import Lanes
 from client_app.client_app import app
 from fl_app import models
 from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError
+from fl_app.errors import RoundFailed, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports, declared
@@ -205,6 +205,26 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
     assert read_summary(resumed.path)["digest"] == summary["digest"]
     for before, after in zip(rounds, read_metrics(resumed.path), strict=True):
         assert json.dumps(strip(before)) == json.dumps(strip(after))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("model", "rate"), [("plain", 1e9), ("plain", 1e3), ("batchnorm", 1e3)])
+def test_a_rate_above_what_a_method_bears_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, model: str, rate: float
+) -> None:
+    """Whatever it breaks first: a loss, a mask's scores, statistics, or arrays that the server would refuse."""
+    key = "pfedme.inner-learning-rate" if method == "pfedme" else "learning-rate"
+    config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "round_retries": 0, key: rate}
+    told = ""
+    try:
+        start(tmp_path, "one", num_server_rounds=3, train_samples=400, local_epochs=3, **config)
+    except RoundFailed as error:
+        told = str(error)
+    failed = [line for line in told.splitlines() if line.startswith("  client ")]
+    failed += [text for record in caplog.records if "dropped: " in (text := record.getMessage())]
+    # with a fixed classifier or a gate, a body whose units are all dead has no gradient
+    assert failed or rate < 1e9 or method in ("fedbabu", "perfedmask", "pfedgate")
+    assert all(f"{key} {rate:g}" in line for line in failed), failed
 
 
 def watch_tested(local_update: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
