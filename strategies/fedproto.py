@@ -27,7 +27,7 @@ Readings and deviations:
 - A class keeps its last prototype while no client of the round has it.
 - A class without any prototype is never predicted, and has a finite loss (`nearest`). Before a client's first prototypes
   arrive, its classifier predicts.
-- Fine-tuning starts from the prototypes' classifier; classes without a prototype start from the client's own rows.
+- Fine-tuning starts from the client's own classifier, not from that of the prototypes.
 - The authors' test looks only among the classes of the client's own training data: `candidates = own`.
 - All clients have the same architecture; the paper's may differ in all but the features' width.
 """
@@ -276,14 +276,12 @@ def candidates(ctx: RoundContext[FedProtoParams]) -> NDArray[np.int64]:
     return counts * (ctx.trainer.class_counts > 0) if ctx.params.candidates == "own" and len(counts) else counts
 
 
-def under_prototypes(
-    model: Model, ctx: RoundContext[FedProtoParams], counts: NDArray[np.int64], rows: NDArray[np.bool_]
-) -> Model:
-    """Return a model with rows of the classifier of prototypes. counts: as `candidates` has them; rows: bool [C]."""
+def under_prototypes(model: Model, ctx: RoundContext[FedProtoParams], counts: NDArray[np.int64]) -> Model:
+    """Return a model with the classifier of prototypes. counts: as `candidates` has them."""
     params = model.params.copy()
     for slot, values in zip(head_slots(ctx.layout), nearest(ctx.extras[PROTOTYPES], counts), strict=True):
         if slot is not None:
-            params[slot.start : slot.stop].reshape(slot.shape)[rows] = values[rows]
+            params[slot.start : slot.stop] = values.reshape(-1)
     return Model(params, model.buffers)
 
 
@@ -301,15 +299,12 @@ class FedProtoUpdate(LocalUpdate[FedProtoParams]):
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
         """Return the model under the classifier of the nearest prototype."""
         counts = candidates(ctx)
-        return under_prototypes(model, ctx, counts, np.full(len(counts), True)) if counts.any() else model
+        return under_prototypes(model, ctx, counts) if counts.any() else model
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[FedProtoParams], epochs: int) -> Model:
-        """Tune the classifier of prototypes. A class that it never predicts starts from the client's own row."""
-        counts = candidates(ctx)
-        if counts.any():
-            own = state.arrays["local.params"] if "local.params" in state.arrays else ctx.initial().params
-            start = under_prototypes(Model(own, start.buffers), ctx, counts, counts > 0)
-        return super().finetune(start, state, ctx, epochs)
+        """Tune the client's own model, not the one under the classifier of prototypes."""
+        own = state.arrays["local.params"] if "local.params" in state.arrays else ctx.initial().params
+        return super().finetune(Model(own, start.buffers), state, ctx, epochs)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
         """Train the client's model with the pull to the prototypes."""
