@@ -108,7 +108,12 @@ def node_export(
     onnx: Annotated[bool, typer.Option("--onnx", help="Write ONNX (needs corolla[onnx]).")] = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write this site's own model of a run, which stays here, with its card. $COROLLA_SITE_DIR names the site's directory."""
+    """Write this site's own model of a run, which stays here, with its card. Its directory: $COROLLA_SITE_DIR, or site.toml's."""
+    # it imports flwr, which takes seconds
+    from deploy import site as rules
+    from deploy.supernode import use_rules
+
+    use_rules(rules.find())
     held = {path.parent: path.stat().st_mtime for path in (site_directory() / MODELS).glob(f"*/*/{SUMMARY}")}
     known = {folder.name for folder in held} | {folder.parent.name.rpartition("-")[0] for folder in held}
     chosen = {folder for folder in held if run in (None, folder.name, folder.parent.name.rpartition("-")[0])}

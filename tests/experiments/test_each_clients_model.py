@@ -106,6 +106,17 @@ def test_a_site_without_a_model_says_so(command: Command) -> None:
     assert code == 2 and "june" in err
 
 
+def test_a_site_exports_from_the_directory_that_its_rules_name(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site.toml").write_text(f'site-dir = "{tmp_path / "notes"}"\n')
+    monkeypatch.setenv("COROLLA_SITE", str(tmp_path / "site.toml"))
+    monkeypatch.setenv("COROLLA_SITE_DIR", "")
+    monkeypatch.delenv("COROLLA_SITE_DIR")
+    code, _, err = command("node", "export", "june")
+    assert code == 2 and str(tmp_path / "notes") in err
+
+
 @pytest.mark.parametrize("method", ["ifca", "cfl"])
 def test_a_server_that_holds_the_models_writes_every_clients(run: Run, method: str) -> None:
     folder = run(method=method, num_clients=4)
