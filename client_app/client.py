@@ -49,7 +49,6 @@ from fl_app.metrics import (
 from fl_app.model_names import ModelNames, differ
 from fl_app.outgoing import Way
 from fl_app.run_secret import experiment_of
-from fl_app.server.origin import STATE_OF
 from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
@@ -463,6 +462,9 @@ class CorollaClient(NumPyClient):
             self._open_store(download)
         with reasons.stage("deployment", "state-dir", "state"):
             state = self._first_state(download) or self._store.load(download.state_version)
+            # the server may know how to bring about an older state; then it knows more of the upload
+            if state.version != download.state_version and config.private and config.private_absent == "company":
+                raise UserError(f"private: the state {download.state_version} is missing or damaged")
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
         # With `train` or `share`, tensors that never travel start from the file too: the server does not send them.
@@ -504,7 +506,7 @@ class CorollaClient(NumPyClient):
 
         The state stays where it is. Raises UserError if it is missing or damaged.
         """
-        if download.state_version or (text := download.method.get(STATE_OF)) is None:
+        if download.state_version or (text := download.method.get(wire.STATE_OF)) is None:
             return None
         told = json.loads(str(text))
         root = state_root(self.config.state_dir)

@@ -119,8 +119,9 @@ class Masker:
         _check_members(members, me, keys.ring.num_clients)
         if not len(members) == len(announced) == len(sent) or not (most == 0 or 1 <= most < math.inf):
             raise UserError("private: the server does not say what each member of the sum is sent")
+        whole = config.private_absent == "company"
         mine = sent[members.index(me)]
-        if mine != SentHashes().of(download, {}) or sent.count(mine) < GROUP_MIN:
+        if mine != SentHashes(whole).of(download, {}) or sent.count(mine) < GROUP_MIN:
             raise UserError(
                 f"private: fewer than {GROUP_MIN} members of the sum are sent what client {me} is sent; its upload would show"
             )
@@ -129,8 +130,10 @@ class Masker:
             raise UserError(f"private: the server's keys of the members do not fit client {me}")
         attempt = download.experiment, keys.run, keys.config, download.round, download.attempt
         transcript = Transcript(*attempt, members, sent, announced, keys.ring.fingerprint, most, 0)
-        whole = config.private_absent == "company"
-        site.claim(download.experiment, download.round, download.attempt, config.round_retries, members, whole)
+        # those that are sent something else may be known to the server, so the others must be whole companies, too
+        alike = [i for i, text in zip(members, sent, strict=True) if text == mine]
+        sums = (members, alike) if whole else ()
+        site.claim(download.experiment, download.round, download.attempt, config.round_retries, sums)
         weight = weigh(site.count(download.experiment, samples, most))
         others = {i: key for i, key in public.items() if i != me}
         bits, limit = config.private_sketch, config.private_range
@@ -154,7 +157,7 @@ class Masker:
         if clipped:
             self.note_clipped("values beyond private-range were clipped")
         label = self._with_words(words.size).digest
-        shared = {i: derived(exchange(keys.masks, key), "mask", label) for i, key in self.others.items()}
+        shared = {i: _mask_key(keys, key, i, label) for i, key in self.others.items()}
         masking.mask(words, keys.ring.client_id, shared)
         shares_of_own = self._mask_alone(words, label)
         facts = {"members": told.members, "keys": told.keys, "label": label}
@@ -202,11 +205,19 @@ def _opened(
     found = [opened(keys.share_key(of[j], label, j, me), text) for j, text in zip(survivors, texts, strict=True)]
     if lost := [j for j, share in zip(survivors, found, strict=True) if share is None]:
         raise UserError(f"private: clients {lost} sealed no shares for client {me} in this attempt")
-    between = (derived(exchange(keys.masks, halves(of[u])[0]), "mask", label) for u in gone)
+    between = (_mask_key(keys, halves(of[u])[0], u, label) for u in gone)
     return {
         OPENED: ",".join(share.hex() for share in found if share is not None),
         BETWEEN: ",".join(key.hex() for key in between),
     }
+
+
+def _mask_key(keys: RunKeys, public: bytes, other: int, label: str) -> bytes:
+    """Return the key of the mask between this client and another one, for one attempt.
+
+    It names both: two members that announce the same key must not have the same masks with a third one.
+    """
+    return derived(exchange(keys.masks, public), "mask", label, *sorted((keys.ring.client_id, other)))
 
 
 def _check_members(members: tuple[int, ...], me: int, num_clients: int) -> None:

@@ -4,7 +4,7 @@
   and of the site's public half, so that the notes belong to the key and not to the client's number.
 - `keys/<hash>/<round>-<attempt>.answered`: an attempt that was answered under them, with the means to open its sum.
   `keys/<hash>/<round>-<attempt>.<hash>.opened`: the members whose sum the client helps to open.
-  `keys/<hash>/experiment`: the one experiment that they serve.
+  `keys/<hash>/experiment`: the one experiment that they serve. `keys/<hash>/ended`: they are deleted, and no new ones made.
 - `runs/<experiment>/sums-<hash of the public half>.json`: the sums of the experiment that the client has been in.
 - `runs/<experiment>/clipped-<hash>`: a value of the client was beyond `private-range`.
 
@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from fl_app.privacy.shares import threshold
 from fl_app.privacy.transcript import config_hash
 from fl_app.wire import GROUP_MIN, SEED_KEYS, state_version
 
-_KEYS, _RUNS, _PRIVATE, _EXPERIMENT = "keys", "runs", "private", "experiment"
+_KEYS, _RUNS, _PRIVATE, _EXPERIMENT, _ENDED = "keys", "runs", "private", "experiment", "ended"
 _ANSWERED, _OPENED = ".answered", ".opened"
 # Keys of a run whose last message never came are deleted after this many days without use.
 _DAYS = 30
@@ -86,13 +85,11 @@ class SiteKeys:
             return self._directory(experiment) / "clipped"
         return _run(self.site, experiment) / f"clipped-{self._own}"
 
-    def claim(
-        self, experiment: str, round: int, attempt: int, retries: int, members: Collection[int], whole: bool
-    ) -> None:
+    def claim(self, experiment: str, round: int, attempt: int, retries: int, sums: Iterable[Collection[int]]) -> None:
         """Note that an attempt at a sum is being answered. Raises UserError if it must not be.
 
         It must not be if it was answered before, if the round has been answered `retries` + 1 times, or if the keys serve
-        another experiment. whole: the sum must not split a company (`refined`).
+        another experiment. sums: members of sums that the server may learn of it, which must not split a company (`refined`).
         """
         me, version = self.keys.ring.client_id, state_version(round, attempt)
         with self._noting(experiment) as directory:
@@ -107,8 +104,8 @@ class SiteKeys:
                     f"client {me}: private: it has answered {len(tried)} attempts at round {round}, and answers no more "
                     "(round-retries)"
                 )
-            if whole:
-                self._refined(experiment, members)
+            for members in sums:
+                self._refine(experiment, members)
             if not (directory / _EXPERIMENT).exists():
                 publish_text(directory / _EXPERIMENT, experiment)
             self._mark(directory / f"{version}{_ANSWERED}")
@@ -144,8 +141,8 @@ class SiteKeys:
                 raise UserError(f"client {me}: private: another sum of attempt {version} was opened before")
             if len(asked) < (needed := threshold(len(noted["members"]))):
                 raise UserError(f"client {me}: private: a sum needs {needed} of its members, got {len(asked)}")
-            if whole and (new := self._refined(experiment, asked)) != self._known(experiment).get("parts", []):
-                self._note(experiment, parts=new)
+            if whole:
+                self._refine(experiment, asked)
             if not before:
                 self._mark(mark)
         return noted
@@ -164,12 +161,15 @@ class SiteKeys:
                 f"client {self.keys.ring.client_id}: private: its keys for this run serve another experiment"
             )
 
-    def _refined(self, experiment: str, members: Collection[int]) -> list[list[int]]:
-        """Return the companies after a sum over these members. Raises UserError if it would split one."""
+    def _refine(self, experiment: str, members: Collection[int]) -> None:
+        """Note the companies after a sum over these members. Raises UserError if it would split one."""
+        known = self._known(experiment).get("parts", [])
         try:
-            return refined(self._known(experiment).get("parts", []), members)
+            new = refined(known, members)
         except ValueError as error:
             raise UserError(f"client {self.keys.ring.client_id}: private: {error}") from None
+        if new != known:
+            self._note(experiment, parts=new)
 
     def count(self, experiment: str, samples: int, most: float) -> float:
         """Return the sample count that the client counts with in all sums of an experiment, at most `most` if that is not 0.
@@ -191,9 +191,10 @@ class SiteKeys:
         self._clipped(experiment).touch(0o600)
 
     def forget(self, experiment: str) -> bool:
-        """Delete the keys of a finished run. Return whether a value of the client was ever clipped to its range."""
+        """Delete the keys of a finished run for good. Return whether a value of the client was ever clipped to its range."""
         if not self.simulated:
-            shutil.rmtree(self._directory(experiment), ignore_errors=True)
+            with self._noting(experiment) as directory:
+                _end(directory)
         return self._clipped(experiment).exists()
 
     # Notes
@@ -265,7 +266,7 @@ def _kept(directory: Path, ring: Keyring, run: int, config: str) -> RunKeys:
     try:
         make_directory(directory)
         with lock(directory / ".lock", wait=True):
-            if not path.exists():
+            if not (path.exists() or (directory / _ENDED).exists()):
                 _delete_old(directory.parent)
                 drawn = drawn_run_keys(ring, run, config)
                 parts = [drawn.masks.private_bytes_raw(), drawn.seals.private_bytes_raw(), drawn.secret]
@@ -274,6 +275,8 @@ def _kept(directory: Path, ring: Keyring, run: int, config: str) -> RunKeys:
             masks, seals, secret = map(base64.b64decode, texts)
             # the time of the last use
             os.utime(path)
+    except FileNotFoundError:
+        raise UserError("private: this site has ended this run, and its keys are deleted") from None
     except OSError as error:
         raise UserError(f"private: the run's keys cannot be kept in {directory}: {error.strerror}") from None
     except ValueError:
@@ -291,4 +294,12 @@ def _delete_old(directory: Path) -> None:
     for path in directory.glob(f"*/{_PRIVATE}"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - _DAYS * 86400:
-                shutil.rmtree(path.parent, ignore_errors=True)
+                _end(path.parent)
+
+
+def _end(directory: Path) -> None:
+    """Delete a run's keys and the notes on them. What is left keeps the run from new keys, which would have no notes."""
+    (directory / _ENDED).touch(0o600)
+    for path in (directory / _PRIVATE, *directory.glob(f"*{_ANSWERED}"), *directory.glob(f"*{_OPENED}")):
+        path.unlink(missing_ok=True)
+    sync(directory)

@@ -52,6 +52,9 @@ AGREE, OPEN = "agree", "open"
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # Metric: the generation of state that this message made, "" without any.
 STATE_VERSION = "state-version"
+# Scalar of a client's first download in a run that goes on from another one (fl_app/server/origin.py): that run's secret,
+# the client's id and its state's generation there, as JSON.
+STATE_OF = "state-of"
 # Metric of a client with damaged state: the earlier generation that it continued from.
 STATE_USED = "state-used"
 # Prefix of the scalars of private rounds. As a metric: the attempt of the masks in an upload.

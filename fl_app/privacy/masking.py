@@ -2,7 +2,7 @@
 
 Client i sends y_i = x_i + sum_{j > i} PRG(k_ij) - sum_{j < i} PRG(k_ij) over the members j of its sum, modulo 2^64.
 Only i and j can derive k_ij, and only from the same transcript of the attempt (transcript.py). In the sum over all
-members the masks cancel. If one member is missing, or was told otherwise, the rest is uniformly random. Integer sums do
+members the masks cancel. If one member is missing, or has another view, the rest is uniformly random. Integer sums do
 not depend on their order, so they are equal on all machines.
 
 x_i = rint(2^s a_i w_i) with |w_i| <= R, where client i computes its own weight 0 < a_i <= 1. The last word of x_i is

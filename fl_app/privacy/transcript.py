@@ -1,4 +1,4 @@
-"""The transcript of an attempt: all that its masks are derived from. Members that were told different things share no masks."""
+"""The transcript of an attempt: all that its masks are derived from. Members with different views share no masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.wire import PRIVATE, Download
+from fl_app.wire import PRIVATE, STATE_OF, STATE_VERSION, Download
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,25 @@ def config_hash(config: RunConfig) -> str:
 
 
 class SentHashes:
-    """Hashes of what clients are sent. Arrays that several are sent are read once."""
+    """Hashes of what clients are sent. Arrays that several are sent are read once.
 
-    def __init__(self) -> None:
+    states: whether the state that a client continues from is a part of it. All clients of a company continue
+    from the same one.
+    """
+
+    def __init__(self, states: bool) -> None:
+        self._states = states
         # arrays are kept so that no other one gets their place in memory
         self._known: dict[tuple[int, int, str], tuple[NDArray[Any], str]] = {}
 
     def of(self, download: Download, more: Mapping[str, Scalar]) -> str:
-        """Return the hash of a download's model, extras and scalars. more: further scalars that it will have."""
-        scalars = {name: value for name, value in {**download.method, **more}.items() if not name.startswith(PRIVATE)}
+        """Return the hash of a download's model, extras, scalars and state. more: further scalars that it will have."""
+        told = {STATE_VERSION: download.state_version, **download.method, **more}
+        scalars = {name: value for name, value in told.items() if not name.startswith(PRIVATE)}
+        state, origin = scalars.pop(STATE_VERSION), json.loads(str(scalars.pop(STATE_OF, "{}")))
+        if self._states:
+            # a client's number in the earlier run is its own
+            scalars |= {STATE_VERSION: state, STATE_OF: f"{origin.get('secret')} {origin.get('version')}"}
         arrays = {"params": download.model.params, "buffers": download.model.buffers, **download.extras}
         parts = {name: self._array(array) for name, array in arrays.items() if array.size}
         return hashlib.sha256(json.dumps([parts, scalars], sort_keys=True).encode()).hexdigest()

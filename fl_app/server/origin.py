@@ -36,9 +36,8 @@ from fl_app.server.run_folder import (
     read_summary,
     secret_of,
 )
+from fl_app.wire import STATE_OF
 
-STATE_OF = "state-of"
-"""Scalar of a client's first download: the secret of the run, the client's id and its state's generation there, as JSON."""
 # keys in which a run must be as the one it goes on from
 _SAME = ("method", "model", "norm", "task", "train", "share")
 

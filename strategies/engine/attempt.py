@@ -34,14 +34,15 @@ class Attempt(RoundState):
     """One attempt at a round, or one evaluation: all state that ends with it.
 
     generation: distinguishes the client states of different attempts. began: second of the monotonic clock. intake: the
-    stacks or sums that uploads are decoded into. sent: bytes sent to each client. received: bytes of each client's
-    upload, dropped ones included. failures: all failures. causes: each client's last cause. heads: how the logged
-    causes begin. far: far uploads that are used. works: by client, its work on the round. connected: the clients that
-    it could ask. working: clients that still worked for an earlier round when it began. held: bytes of the models that
-    wait to arrive. ended: clients whose work has ended. missed: works that have not. arrivals: the ends of works.
-    clients: an evaluation's entries. hashes: of the arrays it sent, where clients send no hashes of their models.
-    between: the method's notes between clients, after `record`. earlier: attempts at the same round that do not count.
-    spoilt_by: why this attempt does not count. without: clients that the repetition of a private round does not ask.
+    stacks or sums that uploads are decoded into. sent: bytes sent to each client. received: bytes of each client's upload,
+    dropped ones included. failures: all failures. causes: each client's last cause. heads: how the logged causes begin.
+    far: far uploads that are used. works: by client, its work on the round. connected: the clients that it could ask.
+    states: by client, the state that it is told to continue from. working: clients that still worked for an earlier round
+    when it began. held: bytes of the models that wait to arrive. ended: clients whose work has ended. missed: works that
+    have not. arrivals: the ends of works. clients: an evaluation's entries. hashes: of the arrays it sent, where clients
+    send no hashes of their models. between: the method's notes between clients, after `record`. earlier: attempts at the
+    same round that do not count. spoilt_by: why this attempt does not count. without: clients that the repetition of a
+    private round does not ask.
     """
 
     generation: int = 0
@@ -55,6 +56,7 @@ class Attempt(RoundState):
     far: list[Record] = field(default_factory=list)
     arrivals: list[Record] = field(default_factory=list)
     connected: list[int] = field(default_factory=list)
+    states: dict[int, dict[str, Scalar]] = field(default_factory=dict)
     working: frozenset[int] = frozenset()
     held: int = 0
     ended: set[int] = field(default_factory=set)

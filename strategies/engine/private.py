@@ -250,7 +250,7 @@ class PrivateRounds:
             self.store.bound_sizes(declared, self.config.max_size_weight)
         groups = self.server.sum_groups(ids)
         rows = self._rows(groups)
-        n, expected, hashes = len(ids), self.expected(), SentHashes()
+        n, expected, hashes = len(ids), self.expected(), SentHashes(self.config.private_absent == "company")
         empty = np.empty((n, 0), np.float32)
         attempt.expected = expected
         downloads = ((i, self.server.download_for(i, attempt.round, "train")) for i in ids)
@@ -267,7 +267,7 @@ class PrivateRounds:
             groups=groups,
             totals=np.zeros((len(set(rows.values())), self._words), np.uint64),
             row_of_sum=rows,
-            sent={i: hashes.of(download, self.server.told) for i, download in downloads},
+            sent={i: hashes.of(download, {**self.server.told, **attempt.states[i]}) for i, download in downloads},
         )
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:

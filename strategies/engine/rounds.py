@@ -287,6 +287,7 @@ class Rounds:
         ids = self._drawn()
         attempt.working = frozenset(self.working)
         attempt.held = sum(work.size for work in self.working.values())
+        attempt.states = {i: {wire.STATE_VERSION: self.versions.get(i, ""), **self._first(i)} for i in ids}
         attempt.intake = self.protocol.open(attempt, sorted([*ids, *self.working]))
         attempt.sent = dict.fromkeys(ids, 0)
         if not self.clock:

@@ -35,8 +35,8 @@ def claims(raw: dict[str, Any], key: Path) -> str | None:
     if not isinstance(client, CorollaClient) or not client.config.private:
         return None
     try:
-        company = client.config.private_absent == "company"
-        client._site_keys.claim("abc", 1, 0, client.config.round_retries, range(N), company)
+        sums = [range(N)] if client.config.private_absent == "company" else []
+        client._site_keys.claim("abc", 1, 0, client.config.round_retries, sums)
     except UserError as error:
         return str(error)
     return ""

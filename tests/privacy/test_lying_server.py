@@ -6,6 +6,7 @@ Where a test is run `weakened`, one mechanism is taken away, and the same attack
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
+from client_app import private, run_keys
 from client_app.client_app import app as client_app
 from client_app.run_keys import refined
 from fl_app import models, wire
@@ -21,7 +23,8 @@ from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Layout, Model
 from fl_app.privacy import masking, pins, shares
-from fl_app.privacy.keyring import PEERS, RunKeys, open_keyring
+from fl_app.privacy.keyring import PEERS, RunKeys, exchange, halves, open_keyring, text_of
+from fl_app.privacy.masking import derived
 from fl_app.privacy.transcript import SentHashes, Transcript
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.wire import AGREE, AGREED, BETWEEN, OPEN, OPENED, PRIVATE_KEYS, SHARES, SUM, Download, Expected
@@ -59,7 +62,7 @@ class Server:
         return wire.decode_properties(reply.content)
 
     def hash_of(self, model: Model) -> str:
-        return SentHashes().of(Download("train", 1, 0, "e", model), {})
+        return SentHashes(self.raw.get("private-absent") != "alone").of(Download("train", 1, 0, "e", model), {})
 
     def ask(
         self,
@@ -68,6 +71,7 @@ class Server:
         attempt: int = 0,
         model: Model | None = None,
         experiment: str = "abc",
+        state: str = "",
         **said: Any,
     ) -> np.ndarray:
         """Return a client's answer, uint64 [d + 1]. Raises WireError with its refusal."""
@@ -78,7 +82,8 @@ class Server:
             "private-sent": ",".join(self.hash_of(model) for _ in members),
             "private-most": 0.0,
         } | said
-        content = wire.encode_download(Download("train", 1, attempt, experiment, model, method=told))
+        sent = Download("train", 1, attempt, experiment, model, state_version=state, method=told)
+        content = wire.encode_download(sent)
         reply = self.grid._handle(Message(content, client_id + 1, "train"))
         assert reply.has_content(), reply.error
         upload = wire.decode_upload(reply.content, Expected(0, 0, extras={SUM: ("<u8", (self.d + 1,))}))
@@ -227,6 +232,96 @@ def test_six_and_then_five_of_them(raw_config: dict[str, Any], keys: list[Path],
             server.ask(i, range(5), 1)
     # in two companies of three they go on
     assert not is_noise(server.sum(range(3), 1)) and not is_noise(server.sum(range(3, 6), 1))
+
+
+def test_a_sum_of_which_others_were_not_asked_for_the_opening(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    """Clients note the sums that they answer, not those alone that they help to open."""
+    server = Server(raw_config, keys)
+    for i in range(N):
+        server.ask(i, range(N))
+    with pytest.raises(wire.WireError, match="splits a company"):
+        server.ask(0, range(5), 1)
+
+
+@pytest.mark.parametrize("weakened", [True, False])
+def test_a_known_model_to_half_of_a_company_and_one_more(
+    raw_config: dict[str, Any], keys: list[Path], bare: Bare, monkeypatch: pytest.MonkeyPatch, weakened: bool
+) -> None:
+    """Training fails with the second model, so that the server knows what its clients upload. The members stay the same."""
+    if weakened:
+        monkeypatch.setattr(run_keys, "refined", lambda parts, members: parts)
+    server = Server(raw_config, keys, report_accuracy=False)
+    ruined = Model(np.full(server.d, 1e30, np.float32), np.zeros(0, np.float32))
+
+    def asked(attempt: int, live: Sequence[int]) -> np.ndarray:
+        models = {i: server.model if i in live else ruined for i in range(N)}
+        sent = ",".join(server.hash_of(models[i]) for i in range(N))
+        found = [server.ask(i, range(N), attempt, models[i], **{"private-sent": sent}) for i in range(N)]
+        return server.opened(total(found), range(N), attempt=attempt)
+
+    # the smallest that the rule of three members allows, and with it one of the others
+    first = asked(0, [0, 1, 2])
+    if weakened:
+        second = total(
+            [
+                server.ask(i, range(N), 1, **{"private-sent": ",".join([server.hash_of(server.model)] * 6)})
+                for i in range(N)
+            ]
+        )
+        difference = server.opened(second, range(N), attempt=1) - first
+        assert (difference == total(bare[i, 1] for i in (3, 4, 5)) - total(bare[i, 0] for i in (3, 4, 5))).all()
+        assert all(len(np.unique(bare[i, 0][:-1])) == 1 for i in (3, 4, 5))
+        return
+    sent = ",".join(server.hash_of(server.model if i < 4 else ruined) for i in range(N))
+    for i in range(4):
+        with pytest.raises(wire.WireError, match="fewer than 3 members|splits a company"):
+            server.ask(i, range(N), 1, **{"private-sent": sent})
+
+
+def test_another_state_is_another_hash() -> None:
+    """A state that an earlier attempt made may be known to the server. In the earlier run each has a number of its own."""
+
+    def hashed(states: bool, state: str, **origin: object) -> str:
+        told = {wire.STATE_OF: json.dumps({"secret": "s", **origin})} if origin else {}
+        return SentHashes(states).of(Download("train", 1, 0, "e", NOTHING, state_version=state, method=told), {})
+
+    assert hashed(True, "000001-000000") != hashed(True, "") != hashed(True, "", client=1, version="000002-000000")
+    assert hashed(True, "", client=1, version="000002-000000") == hashed(True, "", client=2, version="000002-000000")
+    assert hashed(True, "", client=1, version="000002-000000") != hashed(True, "", client=1, version="000003-000000")
+    # clients that are away for a round have older ones
+    assert hashed(False, "000001-000000") == hashed(False, "") == hashed(False, "", client=1, version="000002-000000")
+
+
+@pytest.mark.parametrize("weakened", [True, False])
+def test_a_member_that_announces_anothers_key(
+    raw_config: dict[str, Any],
+    keys: list[Path],
+    bare: Bare,
+    monkeypatch: pytest.MonkeyPatch,
+    site_dir: Path,
+    weakened: bool,
+) -> None:
+    """A key with its unused bit set is the same key. What others reveal of the one that "dropped out" is then the other's."""
+    if weakened:
+        short = lambda keys, public, other, label: derived(exchange(keys.masks, public), "mask", label)  # noqa: E731
+        monkeypatch.setattr(private, "_mask_key", short)
+    server = Server(raw_config, keys, private_absent="alone")
+    liar, victim, survivors = 5, 1, [0, 1, 2, 3]
+    masks, _, _ = halves(str(server.facts[victim]["private-keys"]))
+    _, seals, _ = halves(str(server.facts[liar]["private-keys"]))
+    public = masks[:31] + bytes([masks[31] ^ 0x80]) + seals
+    ring = open_keyring(str(keys[liar]), 0, liar, N)
+    config = json.loads(next(site_dir.glob(f"keys/*-{ring.own[:32]}/private")).read_text())[0][2]
+    statement = RunKeys(ring, server.grid._run, config, None, None, b"")._statement(liar, public)
+    server.facts[liar]["private-keys"] = text_of(public + ring.signer.sign(statement))
+    alone = {i: server.ask(i, range(N)) for i in range(5)}[victim].copy()
+    agreed = server.agreed(survivors)
+    found = {i: server.help_open(i, survivors, 0, agreed) for i in survivors}
+    seeds = shares.restore(survivors, [[found[i][0][survivors.index(victim)] for i in survivors]])
+    known = dict(zip([4, 5], found[victim][1], strict=True)) | {i: found[i][1][1] for i in (0, 2, 3)}
+    between = {(victim, j): key for j, key in known.items()}
+    shares.remove(alone, [shares.own_mask(seed) for seed in seeds], [victim], known, between)
+    assert is_noise(alone) is not weakened and (alone == bare[victim, 0]).all() == weakened
 
 
 def test_false_dropouts(raw_config: dict[str, Any], keys: list[Path], bare: Bare) -> None:
@@ -454,7 +549,8 @@ def test_the_keys_of_a_run_are_the_sites_alone_and_gone_after_it(
     for i in range(N):
         server.forget(i)
     assert not list(site_dir.glob("keys/*/private"))
-    assert server.properties(0)["private-keys"] != announced[0]
+    # no new ones for the same run: they would have no notes on its sums
+    assert "this site has ended this run" in server.properties(0)["error"]
     assert Server(raw_config, keys).facts[0]["private-keys"] not in announced
 
 

@@ -224,6 +224,13 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Run) -> None:
     assert read_summary(resumed.path)["digest"] == read_summary(whole.path)["digest"]
 
 
+def test_a_run_goes_on_from_another_ones_states(run: Run) -> None:
+    first = run(method="fedper", run_name="first", keep_state=True, **PRIVATE)
+    second = run(method="fedper", run_name="second", from_run=str(first.path), **PRIVATE)
+    losses = [rounds(folder)[0]["loss"] for folder in (first, second)]
+    assert losses[1] < losses[0] and not rounds(second)[0]["failures"]
+
+
 def test_nothing_is_known_of_accuracies_and_class_counts(run: Run) -> None:
     folder = run(report_accuracy=False, **PRIVATE)
     for record in rounds(folder):
