@@ -71,7 +71,9 @@ class Sites:
     def asked(self, model: Model) -> Download:
         """Return the server's next request to client 0, in one sum of all clients."""
         n, self.attempt = len(self.announced), self.attempt + 1
-        sent = SentHashes(True).of(Download("train", self.attempt, 0, "benchmark", model), {})
+        sent = SentHashes(self.config.private_absent == "company").of(
+            Download("train", self.attempt, 0, "benchmark", model), {}
+        )
         said: dict[str, Scalar] = {
             "members": ",".join(map(str, range(n))),
             "keys": ",".join(self.announced),
