@@ -20,7 +20,7 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.known_names import MODELS
 from fl_app.layout import Layout
-from fl_app.server.run_folder import read_config, read_metrics
+from fl_app.server.run_folder import DATA, NORMALIZED_BY, read_config, read_metrics
 from fl_app.tasks import named
 from fl_app.tasks.task import Inputs
 from fl_app.toml import to_toml
@@ -402,6 +402,10 @@ def test_what_is_needed_and_not_there(
     shutil.copytree(folder.path, nodes)
     site = {"dataset": "node", "classes": ",".join("0123456789"), "normalize-over": "site"}
     (nodes / "config.toml").write_text(to_toml({**read_config(nodes), **site}))
+    # where each site scales by its own data, the server knows no scaling
+    facts = json.loads((nodes / "run.json").read_text())
+    del facts[DATA][NORMALIZED_BY]
+    (nodes / "run.json").write_text(json.dumps(facts))
     code, _, err = corolla("export", nodes)
     assert code == 2 and "normalize-over: mean and standard deviation are of each node's own data" in err
     assert [p.name for p in tmp_path.glob("*.pt*")] == []

@@ -143,7 +143,7 @@ class MemoryStore:
 
     generations: dict[tuple[str, int, str], dict[str, np.ndarray]] = {}
 
-    def __init__(self, root: Path, experiment: str, client_id: int) -> None:
+    def __init__(self, root: Path, experiment: str, client_id: int, noisy: bool) -> None:
         self.key, self.directory = (experiment, client_id), root
 
     def load(self, version: str) -> State:
