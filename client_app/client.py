@@ -267,8 +267,8 @@ class CorollaClient(NumPyClient):
     def _require_classes(self) -> None:
         """Raise UserError if a run with a promise has no classes for a site's data."""
         config = self.config
-        promises, own = config.private or config.dp_epsilon > 0, source_of(config.dataset).known is None
-        if self.place is Place.DEPLOYMENT and promises and own and not config.classes and tasks.of(config).has_classes:
+        own = self.place is Place.DEPLOYMENT and source_of(config.dataset).known is None
+        if own and config.is_confidential and not config.classes and tasks.of(config).has_classes:
             raise UserError(
                 "classes: a run that is private or has a privacy budget must declare the names of the classes; they would show "
                 "which labels a site has",

@@ -350,7 +350,7 @@ def on_cluster(
     }
     places = {key: path.expanduser().resolve() for key, path in places.items()}
     shared = {key: places[key] for key in ("output-dir", "state-dir")}
-    if parsed.private or parsed.dp_epsilon:
+    if parsed.is_confidential:
         # a client may run on another machine each round, and must find its notes there
         shared[VARIABLE] = site_directory()
     with waiting(console) as shown:
