@@ -25,10 +25,12 @@ from fl_app.config import RunConfig
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Model, Vector
 from fl_app.wire import Expected, Upload
-from strategies import METHODS, ifca, masks
+from strategies import METHODS
 from strategies.base import ClientState, LocalUpdate, RoundContext
 from strategies.base.uploads import Intake
+from strategies.baselines import ifca
 from strategies.engine.screening import USUAL, Screening
+from strategies.kernels import masks
 
 HUGE = 1e6
 BACKWARDS = 5

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measure import arguments, finish, interleaved, peak_bytes
-from strategies import fedcac, feddac, fedobp, fedpake, masks, scores
-from strategies.aggregate import Stack
+from strategies import fedcac, feddac, fedobp, fedpake
+from strategies.kernels import masks, scores
+from strategies.kernels.aggregate import Stack
 
 # elements per layer of a ResNet-18 for 3x32x32 and 10 classes; the sizes below are scaled from these
 RESNET18 = (1728, 36864, 73728, 147456, 294912, 589824, 1179648, 2359296, 2359296, 2359296, 1797594)

@@ -36,9 +36,10 @@ from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload
-from strategies import METHOD_PARAMS, METHODS, pfedfda
+from strategies import METHOD_PARAMS, METHODS
 from strategies.base import RoundContext
 from strategies.base.uploads import Intake
+from strategies.baselines import pfedfda
 
 EPOCHS = 5
 TARGET = 1.15  # measured / counted

@@ -29,7 +29,8 @@ from fl_app.privacy import keyring, masking, shares, sketch
 from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring
 from fl_app.privacy.transcript import SentHashes, config_hash
 from fl_app.wire import AGREED, OPEN, PRIVATE, SHARES, Download, Upload, payload_bytes, upload_message
-from strategies import aggregate, fedcac, linkage, masks
+from strategies import fedcac
+from strategies.kernels import aggregate, linkage, masks
 
 N = 40
 

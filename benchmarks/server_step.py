@@ -25,7 +25,9 @@ import psutil
 from benchmarks.kernels import PAKE, random_masks
 from benchmarks.measure import arguments, finish
 from fl_app.server import client_arrays
-from strategies import aggregate, fedamp, fedcac, feddac, feddwa, fedpake
+from strategies import fedcac, feddac, fedpake
+from strategies.baselines import fedamp, feddwa
+from strategies.kernels import aggregate
 
 LAYERS = 4
 NEIGHBOURS = 5

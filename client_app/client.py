@@ -55,7 +55,7 @@ from fl_app.sources import NODE, source_of
 from fl_app.stopwatch import Stopwatch
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext, hooks
-from strategies.parts import Part
+from strategies.kernels.parts import Part
 
 if TYPE_CHECKING:
     from client_app.flat import FlatModule

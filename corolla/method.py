@@ -24,8 +24,6 @@ from fl_app.keys import (
 from fl_app.layout import NOTHING, Layout, Model, Slot
 from fl_app.metrics import Metric
 from fl_app.wire import Expected, Upload
-from strategies.aggregate import weighted_mean
-from strategies.averages import RULES
 from strategies.base import (
     OWN_MODEL,
     ClientState,
@@ -47,7 +45,9 @@ from strategies.base import (
     local_epochs,
     no_tensors,
 )
-from strategies.fedavg import FedAvg
+from strategies.baselines.fedavg import FedAvg
+from strategies.kernels.aggregate import weighted_mean
+from strategies.kernels.averages import RULES
 
 __all__ = [
     "AT_LEAST_ONE",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies import aggregate, masks, scores
+from strategies.kernels import aggregate, masks, scores
 
 Vector = NDArray[np.float32]  # [d]
 Stack = NDArray[np.float32]  # [N, d]

@@ -44,7 +44,7 @@ SCALING = ("mean", "std", "shift", "scale", "target-shift")
 """Names, in clients' answers and in run.json, of the numbers that normalize, shift and scale the data."""
 
 Average = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
-"""Rules for means over clients. Each has a file in strategies/averages/, apart from "none", the plain mean."""
+"""Rules for means over clients. Each has a file in strategies/kernels/averages/, apart from "none", the plain mean."""
 
 TASKS = ("classification", "multi-label", "regression")
 

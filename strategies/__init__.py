@@ -1,8 +1,11 @@
-"""The methods, one file per paper."""
+"""The methods, one file per paper: the four papers here, all others in `baselines`."""
 
 from __future__ import annotations
 
+from strategies import earlier_names
 from strategies.registry import Methods, Params
+
+earlier_names.accept()
 
 METHODS = Methods(
     (

@@ -37,8 +37,6 @@ from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.privacy.sketch import overlaps
 from fl_app.wire import Expected, Upload
-from strategies import aggregate, masks, scores
-from strategies.averages import RULES
 from strategies.base import (
     AGE,
     ClientState,
@@ -52,9 +50,11 @@ from strategies.base import (
     all_but_local_statistics,
     local_epochs,
 )
-from strategies.blocks import for_blocks
-from strategies.linkage import ALONE, held, partition, regrouped
-from strategies.robust import PLAIN, Averaging
+from strategies.kernels import aggregate, masks, scores
+from strategies.kernels.averages import RULES
+from strategies.kernels.blocks import for_blocks
+from strategies.kernels.linkage import ALONE, held, partition, regrouped
+from strategies.kernels.robust import PLAIN, Averaging
 
 # names of arrays in private runs
 GROUPS, PLACES, MEANS, STATISTICS, GROUP = "groups", "places", "means", "statistics", "group"
@@ -330,7 +330,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(overlap, 6))
 
-    # Private runs have a partition of the clients, not neighbourhoods (strategies/linkage.py)
+    # Private runs have a partition of the clients, not neighbourhoods (strategies/kernels/linkage.py)
 
     def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
         """Return the partition from the last regrouping.

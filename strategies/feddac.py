@@ -51,7 +51,6 @@ from fl_app.figures import Links, Matrix
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
-from strategies import aggregate, masks, scores
 from strategies.base import (
     AGE,
     ClientState,
@@ -63,8 +62,9 @@ from strategies.base import (
     Uploads,
     all_but_local_statistics,
 )
-from strategies.blocks import for_blocks
 from strategies.fedcac import at_least, mask_overlap, threshold
+from strategies.kernels import aggregate, masks, scores
+from strategies.kernels.blocks import for_blocks
 
 # name of the second vector on the wire
 GUIDANCE = "guidance"

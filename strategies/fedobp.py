@@ -42,7 +42,6 @@ from fl_app.figures import Layers
 from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Model, Vector
 from fl_app.wire import Expected, Upload, WireError
-from strategies import masks, scores
 from strategies.base import (
     SPLIT,
     ClientState,
@@ -53,7 +52,8 @@ from strategies.base import (
     Uploads,
     all_but_local_statistics,
 )
-from strategies.fedavg import FedAvg
+from strategies.baselines.fedavg import FedAvg
+from strategies.kernels import masks, scores
 
 # per layer, int64 on the wire
 COUNTS = "personal-parameters"

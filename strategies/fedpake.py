@@ -50,7 +50,6 @@ from fl_app import rng
 from fl_app.figures import Layers
 from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key, specs
 from fl_app.layout import Model
-from strategies.aggregate import Stack, weighted_mean
 from strategies.base import (
     AGE,
     LocalUpdate,
@@ -61,9 +60,10 @@ from strategies.base import (
     all_but_local_statistics,
     local_epochs,
 )
-from strategies.blocks import blocks, in_order
-from strategies.fedavg import GlobalModelParams
-from strategies.micro_classes import most_frequent, num_differing
+from strategies.baselines.fedavg import GlobalModelParams
+from strategies.kernels.aggregate import Stack, weighted_mean
+from strategies.kernels.blocks import blocks, in_order
+from strategies.kernels.micro_classes import most_frequent, num_differing
 
 # a smaller |mean| is replaced by this
 _TINY = 1e-12

@@ -17,12 +17,15 @@ from fl_app.errors import UserError
 from fl_app.keys import specs, table_of
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy
 
+PAPERS = ("fedcac", "feddac", "fedpake", "fedobp")
+"""The methods that lie in `strategies` itself. All others are in `strategies.baselines`."""
+
 
 class Methods(Mapping[str, Method[Any]]):
     """The methods by name. `module:NAME` is one of the user's own.
 
     A method is imported when it is requested, because a client needs only one. Length and iteration are over the
-    built-in methods only. names: of the built-in methods, each in strategies/<name>.py with underscores.
+    built-in methods only. names: of the built-in methods, each in a file of that name with underscores.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -72,7 +75,8 @@ class Methods(Mapping[str, Method[Any]]):
 
 
 def _module(name: str) -> str:
-    return f"strategies.{name.replace('-', '_')}"
+    folder = "strategies" if name in PAPERS else "strategies.baselines"
+    return f"{folder}.{name.replace('-', '_')}"
 
 
 @functools.cache

@@ -37,11 +37,11 @@ from fl_app.errors import UserError
 from fl_app.files import publish_text
 from fl_app.layout import Layout, Model
 from strategies import METHOD_PARAMS, METHODS
-from strategies.aggregate import weighted_mean
-from strategies.apfl import next_alpha
 from strategies.base import RoundContext
-from strategies.fedala import head, head_inputs, mix, mixed_from, settled, step
-from strategies.flute import FLUTEUpdate, on_head
+from strategies.baselines.apfl import next_alpha
+from strategies.baselines.fedala import head, head_inputs, mix, mixed_from, settled, step
+from strategies.baselines.flute import FLUTEUpdate, on_head
+from strategies.kernels.aggregate import weighted_mean
 
 SWEEP = Path(__file__).resolve().parent / "sweeps" / "fedobp-fashion-mnist.toml"
 

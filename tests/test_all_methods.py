@@ -31,7 +31,7 @@ from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Method
-from strategies.heterofl import part_of
+from strategies.baselines.heterofl import part_of
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
 
 CLIENTS = 4

@@ -19,8 +19,8 @@ from fl_app.server.run_folder import check_data, check_state, read_about, read_h
 from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
-from strategies.averages import RULES, rule_of
-from strategies.robust import ABLE
+from strategies.kernels.averages import RULES, rule_of
+from strategies.kernels.robust import ABLE
 
 if TYPE_CHECKING:
     import numpy as np

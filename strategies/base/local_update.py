@@ -19,7 +19,7 @@ from fl_app.metrics import Metric
 from fl_app.tasks import Task
 from fl_app.wire import Upload
 from strategies.base import hooks
-from strategies.parts import Part
+from strategies.kernels.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -22,12 +22,12 @@ from fl_app.server import client_arrays
 from fl_app.server.record import Record
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
-from strategies import afo
-from strategies.aggregate import Stack
 from strategies.base import hooks
 from strategies.base.uploads import Intake, Sums, Uploads
-from strategies.parts import Part
-from strategies.robust import Averaging
+from strategies.kernels import afo
+from strategies.kernels.aggregate import Stack
+from strategies.kernels.parts import Part
+from strategies.kernels.robust import Averaging
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
@@ -112,8 +112,8 @@ class ServerHalf(ABC, Generic[P]):
     # started from `model_for`: their own difference is added to it.
     reads_moves: ClassVar[bool] = False
     # True declares that `personalize` sets the global model's parameters to a mean of the uploads, and that clients are sent
-    # that model. The key `server-optimizer` may then move it (strategies/afo.py). A subclass that overrides `personalize` or
-    # `model_for` must declare it again.
+    # that model. The key `server-optimizer` may then move it (strategies/kernels/afo.py). A subclass that overrides
+    # `personalize` or `model_for` must declare it again.
     averages: ClassVar[bool] = False
     # True declares that `model_for` makes a client's model from common arrays. The server then keeps no model per client.
     makes_models: ClassVar[bool] = False

@@ -22,7 +22,7 @@ from strategies.base.uploads import Intake, Uploads
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
 from strategies.engine.screening import USUAL, Outlier, Screening
 from strategies.engine.streaming import FoldedIntake, streams, why_kept
-from strategies.robust import capped
+from strategies.kernels.robust import capped
 
 log = logging.getLogger("corolla")
 

@@ -39,9 +39,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.wire import WireError
-from strategies.aggregate import Stack, distances_of_pairs
 from strategies.base.uploads import Intake
-from strategies.robust import distances_to_median
+from strategies.kernels.aggregate import Stack, distances_of_pairs
+from strategies.kernels.robust import distances_to_median
 
 # the bound, in usual distances: an honest client is rarely farther away (docs/security.md)
 USUAL = 3.0

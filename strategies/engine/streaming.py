@@ -22,11 +22,11 @@ from fl_app.errors import MethodFault, UserError, describe
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.wire import Expected, Upload
-from strategies.aggregate import distances_of_pairs
 from strategies.base.server_half import ServerHalf, declares
 from strategies.base.uploads import Intake, Uploads
-from strategies.blocks import COLUMNS, UNIT
-from strategies.folded import Folded, RowSum
+from strategies.kernels.aggregate import distances_of_pairs
+from strategies.kernels.blocks import COLUMNS, UNIT
+from strategies.kernels.folded import Folded, RowSum
 
 log = logging.getLogger("corolla")
 

@@ -10,7 +10,7 @@ from typing import Literal
 from fl_app.keys import key
 from fl_app.layout import Layout
 from strategies.base import LocalUpdate, Method, all_but_classifier, all_tensors
-from strategies.fedavg import FedAvg
+from strategies.baselines.fedavg import FedAvg
 
 SEED = 42
 

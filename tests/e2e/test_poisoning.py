@@ -17,7 +17,7 @@ import numpy as np
 from fl_app.keys import NoParams
 from fl_app.layout import Model
 from strategies.base import LocalUpdate, Method, all_tensors
-from strategies.fedavg import FedAvg
+from strategies.baselines.fedavg import FedAvg
 
 class Update(LocalUpdate[NoParams]):
     def upload(self, before, after, state, ctx):

@@ -21,7 +21,7 @@ from torch import nn
 from fl_app import weights, wire
 from fl_app.layout import Layout, Model
 from fl_app.wire import Download, Expected, Upload, WireError
-from strategies.masks import pack
+from strategies.kernels.masks import pack
 from tests.conftest import bools, f32
 
 OK = Status(Code.OK, "")

@@ -25,9 +25,10 @@ from fl_app.layout import Layout
 from fl_app.privacy import masking
 from fl_app.server import matrices
 from fl_app.server.inprocess import InProcessGrid
-from strategies import METHOD_PARAMS, masks
+from strategies import METHOD_PARAMS
 from strategies.base.uploads import Intake
 from strategies.fedcac import FedCACUpdate
+from strategies.kernels import masks
 from tests.e2e.conftest import BackgroundRun, own_cluster, replay, rounds, summary
 from tests.hostile.supernode import Reply, SuperNode
 from tests.privacy.attack import Attack, Sum

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.testing import federation
-from strategies.adabest import client_step, server_step
+from strategies.baselines.adabest import client_step, server_step
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome

@@ -16,7 +16,7 @@ from client_app.state import State
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
-from strategies.apfl import APFLUpdate, mixture, next_alpha
+from strategies.baselines.apfl import APFLUpdate, mixture, next_alpha
 from tests.conftest import Run, f32
 from tests.methods.one_client import client, same, samples, small
 
@@ -137,7 +137,7 @@ def test_when_alpha_is_learned(monkeypatch: pytest.MonkeyPatch, updates: str, st
         calls.append(alpha)
         return next_alpha(alpha, *values, **keys)
 
-    monkeypatch.setattr("strategies.apfl.next_alpha", count)
+    monkeypatch.setattr("strategies.baselines.apfl.next_alpha", count)
     ctx = client("apfl", small(), *samples(), apfl={"alpha_updates": updates})  # 2 epochs of 3 batches
     update, state = APFLUpdate(), State()
     update.train(ctx.initial(), state, ctx)

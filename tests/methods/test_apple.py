@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from client_app.state import State
-from strategies.apple import METHOD, fade, mix
+from strategies.baselines.apple import METHOD, fade, mix
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, samples, small
 

@@ -19,8 +19,9 @@ from fl_app.data import ClientData, DatasetInfo
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from strategies import METHOD_PARAMS, METHODS, pfedme
+from strategies import METHOD_PARAMS, METHODS
 from strategies.base import RoundContext, Uploads
+from strategies.baselines import pfedme
 from tests.conftest import flat
 
 BASELINES = ("fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fl_app.server.run_folder import read_metrics
 from strategies.base import Uploads
-from strategies.cfl import split
+from strategies.baselines.cfl import split
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fl_app.errors import UserError
 from strategies import METHODS
-from strategies.favor import chosen, components_of, initial_network, learned, reward, targets, values_of
+from strategies.baselines.favor import chosen, components_of, initial_network, learned, reward, targets, values_of
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome

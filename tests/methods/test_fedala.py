@@ -16,9 +16,9 @@ from client_app.state import State
 from fl_app import rng, weights
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
-from strategies import fedala
 from strategies.base import RoundContext
-from strategies.fedala import FedALAUpdate, mix, mixed_from, settled, step
+from strategies.baselines import fedala
+from strategies.baselines.fedala import FedALAUpdate, mix, mixed_from, settled, step
 from tests.conftest import Run
 from tests.methods.runs import small_clients
 from tests.methods.trials import CLASSES, Small, another, client, copied, outcome

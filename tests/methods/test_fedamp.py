@@ -17,9 +17,9 @@ from client_app.state import State
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import payload_bytes, upload_message
-from strategies import aggregate
 from strategies.base import RoundContext, Uploads
-from strategies.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
+from strategies.baselines.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
+from strategies.kernels import aggregate
 from tests.conftest import config, f32, flat_layout
 
 LAYOUT = flat_layout([2], [1])

@@ -18,8 +18,8 @@ from fl_app import weights
 from fl_app.layout import NOTHING, Model
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
-from strategies.fedas import METHOD, FedASUpdate, alignment_loss, fisher_weights, information, prototypes
-from strategies.fedper import METHOD as FEDPER
+from strategies.baselines.fedas import METHOD, FedASUpdate, alignment_loss, fisher_weights, information, prototypes
+from strategies.baselines.fedper import METHOD as FEDPER
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
@@ -106,7 +106,7 @@ def test_alignment_against_plain_pytorch() -> None:
 def test_without_alignment_and_with_equal_information_it_is_fedper_with_equal_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("strategies.fedas.information", lambda model, ctx: 2.0)
+    monkeypatch.setattr("strategies.baselines.fedas.information", lambda model, ctx: 2.0)
     common: dict[str, Any] = {"sizes": (8, 8, 8), "network": lambda: small(**kinds), "momentum": 0.5}
     ours = Federation(tmp_path, "fedas", fedas={"alignment_epochs": 0}, **common)
     theirs = Federation(tmp_path, "fedper", **common)

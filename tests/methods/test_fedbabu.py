@@ -15,9 +15,9 @@ from client_app.state import State
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 from fl_app.layout import Layout, Model
-from strategies.aggregate import weighted_mean
 from strategies.base import LocalUpdate, RoundContext
-from strategies.fedbabu import METHOD
+from strategies.baselines.fedbabu import METHOD
+from strategies.kernels.aggregate import weighted_mean
 from tests.conftest import Run
 from tests.methods.runs import client, outcome, small_clients
 

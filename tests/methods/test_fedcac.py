@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, masks
 from strategies.fedcac import (
     collaborators,
     mask_overlap,
@@ -16,6 +15,7 @@ from strategies.fedcac import (
     personalize,
     with_vanishing,
 )
+from strategies.kernels import aggregate, masks
 from tests.conftest import bools, f32, flat_layout
 
 LAYOUT = flat_layout([8], [2])

@@ -13,7 +13,6 @@ from client_app.state import State
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import payload_bytes, upload_message
-from strategies import aggregate, masks, scores
 from strategies.base import RoundContext, Uploads
 from strategies.fedcac import (
     METHOD,
@@ -21,6 +20,7 @@ from strategies.fedcac import (
     FedCACParams,
     FedCACUpdate,
 )
+from strategies.kernels import aggregate, masks, scores
 from tests.conftest import bools, config, f32, flat_layout
 
 LAYOUT = flat_layout([8], [2])

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from fl_app import rng, weights
 from fl_app.layout import Layout, Model
 from fl_app.wire import encode_download, payload_bytes
-from strategies import components
-from strategies.fedconcat import clusters
-from strategies.kmeans import centres_of, squared_distances
+from strategies.baselines import components
+from strategies.baselines.fedconcat import clusters
+from strategies.kernels.kmeans import centres_of, squared_distances
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import same, small

@@ -14,7 +14,8 @@ from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics, read_summary
-from strategies import METHODS, components
+from strategies import METHODS
+from strategies.baselines import components
 from tests.conftest import Run
 from tests.conftest import config as configured
 from tests.methods.one_client import same

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, fedcac, masks
+from strategies import fedcac
 from strategies.feddac import (
     collaborators,
     important_weights,
     neighbour_weights,
     personalize,
 )
+from strategies.kernels import aggregate, masks
 from tests.conftest import bools, f32, flat_layout
 
 LAYOUT = flat_layout([8], [2])

@@ -14,7 +14,7 @@ from fl_app.layout import Layout, Model
 from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import payload_bytes, upload_message
-from strategies import METHOD_PARAMS, aggregate, masks
+from strategies import METHOD_PARAMS
 from strategies.base import RoundContext, Uploads
 from strategies.feddac import (
     METHOD,
@@ -22,6 +22,7 @@ from strategies.feddac import (
     FedDACParams,
     FedDACUpdate,
 )
+from strategies.kernels import aggregate, masks
 from tests.conftest import bools, config, f32, flat_layout
 
 LAYOUT = flat_layout([8], [2])

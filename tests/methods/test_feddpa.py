@@ -18,10 +18,10 @@ from client_app.state import State
 from fl_app import rng, weights
 from fl_app.layout import Model
 from fl_app.wire import Upload, WireError
-from strategies import masks
 from strategies.base import ClientState, RoundContext
-from strategies.feddpa import FedDPA, FedDPAUpdate, constraint_gradient, personal_mask
+from strategies.baselines.feddpa import FedDPA, FedDPAUpdate, constraint_gradient, personal_mask
 from strategies.fedobp import FedOBPUpdate
+from strategies.kernels import masks
 from tests.conftest import Run, bools, config, f32, flat_layout
 from tests.methods.runs import small_clients
 from tests.methods.trials import Small, another, client, outcome

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.server.run_folder import read_metrics
-from strategies import feddwa
-from strategies.feddwa import neighbour_weights
+from strategies.baselines import feddwa
+from strategies.baselines.feddwa import neighbour_weights
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

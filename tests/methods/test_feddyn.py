@@ -15,9 +15,9 @@ from client_app.state import State
 from fl_app import models
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
-from strategies.aggregate import mean_block
-from strategies.feddyn import METHOD, moved
-from strategies.fedprox import FedProxUpdate
+from strategies.baselines.feddyn import METHOD, moved
+from strategies.baselines.fedprox import FedProxUpdate
+from strategies.kernels.aggregate import mean_block
 from tests.conftest import Run, f32
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small

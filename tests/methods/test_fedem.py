@@ -17,8 +17,9 @@ from fl_app import models, weights
 from fl_app.layout import Layout, Model
 from fl_app.server.record import digest
 from fl_app.server.run_folder import read_metrics
-from strategies import METHODS, components, fedem
-from strategies.fedem import mixture, responsibilities
+from strategies import METHODS
+from strategies.baselines import components, fedem
+from strategies.baselines.fedem import mixture, responsibilities
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fl_app.layout import Model
 from fl_app.server.run_folder import read_metrics
 from strategies.base import LocalUpdate
-from strategies.fedfomo import held_out, model_weights, most_liked, scores
+from strategies.baselines.fedfomo import held_out, model_weights, most_liked, scores
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
@@ -55,7 +55,7 @@ def test_exploration_falls_round_by_round_down_to_nothing(tmp_path: Path, monkey
         seen.append(exploration)
         return most_liked(affinity, others, count, stream, exploration)
 
-    monkeypatch.setattr("strategies.fedfomo.most_liked", note)
+    monkeypatch.setattr("strategies.baselines.fedfomo.most_liked", note)
     for round in range(1, 7):
         federation.server.attempt.round = round
         federation.server.offered(0)

@@ -29,7 +29,7 @@ from fl_app.wire import Upload, WireError
 from strategies import METHOD_PARAMS
 from strategies.base import Uploads
 from strategies.base.uploads import Intake
-from strategies.fedgen import (
+from strategies.baselines.fedgen import (
     FedGen,
     FedGenParams,
     annealed,

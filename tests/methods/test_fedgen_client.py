@@ -15,7 +15,7 @@ from client_app.trainer import LocalTrainer
 from fl_app import rng, weights
 from fl_app.layout import Model
 from strategies.base import RoundContext
-from strategies.fedgen import METHOD, FedGenParams, initial_generator
+from strategies.baselines.fedgen import METHOD, FedGenParams, initial_generator
 from tests.methods.runs import client
 from tests.methods.test_fedgen import TINY, entering, sequential
 

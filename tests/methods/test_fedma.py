@@ -17,7 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
-from strategies.fedma import METHOD, chain_of, class_means, match, permuted, units_of, weighs_classes
+from strategies.baselines.fedma import METHOD, chain_of, class_means, match, permuted, units_of, weighs_classes
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

@@ -17,7 +17,7 @@ from client_app.device_model import LoadedModel
 from client_app.state import State
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from strategies.fedntd import METHOD, FedNTDParams, not_true_distillation
+from strategies.baselines.fedntd import METHOD, FedNTDParams, not_true_distillation
 from tests.conftest import Run
 from tests.methods.runs import arrays, client, outcome, small_clients
 

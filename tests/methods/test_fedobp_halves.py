@@ -17,9 +17,10 @@ from corolla.experiments import sweep
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload, WireError, payload_bytes, upload_message
-from strategies import METHOD_PARAMS, masks
+from strategies import METHOD_PARAMS
 from strategies.base import RoundContext, Uploads
 from strategies.fedobp import COUNTS, METHOD, FedOBP, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
+from strategies.kernels import masks
 from tests.conftest import bools, config, f32, flat_layout
 from tests.methods.test_fedobp import MASK, PREVIOUS, RECEIVED
 

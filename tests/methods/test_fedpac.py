@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from strategies.fedpac import head_weights, on_simplex, statistics
+from strategies.baselines.fedpac import head_weights, on_simplex, statistics
 from tests.methods.federation import Federation, close
 
 

@@ -18,7 +18,6 @@ from hypothesis.extra import numpy as hnp
 from fl_app.layout import Model
 from fl_app.rng import generator
 from fl_app.server.run_folder import RunFolder
-from strategies import aggregate as reductions
 from strategies import fedpake
 from strategies.base import Uploads
 from strategies.fedpake import (
@@ -31,7 +30,8 @@ from strategies.fedpake import (
     divide,
     macro_classes,
 )
-from strategies.micro_classes import most_frequent, num_differing
+from strategies.kernels import aggregate as reductions
+from strategies.kernels.micro_classes import most_frequent, num_differing
 from tests.conftest import config, f32, flat_layout
 
 PRINTED: dict[str, Any] = {"threshold": 0.2, "num_micro": 4, "num_macro": 4, "delta": 0.2}

@@ -16,8 +16,7 @@ from fl_app.errors import UserError
 from fl_app.layout import NO_TENSORS, Layout
 from fl_app.wire import Expected, Upload, WireError
 from strategies.base.uploads import Intake
-from strategies.engine.screening import USUAL, Screening
-from strategies.fedproto import (
+from strategies.baselines.fedproto import (
     METHOD,
     FedProtoParams,
     check_counts,
@@ -27,6 +26,7 @@ from strategies.fedproto import (
     nearest,
     prototypes_of,
 )
+from strategies.engine.screening import USUAL, Screening
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from client_app.state import State
 from fl_app import weights
-from strategies.fedrod import METHOD, balanced_softmax_loss
+from strategies.baselines.fedrod import METHOD, balanced_softmax_loss
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, samples, small

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from client_app.state import State
 from fl_app.layout import Model
 from fl_app.wire import Upload, WireError, payload_bytes, upload_message
-from strategies import masks
-from strategies.aggregate import weighted_mean
 from strategies.base import Uploads
-from strategies.fedselect import FedSelect, FedSelectUpdate, aggregate, eligible, grow
+from strategies.baselines.fedselect import FedSelect, FedSelectUpdate, aggregate, eligible, grow
+from strategies.kernels import masks
+from strategies.kernels.aggregate import weighted_mean
 from tests.conftest import Run, bools, config, f32, flat_layout
 from tests.methods.runs import small_clients
 from tests.methods.trials import another, client, copied, outcome

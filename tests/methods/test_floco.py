@@ -20,7 +20,7 @@ from fl_app import models, weights
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS
-from strategies.floco import (
+from strategies.baselines.floco import (
     FLOCOParams,
     FLOCOUpdate,
     centre_of,

@@ -19,7 +19,7 @@ from fl_app.server import checkpoint
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from strategies import METHODS
 from strategies.base import RoundContext, Uploads
-from strategies.floco import (
+from strategies.baselines.floco import (
     FLOCO,
     FLOCOUpdate,
     collapsed_layout,

@@ -19,7 +19,7 @@ from fl_app import rng, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from strategies.base import RoundContext
-from strategies.flute import METHOD, FLUTEParams, FLUTEUpdate, collapse, shared, target
+from strategies.baselines.flute import METHOD, FLUTEParams, FLUTEUpdate, collapse, shared, target
 from tests.conftest import Run
 from tests.methods.runs import small_clients
 from tests.methods.trials import Small, client, outcome

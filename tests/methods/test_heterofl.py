@@ -18,8 +18,16 @@ from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.wire import WireError
-from strategies.heterofl import METHOD, HeteroFLParams, HeteroFLUpdate, aggregate, part_of, scaled, width_slices
-from strategies.parts import Part
+from strategies.baselines.heterofl import (
+    METHOD,
+    HeteroFLParams,
+    HeteroFLUpdate,
+    aggregate,
+    part_of,
+    scaled,
+    width_slices,
+)
+from strategies.kernels.parts import Part
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

@@ -18,8 +18,9 @@ from fl_app.errors import UserError
 from fl_app.layout import NOTHING, Layout, Model
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
-from strategies import METHODS, components
-from strategies.ifca import cluster_means, switch
+from strategies import METHODS
+from strategies.baselines import components
+from strategies.baselines.ifca import cluster_means, switch
 from tests.conftest import Run
 from tests.conftest import config as configured
 from tests.methods.federation import Federation, close

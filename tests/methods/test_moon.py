@@ -18,7 +18,7 @@ from client_app.state import State
 from fl_app import weights
 from fl_app.layout import Model
 from strategies.base import LocalUpdate
-from strategies.moon import METHOD, contrastive_loss
+from strategies.baselines.moon import METHOD, contrastive_loss
 from tests.conftest import Run
 from tests.methods.runs import client, outcome, small_clients
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from strategies import METHODS
 from strategies.base import Uploads
+from strategies.baselines.fedavg import FedAvg
+from strategies.baselines.ifca import cluster_means
 from strategies.engine.plain import PlainRounds
-from strategies.fedavg import FedAvg
-from strategies.heads import head_slots
-from strategies.ifca import cluster_means
-from strategies.robust import Averaging, choosing, whole
+from strategies.kernels.heads import head_slots
+from strategies.kernels.robust import Averaging, choosing, whole
 from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.methods.federation import Federation
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from strategies.fedcac import collaborators, personalize, threshold
-from strategies.masks import overlap, pack, top_k
-from strategies.scores import sensitivity
+from strategies.kernels.masks import overlap, pack, top_k
+from strategies.kernels.scores import sensitivity
 
 OFF_DIAGONAL = ~np.eye(6, dtype=bool)
 

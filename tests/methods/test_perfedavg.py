@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from client_app.state import State
 from fl_app.errors import UserError
-from strategies.perfedavg import METHOD, step
+from strategies.baselines.perfedavg import METHOD, step
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small

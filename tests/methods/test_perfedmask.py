@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fl_app import rng
 from fl_app.server.run_folder import read_metrics
-from strategies.aggregate import weighted_mean
-from strategies.perfedmask import masked_mean, objective, random_masks
+from strategies.baselines.perfedmask import masked_mean, objective, random_masks
+from strategies.kernels.aggregate import weighted_mean
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

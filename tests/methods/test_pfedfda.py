@@ -20,7 +20,7 @@ from fl_app.server.run_folder import RunFolder, read_metrics
 from fl_app.wire import Upload, WireError
 from strategies import METHODS
 from strategies.base import RoundContext, Uploads
-from strategies.pfedfda import (
+from strategies.baselines.pfedfda import (
     Gaussians,
     PFedFDA,
     PFedFDAParams,

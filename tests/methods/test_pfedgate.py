@@ -20,7 +20,7 @@ from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
 from strategies.base import Drawings
-from strategies.pfedgate import Blocks, select_blocks, sub_blocks
+from strategies.baselines.pfedgate import Blocks, select_blocks, sub_blocks
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.pfedhn import PFedHNParams, generate, initial_network, slopes
+from strategies.baselines.pfedhn import PFedHNParams, generate, initial_network, slopes
 from tests.methods.federation import Federation, close
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.pfedla import layer_weights, unit_slopes
+from strategies.baselines.pfedla import layer_weights, unit_slopes
 from tests.methods.federation import Federation, close
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.pfedsim import PFedSimParams, mixing_weights, similarity
+from strategies.baselines.pfedsim import PFedSimParams, mixing_weights, similarity
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome

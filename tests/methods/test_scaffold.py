@@ -15,9 +15,9 @@ from fl_app.errors import UserError
 from fl_app.layout import NOTHING
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
-from strategies.aggregate import mean_block
 from strategies.base import LocalUpdate
-from strategies.scaffold import control_change, effective_steps, moved, round_rate
+from strategies.baselines.scaffold import control_change, effective_steps, moved, round_rate
+from strategies.kernels.aggregate import mean_block
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

@@ -11,7 +11,7 @@ from fl_app.layout import Model
 from fl_app.metrics import Metric
 from fl_app.wire import Upload
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
-from strategies.fedavg import FedAvg
+from strategies.baselines.fedavg import FedAvg
 
 DRIFT = Metric("drift", higher_is_better=False, low=0, picture="How far clients move", unit="Euclidean norm")
 

@@ -21,7 +21,7 @@ from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Download
 from strategies import METHODS, fedcac
 from strategies.engine.private import PrivateRounds
-from strategies.linkage import ALONE
+from strategies.kernels.linkage import ALONE
 from tests.conftest import Run, config
 from tests.privacy.runs import PRIVATE, rounds
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.privacy import sketch
-from strategies import masks
+from strategies.kernels import masks
 
 KEY = b"k" * 32
 

@@ -50,7 +50,7 @@ def test_a_plug_in_may_weight_by_root(tmp_path: Path, run: Run, monkeypatch: pyt
         "import numpy as np\n"
         "from fl_app.keys import NoParams\n"
         "from strategies.base import LocalUpdate, Method, all_tensors\n"
-        "from strategies.fedavg import FedAvg\n"
+        "from strategies.baselines.fedavg import FedAvg\n"
         "class Rooted(FedAvg):\n"
         "    def weights(self, uploads):\n"
         "        return np.sqrt(uploads.sizes)\n"
@@ -66,7 +66,7 @@ def test_a_plug_in_that_says_it_as_nothing_asks_is_refused(tmp_path: Path, monke
     (tmp_path / "alike.py").write_text(
         "from fl_app.keys import NoParams\n"
         "from strategies.base import LocalUpdate, Method, all_tensors\n"
-        "from strategies.fedavg import FedAvg\n"
+        "from strategies.baselines.fedavg import FedAvg\n"
         "class Alike(FedAvg):\n"
         "    @classmethod\n"
         "    def counts_alike(cls, params):\n"

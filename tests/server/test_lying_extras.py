@@ -18,7 +18,7 @@ from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Uploads
-from strategies.fedas import INFORMATION
+from strategies.baselines.fedas import INFORMATION
 from tests.conftest import Run, flat
 from tests.methods.federation import Federation
 

@@ -14,8 +14,9 @@ from fl_app.errors import UserError
 from fl_app.server.client_arrays import _on_disk, release, settle, stack, stack_like, to_disk
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Expected
-from strategies import aggregate, fedcac, feddac, masks
+from strategies import fedcac, feddac
 from strategies.base.uploads import Intake
+from strategies.kernels import aggregate, masks
 
 Run = Callable[..., RunFolder]
 

@@ -23,8 +23,9 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
-from strategies import METHOD_PARAMS, METHODS, masks
-from strategies.averages import RULES
+from strategies import METHOD_PARAMS, METHODS
+from strategies.kernels import masks
+from strategies.kernels.averages import RULES
 from tests.conftest import IN_TWO_ROUNDS, Run, flat, flat_layout
 
 Attacked = Callable[..., RunFolder]

@@ -23,8 +23,8 @@ from fl_app.server import matrices
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RUN, RunFolder, ask_to_stop, read_config, read_metrics, read_summary
 from strategies import METHODS as ALL_METHODS
-from strategies import masks
 from strategies.fedcac import personalize
+from strategies.kernels import masks
 from tests.conftest import IN_TWO_ROUNDS, Run
 
 METHODS = ("fedavg", "local", "fedcac")

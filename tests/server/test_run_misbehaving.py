@@ -19,7 +19,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server import matrices
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
-from strategies import masks
+from strategies.kernels import masks
 from tests.conftest import Run
 
 METHODS = ("fedavg", "local", "fedcac")

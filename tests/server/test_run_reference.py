@@ -172,7 +172,7 @@ def test_every_number_that_a_method_declares_or_notes_is_on_the_page() -> None:
     declared |= {f.record for method in METHODS.values() for f in method.drawn if not isinstance(f, Matrix | Links)}
     between = {f.record for method in METHODS.values() for f in method.drawn if isinstance(f, Matrix)}
     noted = set()
-    for path in (ROOT / "strategies").glob("*.py"):
+    for path in [path for folder in ("", "baselines") for path in (ROOT / "strategies" / folder).glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 name = {"note": 1, "note_round": 0}.get(node.func.attr)

@@ -37,7 +37,7 @@ def test_the_hash_depends_on_the_code_alone(tmp_path: Path) -> None:
     (copy / "fl_app" / "__pycache__" / "a.pyc").touch()
     software.code_hash.cache_clear()
     assert software.code_hash(copy) == software.code_hash()
-    edited = copy / "strategies" / "fedavg.py"
+    edited = copy / "strategies" / "baselines" / "fedavg.py"
     edited.write_text(edited.read_text() + "\n")
     software.code_hash.cache_clear()
     assert software.code_hash(copy) != software.code_hash()
@@ -65,7 +65,7 @@ def test_a_run_resumed_by_an_edited_copy_says_so(
     run: Run, begun: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy = copy_of_the_code(tmp_path / "copy")
-    (copy / "strategies" / "fedavg.py").write_text("# edited\n")
+    (copy / "strategies" / "baselines" / "fedavg.py").write_text("# edited\n")
     before, now = software.code_hash(), software.code_hash(copy)
     monkeypatch.setattr(software, "code_hash", lambda: now)
     path = Path(begun["resume"])

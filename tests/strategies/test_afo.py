@@ -22,7 +22,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
-from strategies.afo import KINDS, server_step
+from strategies.kernels.afo import KINDS, server_step
 from tests.conftest import config
 
 RATES = {"learning_rate": 0.5, "beta1": 0.5, "beta2": 0.75, "tau": 1.0}

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, blocks, fedcac, masks
+from strategies import fedcac
+from strategies.kernels import aggregate, blocks, masks
 from tests.conftest import bools, f32
 
 moderate = st.floats(-1e3, 1e3, width=32)

@@ -12,7 +12,7 @@ import pytest
 COUNTS = """
 import json
 from threadpoolctl import threadpool_info
-from strategies.blocks import one_thread
+from strategies.kernels.blocks import one_thread
 
 def counts():
     return {library["filepath"]: library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}

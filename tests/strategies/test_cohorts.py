@@ -17,7 +17,7 @@ from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, TooFewResults
 from strategies.engine.cohorts import OUTSIDE, CohortStore
 from strategies.engine.private import MaskedIntake, PrivateRounds, opened_sums
-from strategies.linkage import ALONE, partition
+from strategies.kernels.linkage import ALONE, partition
 from tests.strategies.test_linkage import alike, random_similarity
 
 

@@ -21,7 +21,7 @@ from fl_app.server.run_folder import read_metrics
 from strategies import METHOD_PARAMS
 from strategies.base import hooks
 from strategies.base.uploads import Uploads
-from strategies.fedavg import FedAvg
+from strategies.baselines.fedavg import FedAvg
 
 METHODS_FILE = """
 import dataclasses

@@ -97,7 +97,7 @@ def test_fedala_counts_a_bias_that_does_not_train(run: Run, monkeypatch: pytest.
     settings = {"method": "fedala", "train": ",".join([*BODY, WEIGHT]), "num_server_rounds": 3, "learning_rate": 0.3}
     for name in ("short", "long"):
         if name == "long":
-            monkeypatch.setattr("strategies.fedala.head_inputs", lambda *_: None)
+            monkeypatch.setattr("strategies.baselines.fedala.head_inputs", lambda *_: None)
         folder = run(run_name=name, **settings)
         found.append(list(read_metrics(folder.path))[-1]["evaluation"]["digest"])
     assert found[0] == found[1]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.linkage import ALONE, held, partition, regrouped
+from strategies.kernels.linkage import ALONE, held, partition, regrouped
 
 
 def alike(n: int, *pairs: tuple[int, int, float]) -> np.ndarray:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import masks
+from strategies.kernels import masks
 from tests.conftest import bools, f32
 
 # few distinct values, so that ties are the rule

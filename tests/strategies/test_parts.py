@@ -18,7 +18,7 @@ from strategies import METHOD_PARAMS
 from strategies.engine.attempt import Attempt
 from strategies.engine.plain import PlainRounds
 from strategies.engine.screening import Screening
-from strategies.parts import Part
+from strategies.kernels.parts import Part
 from tests.conftest import flat
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 from fl_app.keys import NoParams, Rule, key
 from strategies.base import LocalUpdate, Method, all_tensors
-from strategies.fedavg import FedAvg
+from strategies.baselines.fedavg import FedAvg
 """
 PLAIN = HEAD + 'METHOD = Method("{name}", NoParams, FedAvg, LocalUpdate, all_tensors)\n'
 HOWTO = Path(__file__).parents[2] / "docs" / "methods-howto.md"

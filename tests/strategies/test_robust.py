@@ -16,9 +16,10 @@ from hypothesis.extra import numpy as hnp
 from corolla.api.checks import warn_of_settings
 from fl_app.config import parse
 from fl_app.known_names import Average
-from strategies import METHOD_PARAMS, aggregate, averages, blocks, fedcac, masks, robust, trimming
-from strategies.averages import RULES
-from strategies.robust import Averaging
+from strategies import METHOD_PARAMS, fedcac
+from strategies.kernels import aggregate, averages, blocks, masks, robust, trimming
+from strategies.kernels.averages import RULES
+from strategies.kernels.robust import Averaging
 from tests.conftest import SMALL, bools, f32
 
 rules = st.sampled_from(sorted(RULES))
@@ -226,7 +227,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
 def test_every_rule_has_a_file_and_a_name() -> None:
     files = {path.stem.replace("_", "-") for path in Path(averages.__file__).parent.glob("[!_]*.py")}
     assert files == RULES == {*get_args(Average)} - {"none"}, (
-        "a rule is a file of strategies/averages/ and a name in `Average` of fl_app/known_names.py"
+        "a rule is a file of strategies/kernels/averages/ and a name in `Average` of fl_app/known_names.py"
     )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies.scores import sensitivity
+from strategies.kernels.scores import sensitivity
 from tests.conftest import f32
 
 vectors = hnp.arrays(np.float32, 20, elements=st.floats(-1e6, 1e6, width=32))

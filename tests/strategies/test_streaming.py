@@ -21,19 +21,19 @@ from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Upload
 from strategies import METHODS
-from strategies.aggregate import mean_block, weighted_mean
 from strategies.base import Uploads
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake
+from strategies.baselines.fedavg import FedAvg
+from strategies.baselines.feddpa import SHARE
+from strategies.baselines.scaffold import STEPS
 from strategies.engine import streaming
 from strategies.engine.attempt import Attempt
 from strategies.engine.plain import PlainRounds
 from strategies.engine.streaming import FoldedIntake, streams
-from strategies.fedavg import FedAvg
-from strategies.feddpa import SHARE
-from strategies.folded import Folded, RowSum
-from strategies.robust import PLAIN
-from strategies.scaffold import STEPS
+from strategies.kernels.aggregate import mean_block, weighted_mean
+from strategies.kernels.folded import Folded, RowSum
+from strategies.kernels.robust import PLAIN
 from tests.conftest import Run, config, flat_layout
 
 STREAMING = ("fedavg", "pfedme", "feddyn", "scaffold", "feddpa")

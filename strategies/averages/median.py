@@ -1,8 +1,0 @@
-"""The middle value of every parameter (Yin et al., ICML 2018)."""
-
-from __future__ import annotations
-
-from strategies.averages import ByColumn
-from strategies.trimming import trimmed
-
-RULE = ByColumn(lambda block, rows, liars: trimmed(block, rows, (len(rows) - 1) // 2))

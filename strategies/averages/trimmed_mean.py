@@ -1,8 +1,0 @@
-"""The mean of every parameter without its lowest and highest values, one of each for a liar (Yin et al., ICML 2018)."""
-
-from __future__ import annotations
-
-from strategies.averages import ByColumn
-from strategies.trimming import trimmed
-
-RULE = ByColumn(trimmed, counts_liars=True)

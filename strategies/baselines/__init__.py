@@ -1,0 +1,1 @@
+"""The methods beside the four papers of strategies/, one file per paper."""

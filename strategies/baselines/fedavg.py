@@ -1,0 +1,64 @@
+"""FedAvg: one global model, the mean of the clients' models weighted by their training samples.
+
+McMahan, Moore, Ramage, Hampson, Aguera y Arcas: "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+AISTATS 2017. BatchNorm statistics are averaged like parameters, or stay local.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from fl_app.keys import key
+from fl_app.layout import Model
+from strategies.base import (
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    Uploads,
+    all_but_local_statistics,
+    local_epochs,
+)
+from strategies.kernels.averages import RULES
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalModelParams:
+    """Parameters of FedAvg, table `fedavg`, and of every method with one global model that all clients use."""
+
+    batchnorm_statistics: Literal["global", "local"] = key(
+        "global", "BatchNorm running statistics: averaged like parameters, or kept on the client (PFLlib)."
+    )
+
+
+class FedAvg(PersonalizedStrategy[P]):
+    """Server half of every method that averages the tensors that travel."""
+
+    robust = RULES
+    streams = True
+    averages = True
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Set the global model to the mean weighted by training samples (`weights`), or to the mean that the key
+        `robust` selects.
+        """
+        mean, weights = self.averaging_of(uploads).mean, self.weights(uploads)
+        self.global_model = Model(mean(uploads.W, weights), mean(uploads.B, weights))
+
+
+METHOD = Method(
+    "fedavg",
+    GlobalModelParams,
+    FedAvg[GlobalModelParams],
+    LocalUpdate[GlobalModelParams],
+    all_but_local_statistics,
+    dp_epochs=local_epochs,
+    sums=True,
+    overview=Overview(
+        group="One global model for all",
+        use="similar clients; the baseline for all others",
+    ),
+)

@@ -1,0 +1,401 @@
+"""FedConcat: clients with similar labels train an encoder together; then one classifier is trained on all encoders.
+
+Diao, Li, He: "Exploiting Label Skews in Federated Learning with Model Concatenation", AAAI 2024.
+
+Before round 1, k-means groups the clients by their label shares p_i into K clusters. Rounds 1..R run FedAvg within each
+cluster, from one initial model. In rounds R + 1..T all K bodies are fixed and in evaluation mode. Their features, the
+inputs of their classifiers, are put side by side, [n, Kf], and enter a new classifier. All clients train it for
+`classifier-batches` batches a round. The server takes the unweighted mean, as all clients take the same number of
+steps.
+
+Up to round R clients are evaluated with their cluster's model, then with the concatenated one. With K = 1 rounds 1..R
+are FedAvg, bit for bit.
+
+Deviations:
+
+- In the authors' code the clusters' states alias one network's tensors. So on a CPU a later cluster of round 1 starts
+  from the first client's trained model. Here all clusters start from the initial model.
+- The authors' bodies stay in training mode in the second phase; their network has no BatchNorm. Here they do not, as
+  clients' statistics would drift apart.
+- Noise on the shares is left out.
+- Clients that come later join the cluster of the nearest centre.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_app import rng
+from fl_app.config import RunConfig
+from fl_app.figures import Groups
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
+from fl_app.layout import NO_TENSORS, NOTHING, Layout, Model, Vector
+from fl_app.server.run_folder import client_facts
+from fl_app.wire import Expected, Upload
+from strategies.base import (
+    LINEAR,
+    MOVED,
+    ClientState,
+    Drawings,
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+)
+from strategies.base.uploads import Intake
+from strategies.baselines import components
+from strategies.baselines.ifca import cluster_means
+from strategies.kernels.aggregate import Stack
+from strategies.kernels.averages import RULES
+from strategies.kernels.heads import head_slots
+from strategies.kernels.kmeans import centres_of, kmeans, squared_distances
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+log = logging.getLogger("corolla")
+
+Shares = NDArray[np.float64]
+# prefixes of tensor names: of the run's model, and of the classifier on all encoders
+MODEL, JOINT = "model.", "joint."
+# travels both ways, float32 [KfC + C]
+CLASSIFIER = components.CLASSIFIER
+# sent down once, then kept on the client's disk: float32 [K, d - h], [K, b]
+ENCODERS, STATISTICS = (
+    components.ENCODERS,
+    "encoder-statistics",
+)
+
+
+@dataclass(frozen=True)
+class FedConcatParams:
+    """Parameters of FedConcat, table `fedconcat`."""
+
+    clusters: int = key(5, "Clusters of clients (K); each trains one encoder.", AT_LEAST_ONE)
+    encoder_rounds: int = key(
+        20,
+        "Rounds that train encoders (R), fewer than `num-server-rounds`; authors: 50, then 1,000 for the classifier.",
+        AT_LEAST_ONE,
+        counts_rounds=True,
+    )
+    classifier_batches: int = key(
+        3, "Batches on which a client trains the classifier in each later round; 0: E epochs.", NOT_NEGATIVE
+    )
+    start: Literal["fresh", "concatenated"] = key(
+        "fresh", "Initial classifier: drawn from the run's seed, or the clusters' classifiers side by side."
+    )
+    size_cap: int = key(0, "Most clients in a cluster; 0: any number.", NOT_NEGATIVE)
+
+    def problems(self, config: RunConfig) -> Iterable[str]:
+        """Yield an error for every setting that does not fit the run."""
+        if self.encoder_rounds >= config.num_server_rounds:
+            below = f"below num-server-rounds ({config.num_server_rounds})"
+            yield f"fedconcat.encoder-rounds: must be {below}, the classifier trains after them, got {self.encoder_rounds}"
+        if not config.report_class_counts:
+            yield "report-class-counts: fedconcat clusters clients by their class counts, must be true, got false"
+        if 0 < self.size_cap * self.clusters < config.num_clients:
+            room = f"must let {self.clusters} clusters hold {config.num_clients} clients"
+            yield f"fedconcat.size-cap: {room}, got {self.size_cap}"
+
+
+# Kernels ----------------------------------------------------------------------------------------------------------------
+
+
+def clusters(shares: ArrayLike, k: int, seed: int, cap: int = 0) -> NDArray[np.int64]:
+    """Return each client's cluster, int64 [N], by k-means: the best of ten k-means++ starts.
+
+    shares: [N, C], the share of each class in a client's labels; k: clusters, cut to the number of distinct rows; cap:
+    most clients in a cluster, 0 for any number. If k clusters of that size cannot hold all clients, the cap rises as
+    far as needed. Clusters are numbered by their lowest clients.
+    """
+    return kmeans(np.asarray(shares, np.float64), k, rng.generator(seed, "fedconcat"), cap)
+
+
+def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
+    """Return a network with the run's model, `model`, and a classifier on K encoders of its kind, `joint`.
+
+    `grown` selects the part that answers.
+    """
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Growing(nn.Module):
+        """The run's model, until `grown` (no or one module) holds encoders; then `joint` on these encoders."""
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            classes, width = head_slots(Layout.of(model))[0].shape
+            self.model = model
+            joint = {"weight": torch.zeros(classes, params.clusters * width), "bias": torch.zeros(classes)}
+            self.joint = nn.ParameterDict({name: nn.Parameter(zeros) for name, zeros in joint.items()})
+            # a list, so that the fixed encoders do not count as the module's own tensors
+            self.grown: list[nn.Module] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.grown:
+                answer: Tensor = self.model(x)
+                return answer
+            z: Tensor = self.grown[0](x)
+            return functional.linear(z, self.joint["weight"][:, : z.shape[1]], self.joint["bias"])
+
+    return Growing(drawings(0))
+
+
+def exported(make: Callable[[], nn.Module], names: frozenset[str]) -> nn.Module:
+    """Return the concatenated network that has tensors of these names."""
+    encoders = {name.split(".")[1] for name in names if name.startswith(f"{components.ENCODERS}.")}
+    return components.concatenation([make() for _ in encoders])
+
+
+def body(layout: Layout) -> frozenset[str]:
+    """Return the names of an encoder's tensors within its model."""
+    return shared(layout, None) - layout.classifier
+
+
+def split(classifier: NDArray[Any], layout: Layout) -> tuple[Stack, Vector]:
+    """Return the weight [C, Kf] and the bias [C] of a classifier [KfC + C]."""
+    classes = head_slots(layout)[0].shape[0]
+    return classifier[:-classes].reshape(classes, -1), classifier[-classes:]
+
+
+def shared(layout: Layout, params: object) -> frozenset[str]:
+    """Return the names of the run's model. Once there is a classifier on all encoders, it travels instead."""
+    return frozenset(name for name in layout.names if name.startswith(MODEL))
+
+
+# Halves -----------------------------------------------------------------------------------------------------------------
+
+
+class FedConcat(PersonalizedStrategy[FedConcatParams]):
+    """Server half. Kept per client: `cluster` int64 [1], and `equipped` bool [1], whether it has the encoders.
+
+    Memory: `centres` float64 [K, C], `models` float32 [K, d] and `statistics` [K, b]; later `classifier` [KfC + C].
+    """
+
+    not_late = MappingProxyType({MOVED: "in its second phase clients upload a classifier, which fedbuff does not move"})
+    # classifiers trained on few batches lie apart: 3.1 times the usual distance was seen
+    spread = 2.0
+    robust = RULES
+
+    @property
+    def grown(self) -> bool:
+        """Return whether the encoders are fixed in this round."""
+        return max(self.round, self.attempt.round) > self.params.encoder_rounds
+
+    def models(self) -> list[Model]:
+        """Return the clusters' models; before clustering, a copy of the initial model for each possible cluster."""
+        if "models" not in self.memory:
+            return [self.global_model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
+        return [
+            Model(params, buffers)
+            for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)
+        ]
+
+    def classifier(self) -> Vector:
+        """Return the classifier on all encoders, or its initial values before it has been trained."""
+        if CLASSIFIER in self.memory:
+            return self.memory[CLASSIFIER]
+        if self.params.start == "concatenated":
+            return components.sum_of_classifiers(self.layout, self.models())
+        return components.fresh_classifier(
+            self.layout, len(self.models()), rng.torch_seed(self.config.seed, "model:fedconcat")
+        )
+
+    def encoders(self) -> tuple[Stack, Stack]:
+        """Return all bodies, float32 [K, d - h], and their statistics [K, b]."""
+        bodies = [self.layout.take(model, body(self.layout)) for model in self.models()]
+        return np.stack([each.params for each in bodies]), np.stack([each.buffers for each in bodies])
+
+    def shares_of(self, client_id: int) -> Shares:
+        """Return the share of each class in a connected client's labels, [C]; zeros if it reported no counts."""
+        counts = client_facts(client_id, self.attempt.declared.get(client_id, {})).get("class-counts")
+        of_all = np.zeros(head_slots(self.layout)[0].shape[0]) if counts is None else np.array(counts, np.float64)
+        shares: Shares = of_all / max(of_all.sum(), 1)
+        return shares
+
+    def cluster_of(self, client_id: int) -> int:
+        """Return a client's cluster: for a new client, the one with the nearest centre."""
+        if client_id in self.personal:
+            return int(self.personal[client_id]["cluster"][0])
+        if "centres" not in self.memory:
+            return 0
+        return int(squared_distances(self.shares_of(client_id)[None], self.memory["centres"]).argmin())
+
+    def sample(self, client_ids: list[int], round: int) -> list[int]:
+        """Assign all connected clients to clusters, then draw the round's clients."""
+        new = [i for i in client_ids if i not in self.personal and i in self.attempt.declared]
+        if new and "centres" not in self.memory:
+            shares, p = np.stack([self.shares_of(i) for i in new]), self.params
+            chosen = clusters(shares, p.clusters, self.config.seed, p.size_cap)
+            log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
+            centres, first = centres_of(shares, chosen), self.global_model
+            many = (len(centres), 1)
+            self.memory |= {
+                "centres": centres,
+                "models": np.tile(first.params, many),
+                "statistics": np.tile(first.buffers, many),
+            }
+        else:
+            chosen = np.array([self.cluster_of(i) for i in new])
+        for client_id, k in zip(new, chosen, strict=True):
+            self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([False]))
+        return super().sample(client_ids, round)
+
+    def model_for(self, client_id: int) -> Model:
+        """Return the model of the client's cluster, or nothing once the encoders are fixed."""
+        return NOTHING if self.grown else self.models()[self.cluster_of(client_id)]
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the classifier once encoders are fixed, plus the encoders for a client that lacks them."""
+        if not self.grown:
+            return {}
+        mine = self.personal.get(client_id)
+        if mine is not None and mine["equipped"][0]:
+            return {CLASSIFIER: self.classifier()}
+        bodies, statistics = self.encoders()
+        return {CLASSIFIER: self.classifier(), ENCODERS: bodies, STATISTICS: statistics}
+
+    def expected(self) -> Expected:
+        """Return the form of an upload: a model, later a classifier."""
+        if not self.grown:
+            return super().expected()
+        return Expected.of(NO_TENSORS, extras={CLASSIFIER: ("<f4", self.classifier().shape)})
+
+    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+        """Return the classifiers. Models are not compared, as those of different clusters differ."""
+        return {"classifiers": intake.extras[CLASSIFIER]} if self.grown else {}
+
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the classifier that the client was sent."""
+        return {"classifiers": self.extras_sent_to(client_id)[CLASSIFIER]} if self.grown else {}
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Average models per cluster, weighted by samples; average classifiers without weights."""
+        averaging, chosen = self.averaging_of(uploads), np.array([self.cluster_of(i) for i in uploads.ids])
+        if self.grown:
+            self.memory[CLASSIFIER] = averaging.mean(uploads.extras[CLASSIFIER], uploads.once)
+            for client_id, k in zip(uploads.ids, chosen, strict=True):
+                self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
+        else:
+            before, weights = self.models(), self.weights(uploads)
+            params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in before]), averaging)
+            buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in before]), averaging)
+            self.memory |= {"models": params, "statistics": buffers}
+        for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
+            self.note(client_id, "cluster", k)
+
+    def exported_layout(self, layout: Layout) -> Layout:
+        """Return the layout of the concatenated network."""
+        return components.concatenated(components.part(self.full_layout, MODEL), len(self.models()))
+
+    def exported_global(self) -> Model:
+        """Return all encoders and the classifier on them."""
+        bodies, statistics = self.encoders()
+        return Model(np.concatenate([bodies.reshape(-1), self.classifier()]), statistics.reshape(-1))
+
+    def has_global_model(self) -> bool:
+        """Return True once the encoders are fixed."""
+        return self.grown
+
+    def personal_model(self, client_id: int) -> Model | None:
+        """Return None: no client has a model of its own."""
+        return None
+
+
+class FedConcatUpdate(LocalUpdate[FedConcatParams]):
+    """Client half. State, once there is a classifier on all encoders: the encoders."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
+        """Return the cluster's model; or the new classifier, and let the network answer with the encoders."""
+        module, trainer, layout = ctx.trainer.module, ctx.trainer, ctx.layout
+        grown: Any = module.grown
+        grown.clear()
+        if CLASSIFIER not in ctx.extras:
+            return super().merge(received, state, ctx)
+        state.arrays.update({name: ctx.extras[name] for name in (ENCODERS, STATISTICS) if name in ctx.extras})
+        weight, bias = split(ctx.extras[CLASSIFIER], layout)
+        count = weight.shape[1] // head_slots(layout)[0].shape[1]
+        # arrays of size 0 do not travel
+        none = np.zeros((count, 0), np.float32)
+        bodies = zip(*(state.arrays.get(name, none) for name in (ENCODERS, STATISTICS)), strict=True)
+        start, names = ctx.initial(), body(layout)
+        networks: list[Any] = [trainer.network(layout.put(start, Model(*each), names)) for each in bodies]
+        grown.append(components.bodies_of([network.model for network in networks]))
+        tensors = layout.tensors(start)
+        joint = np.zeros_like(tensors[JOINT + "weight"])
+        joint[:, : weight.shape[1]] = weight
+        return layout.model({**tensors, JOINT + "weight": joint, JOINT + "bias": bias})
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
+        """Train the cluster's model, or the classifier."""
+        if CLASSIFIER not in ctx.extras:
+            return ctx.trainer.train(start, frozen=ctx.local)
+        return ctx.trainer.train(start, frozen=ctx.shared, max_batches=ctx.params.classifier_batches)
+
+    def finetune(self, start: Model, state: ClientState, ctx: RoundContext[FedConcatParams], epochs: int) -> Model:
+        """Tune the part that trains in this phase."""
+        frozen = ctx.shared if CLASSIFIER in ctx.extras else ctx.local
+        return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=frozen)
+
+    def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> None:
+        """Keep no trained tensor."""
+
+    def export(self, model: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
+        """Return the cluster's model, or the concatenated one."""
+        if CLASSIFIER not in ctx.extras:
+            return ctx.layout.take(model, ctx.shared)
+        bodies, statistics = (
+            state.arrays.get(name, np.zeros(0, np.float32)).reshape(-1) for name in (ENCODERS, STATISTICS)
+        )
+        return Model(np.concatenate([bodies, self.classifier(model, ctx)]), statistics)
+
+    def classifier(self, model: Model, ctx: RoundContext[FedConcatParams]) -> Vector:
+        """Return the classifier within a model, float32 [KfC + C]."""
+        tensors, width = ctx.layout.tensors(model), split(ctx.extras[CLASSIFIER], ctx.layout)[0].shape[1]
+        return np.concatenate([tensors[JOINT + "weight"][:, :width].reshape(-1), tensors[JOINT + "bias"]])
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Upload:
+        """Send the cluster's model, or the classifier."""
+        if CLASSIFIER not in ctx.extras:
+            return super().upload(before, after, state, ctx)
+        return Upload(NOTHING, extras={CLASSIFIER: self.classifier(after, ctx)}, num_examples=ctx.num_samples)
+
+
+FIGURES = (
+    Groups(
+        "cluster", "Clusters of clients", "cluster", "Clients with similar labels, which train an encoder together."
+    ),
+)
+METHOD = Method(
+    "fedconcat",
+    FedConcatParams,
+    FedConcat,
+    FedConcatUpdate,
+    shared,
+    compose=network,
+    exported=exported,
+    figures=FIGURES,
+    needs_classes=True,
+    needs_all="fedconcat puts clients into clusters by their label counts",
+    not_private="it sends label counts, and its server groups clients by them",
+    needs=LINEAR,
+    overview=Overview(
+        group="Several global models",
+        travels="model; later classifier, and encoders down once",
+        server="4K(d+b)",
+        disk="4K(d−h+b)",
+        epochs="E; later 3 batches",
+        unseen="model of the cluster nearest by labels; later the concatenated one",
+        use="clear label groups, one model for all at the end",
+    ),
+)
