@@ -28,7 +28,7 @@ import inspect
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -337,18 +337,38 @@ def _check_tensors(name: str, module: nn.Module) -> None:
 
 
 def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: int, output: object) -> None:
+    """Raise UserError if a network does not give logits that train it. output: of the batch, None if it was not run yet."""
     shape, dtype = tuple(example.shape), str(example.dtype).removeprefix("torch.")
+    outputs = {} if output is None else {"eval": output}
     try:
-        if output is None:
+        if not outputs:
             with torch.no_grad():
-                output = module(example)
+                outputs["eval"] = module(example)
+        elif trained := tracing.in_training(module, example):
+            outputs["train"] = trained[1]
     except Exception as error:
         raise UserError(
             f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in eval mode; it "
             f"must return logits of shape {[shape[0], num_classes]}{at(error)}"
         ) from error
-    got = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"
-    if got != [shape[0], num_classes]:
-        want = [shape[0], num_classes]
-        raise UserError(f"model {name}: a batch of shape {list(shape)} must give logits of shape {want}, got {got}")
+    want = [shape[0], num_classes]
+    for mode, given in outputs.items():
+        if got := _instead_of_logits(given, want, module):
+            raise UserError(
+                f"model {name}: in {mode} mode, a batch of shape {list(shape)} must give logits of shape {want}, got {got}"
+            )
     module.train()
+
+
+def _instead_of_logits(output: object, want: list[int], module: nn.Module) -> str:
+    """Return what a network's output is, "" if it is logits of the wanted shape whose gradient trains the network."""
+    if not isinstance(output, Tensor):
+        inside = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        return f"a {type(output).__qualname__}{'' if inside is None else '; return its logits alone'}"
+    if list(output.shape) != want:
+        return str(list(output.shape))
+    if not output.is_floating_point() or output.layout is not torch.strided:
+        return f"values of {output.dtype} in the layout {output.layout}"
+    if {name for name, p in module.named_parameters() if p.requires_grad} <= Split.of(module).unused:
+        return "values whose gradient reaches no parameter"
+    return ""

@@ -119,7 +119,7 @@ class _Memory:
 
 
 def _storage(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided or is_lazy(tensor):
+    if tensor.layout is not torch.strided or is_lazy(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         # it has none
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
@@ -373,13 +373,20 @@ def _computes_linear(layer: nn.Module) -> bool:
     return torch.allclose(layer(z), nn.functional.linear(z, weight, bias), rtol=1e-3, atol=1e-5)
 
 
-def _reached_in_training(module: nn.Module, example: Tensor) -> frozenset[str]:
-    """Return the names of the parameters that a gradient reaches in a copy that trains; none if no copy runs."""
+def in_training(module: nn.Module, example: Tensor) -> tuple[nn.Module, Any] | None:
+    """Return a copy of a network in training mode and its output for a batch, None if no copy runs."""
     try:
         copied = copy.deepcopy(module).train()
-        return _reached(copied, copied(example))[0]
+        with uncompiled(), torch.enable_grad():
+            return copied, copied(example)
     except Exception:
-        return frozenset()
+        return None
+
+
+def _reached_in_training(module: nn.Module, example: Tensor) -> frozenset[str]:
+    """Return the names of the parameters that a gradient reaches in a copy that trains; none if no copy runs."""
+    found = in_training(module, example)
+    return _reached(*found)[0] if found else frozenset()
 
 
 def _reached(module: nn.Module, output: Any) -> tuple[frozenset[str], bool]:

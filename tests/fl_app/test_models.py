@@ -6,9 +6,11 @@ import copy
 import importlib
 import json
 import random
+import re
 import subprocess
 import sys
 import textwrap
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_app import models, weights
+from fl_app import models, plugins, weights
 from fl_app.errors import UserError
 from fl_app.known_names import MODELS
 from fl_app.layout import Layout, Model
@@ -309,6 +311,46 @@ def test_own_model_errors(own: Callable[[str], str], name: str, message: str) ->
     with pytest.raises(UserError, match=rf"(?s)^model {name}: .*{message}"):
         small(name)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Answers(nn.Module):
+    """A network that answers with a function of its logits and of whether it trains."""
+
+    def __init__(self, answer: Callable[[torch.Tensor, bool], object]) -> None:
+        super().__init__()
+        self.fc, self.answer = nn.Linear(64, 3), answer
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.answer(self.fc(x.flatten(1)), self.training)
+
+
+OUTPUTS: dict[str, tuple[Callable[[torch.Tensor, bool], object], str]] = {
+    "dict": (lambda y, _: {"logits": y}, "eval mode.* got a dict; return its logits"),
+    "object": (lambda y, _: types.SimpleNamespace(logits=y), "eval mode.* got a SimpleNamespace; return its logits"),
+    "tuple": (lambda y, _: (y, y), "eval mode.* got a tuple$"),
+    "nothing": (lambda y, _: None, "eval mode.* got a NoneType"),
+    "integers": (lambda y, _: y.long(), "eval mode.*int64"),
+    "complex": (lambda y, _: torch.complex(y, y), "eval mode.*complex64"),
+    "sparse": (lambda y, _: y.to_sparse(), "eval mode.*sparse"),
+    "detached": (lambda y, _: y.detach(), "eval mode.* gradient"),
+    "tuple in training": (lambda y, training: (y, y) if training else y, "train mode.* got a tuple$"),
+    "more rows in training": (lambda y, training: torch.cat([y, y]) if training else y, r"train mode.* got \[4, 3\]"),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_what_is_no_logits_is_refused_in_the_same_words(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, message = OUTPUTS[case]
+    monkeypatch.setattr(plugins, "load", lambda *_: lambda **_: Answers(answer))
+    with pytest.raises(UserError, match=rf"^model own:{case}: .* must give logits of shape \[2, 3\], .*") as refused:
+        small(f"own:{case}")
+    assert re.search(message, str(refused.value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_logits_of_any_precision_train(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "load", lambda *_: lambda **_: Answers(lambda y, training: y.to(dtype)))
+    assert small("own:any").training
 
 
 def test_build_errors() -> None:

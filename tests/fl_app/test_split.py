@@ -188,6 +188,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str], str | None, bool]] = {
         None,
         False,
     ),
+    "vectorized": (
+        lambda: Net(lambda n, x: torch.vmap(n.fc)(n.body(x)), body=body(), fc=fc(), last=nn.Linear(2, 2)),
+        FC,
+        None,
+        False,
+    ),
     "decoder before attention": (
         lambda: Net(lambda n, x: n.fc(attended(n, x)), fc=fc(), attention=attention(), body=body()),
         FC,
