@@ -26,6 +26,7 @@ from fl_app.config import RunConfig
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.privacy import keyring, masking, shares, sketch
+from fl_app.privacy.companies import threshold
 from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring
 from fl_app.privacy.transcript import SentHashes, config_hash
 from fl_app.wire import AGREED, OPEN, PRIVATE, SHARES, Download, Upload, payload_bytes, upload_message
@@ -90,7 +91,7 @@ class Sites:
     def question(self, survivors: int) -> Download:
         """Return the server's question to client 0 that opens the sum of the first clients in the last attempt."""
         experiment = Download(OPEN, 1, 0, "benchmark", NOTHING).experiment
-        known = self.first().help_open(experiment, self.attempt, 0, range(survivors), False)
+        known = self.first().help_open(experiment, self.attempt, 0, range(survivors))
         label, announced, own = str(known["label"]), self.announced[0], [*range(survivors)]
         part = bytes(shares.SHARE)
         texts = [keyring.sealed(self._keys(j).share_key(announced, label, j, 0), part) for j in own]
@@ -131,19 +132,19 @@ def by_clients(n: int, model: Model) -> dict[str, float]:
         )
         upload, watch = Upload(model, num_examples=1), Laps()
         asked = sites.asked(model)
-        sent = Masker.of(asked, sites.config, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
+        sent = Masker.of(asked, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
         watch.lap("client: upload")
         questions = {0: sites.question(n)}
         watch.lap("")
-        answers = {0: answered(questions[0], sites.config, sites.first())}
+        answers = {0: answered(questions[0], sites.first())}
         watch.lap("client: opening")
         # in the next attempt, as this one is opened
-        Masker.of(sites.asked(model), sites.config, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
+        Masker.of(sites.asked(model), sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
         questions[1] = sites.question(n - 1)
         watch.lap("")
-        answers[1] = answered(questions[1], sites.config, sites.first())
+        answers[1] = answered(questions[1], sites.first())
         watch.lap("client: opening after a dropout")
-        needed, own = shares.threshold(n), [*range(n)]
+        needed, own = threshold(n), [*range(n)]
         held = [*shares.split(bytes(shares.SEED), own, needed).values()][:needed]
         total, between = np.zeros(masking.length(model), np.uint64), {(i, n - 1): bytes(32) for i in own[:-1]}
         watch.lap("")
@@ -195,7 +196,7 @@ def main() -> None:
 
         def client() -> Upload:
             asked = sites.asked(model)
-            return Masker.of(asked, config, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
+            return Masker.of(asked, sites.first(), 50, lambda samples: samples / 2**24).mask(upload)
 
         sent, words = client(), np.zeros(d + 1, np.uint64)
         # it stands for the mean over all clients, so its weight is theirs

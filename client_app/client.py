@@ -138,7 +138,7 @@ class CorollaClient(NumPyClient):
         with reasons.stage("protocol", "private", "hidden"):
             if not self.config.private:
                 raise UserError("private: this run is not private")
-            return {**answered(question, self.config, self._site_keys)}
+            return {**answered(question, self._site_keys)}
 
     # A client's turn in a round
 
@@ -564,7 +564,7 @@ class CorollaClient(NumPyClient):
             return None
         from client_app.private import Masker
 
-        return Masker.of(download, self.config, self._site_keys, samples, self.method.own_weight(self.config))
+        return Masker.of(download, self._site_keys, samples, self.method.own_weight(self.config))
 
     @property
     def _site_keys(self) -> SiteKeys:

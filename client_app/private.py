@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from client_app.run_keys import SiteKeys
-from fl_app.config import RunConfig
 from fl_app.errors import UserError, counted
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING
-from fl_app.privacy import masking, secure_random, shares, sketch
+from fl_app.privacy import companies, masking, secure_random, shares, sketch
+from fl_app.privacy.companies import Split, threshold
 from fl_app.privacy.keyring import RunKeys, exchange, halves, opened, sealed
 from fl_app.privacy.masking import Words, derived
 from fl_app.privacy.transcript import SentHashes, Transcript
@@ -30,6 +30,9 @@ from fl_app.wire import (
     SEAL,
     SEALED,
     SHARES,
+    SIGNED,
+    SPLIT,
+    SPLITS,
     SUM,
     Download,
     Upload,
@@ -49,9 +52,11 @@ def properties(keys: RunKeys) -> dict[str, Scalar]:
     return {f"{PRIVATE}-keys": keys.announced, f"{PRIVATE}-list": keys.ring.fingerprint}
 
 
-def answered(question: Download, config: RunConfig, site: SiteKeys) -> dict[str, Scalar]:
+def answered(question: Download, site: SiteKeys) -> dict[str, Scalar]:
     """Return the answer to a question of a private round. Raises UserError if it must not be answered."""
     said, keys = question.method, site.keys
+    if question.task == SPLIT:
+        return {SIGNED: site.sign_split(question.experiment, _splits(said))}
     try:
         clients = tuple(int(word) for word in str(said[f"{PRIVATE}-members"]).split(","))
         texts = {name: str(said.get(name, "")).split(",") for name in (f"{PRIVATE}-keys", SHARES, AGREED)}
@@ -63,10 +68,18 @@ def answered(question: Download, config: RunConfig, site: SiteKeys) -> dict[str,
         raise UserError(f"private: there is no question {question.task[:20]!r} about these clients")
     _check_members(clients, keys.ring.client_id, keys.ring.num_clients)
     claimed = question.experiment, question.round, question.attempt
-    noted = site.help_open(*claimed, clients, config.private_absent == "company")
+    noted = site.help_open(*claimed, clients, _splits(said))
     if question.task == AGREE:
         return {AGREED: keys.agree(noted["label"], clients)}
     return _opened(noted, clients, texts[SHARES], texts[AGREED], keys)
+
+
+def _splits(said: Mapping[str, Scalar]) -> list[Split]:
+    """Return the splits of a client's company in a message. Raises UserError if they cannot be read."""
+    try:
+        return companies.read(str(said.get(SPLITS, "[]")))
+    except ValueError as error:
+        raise UserError(f"private: {error}") from None
 
 
 def tags(keys: RunKeys, names: str) -> str:
@@ -99,14 +112,12 @@ class Masker:
     sealers: str
 
     @classmethod
-    def of(
-        cls, download: Download, config: RunConfig, site: SiteKeys, samples: int, weigh: Callable[[float], float]
-    ) -> Masker:
+    def of(cls, download: Download, site: SiteKeys, samples: int, weigh: Callable[[float], float]) -> Masker:
         """Read the server's request, and note that it is answered. Raises UserError if the answer would not be hidden.
 
         samples: this client's number of training samples. weigh: returns the weight of a number of samples, in (0, 1].
         """
-        asked, keys, me = download.method, site.keys, site.keys.ring.client_id
+        asked, keys, config, me = download.method, site.keys, site.config, site.keys.ring.client_id
         try:
             members = tuple(int(word) for word in str(asked[f"{PRIVATE}-members"]).split(","))
             announced = tuple(str(asked[f"{PRIVATE}-keys"]).split(","))
@@ -119,9 +130,8 @@ class Masker:
         _check_members(members, me, keys.ring.num_clients)
         if not len(members) == len(announced) == len(sent) or not (most == 0 or 1 <= most < math.inf):
             raise UserError("private: the server does not say what each member of the sum is sent")
-        whole = config.private_absent == "company"
         mine = sent[members.index(me)]
-        if mine != SentHashes(whole).of(download, {}) or sent.count(mine) < GROUP_MIN:
+        if mine != SentHashes(config.private_absent == "company").of(download, {}) or sent.count(mine) < GROUP_MIN:
             raise UserError(
                 f"private: fewer than {GROUP_MIN} members of the sum are sent what client {me} is sent; its upload would show"
             )
@@ -130,10 +140,9 @@ class Masker:
             raise UserError(f"private: the server's keys of the members do not fit client {me}")
         attempt = download.experiment, keys.run, keys.config, download.round, download.attempt
         transcript = Transcript(*attempt, members, sent, announced, keys.ring.fingerprint, most, 0)
-        # those that are sent something else may be known to the server, so the others must be whole companies, too
+        # those that are sent something else may be known to the server, so the company must be among the others
         alike = [i for i, text in zip(members, sent, strict=True) if text == mine]
-        sums = (members, alike) if whole else ()
-        site.claim(download.experiment, download.round, download.attempt, config.round_retries, sums)
+        site.claim(download.experiment, download.round, download.attempt, alike, _splits(asked))
         weight = weigh(site.count(download.experiment, samples, most))
         others = {i: key for i, key in public.items() if i != me}
         bits, limit = config.private_sketch, config.private_range
@@ -176,7 +185,7 @@ class Masker:
         keys, members, me = self.site.keys, self.transcript.members, self.site.keys.ring.client_id
         seed = secure_random.secret(shares.SEED)
         masking.add(words, [(True, shares.own_mask(seed))])
-        parts = shares.split(seed, members, shares.threshold(len(members)))
+        parts = shares.split(seed, members, threshold(len(members)))
         of = zip(members, self.transcript.keys, strict=True)
         return ",".join(sealed(keys.share_key(text, label, me, j), parts[j]) for j, text in of)
 
@@ -196,7 +205,7 @@ def _opened(
     members, label, me = list(noted["members"]), str(noted["label"]), keys.ring.client_id
     of = dict(zip(members, noted["keys"], strict=True))
     gone = [u for u in members if u not in survivors]
-    needed = shares.threshold(len(members)) if gone else 0
+    needed = threshold(len(members)) if gone else 0
     signed = zip(survivors, agreed, strict=False)
     if sum(keys.agrees(j, label, survivors, text) for j, text in signed if needed) < needed:
         raise UserError(f"private: {needed} members must have agreed on those that are left")

@@ -5,7 +5,8 @@
 - `keys/<hash>/<round>-<attempt>.answered`: an attempt that was answered under them, with the means to open its sum.
   `keys/<hash>/<round>-<attempt>.<hash>.opened`: the members whose sum the client helps to open.
   `keys/<hash>/experiment`: the one experiment that they serve. `keys/<hash>/ended`: they are deleted, and no new ones made.
-- `runs/<experiment>/sums-<hash of the public half>.json`: the sums of the experiment that the client has been in.
+- `runs/<experiment>/sums-<hash of the public half>.json`: the client's company in the experiment, the splits that it has
+  signed, and its sample count.
 - `runs/<experiment>/clipped-<hash>`: a value of the client was beyond `private-range`.
 
 In a simulation keys follow from the seed, and all notes are in `runs/<experiment>/client-<id>`.
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, opener, publish_text, sync
-from fl_app.privacy import pins
+from fl_app.privacy import companies, pins
+from fl_app.privacy.companies import Membership, Split, parts_of, threshold
 from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring, run_keys_from_seed, text_of
-from fl_app.privacy.shares import threshold
 from fl_app.privacy.transcript import config_hash
-from fl_app.wire import GROUP_MIN, SEED_KEYS, state_version
+from fl_app.wire import SEED_KEYS, state_version
 
 _KEYS, _RUNS, _PRIVATE, _EXPERIMENT, _ENDED = "keys", "runs", "private", "experiment", "ended"
 _ANSWERED, _OPENED = ".answered", ".opened"
@@ -46,12 +48,13 @@ _DAYS = 30
 class SiteKeys:
     """A client's keys for a run, in its site's own directory.
 
-    simulated: all clients are on one machine, and the keys follow from the seed.
+    simulated: all clients are on one machine, and the keys follow from the seed. config: the run's.
     """
 
     keys: RunKeys
     site: Path
     simulated: bool
+    config: RunConfig
 
     @classmethod
     def open(cls, site: Path, where: str, config: RunConfig, client_id: int, run: int) -> SiteKeys:
@@ -61,9 +64,9 @@ class SiteKeys:
         """
         ring, of_config = open_keyring(where, config.seed, client_id, config.num_clients), config_hash(config)
         if where == SEED_KEYS:
-            return cls(run_keys_from_seed(ring, config.seed, run, of_config), site, True)
+            return cls(run_keys_from_seed(ring, config.seed, run, of_config), site, True, config)
         pins.require(site, ring.own, Path(where).parent / PEERS)
-        return cls(_kept(_directory(site, ring, run), ring, run, of_config), site, False)
+        return cls(_kept(_directory(site, ring, run), ring, run, of_config), site, False, config)
 
     @property
     def _own(self) -> str:
@@ -85,11 +88,14 @@ class SiteKeys:
             return self._directory(experiment) / "clipped"
         return _run(self.site, experiment) / f"clipped-{self._own}"
 
-    def claim(self, experiment: str, round: int, attempt: int, retries: int, sums: Iterable[Collection[int]]) -> None:
+    def claim(
+        self, experiment: str, round: int, attempt: int, members: Collection[int], splits: Iterable[Split] = ()
+    ) -> None:
         """Note that an attempt at a sum is being answered. Raises UserError if it must not be.
 
-        It must not be if it was answered before, if the round has been answered `retries` + 1 times, or if the keys serve
-        another experiment. sums: members of sums that the server may learn of it, which must not split a company (`refined`).
+        It must not be if it was answered before, if the round has been answered `round-retries` + 1 times, or if the keys
+        serve another experiment. members: those that are sent the same, who must be the client's whole company or more.
+        splits: of its company so far.
         """
         me, version = self.keys.ring.client_id, state_version(round, attempt)
         with self._noting(experiment) as directory:
@@ -99,13 +105,12 @@ class SiteKeys:
                 raise UserError(
                     f"client {me}: private: attempt {version} was answered before, and is answered only once"
                 )
-            if len(tried) > retries and not self.simulated:
+            if len(tried) > self.config.round_retries and not self.simulated:
                 raise UserError(
                     f"client {me}: private: it has answered {len(tried)} attempts at round {round}, and answers no more "
                     "(round-retries)"
                 )
-            for members in sums:
-                self._refine(experiment, members)
+            self._require_company(experiment, members, splits)
             if not (directory / _EXPERIMENT).exists():
                 publish_text(directory / _EXPERIMENT, experiment)
             self._mark(directory / f"{version}{_ANSWERED}")
@@ -119,12 +124,17 @@ class SiteKeys:
         path.write_text(json.dumps(facts), encoding="utf-8")
 
     def help_open(
-        self, experiment: str, round: int, attempt: int, survivors: Collection[int], whole: bool
+        self,
+        experiment: str,
+        round: int,
+        attempt: int,
+        survivors: Collection[int],
+        splits: Iterable[Split] = (),
     ) -> dict[str, Any]:
         """Note the survivors whose sum the client helps to open. Return the notes on the attempt (`note_answer`).
 
         Raises UserError if the client has not answered the attempt, if they are no members, if it helped to open another
-        sum of the attempt, if they are too few, or if their sum would split a company (with `whole`).
+        sum of the attempt, if they are too few, or if they are not its whole company. splits: of its company so far.
         """
         me, version, asked = self.keys.ring.client_id, state_version(round, attempt), sorted(survivors)
         with self._noting(experiment) as directory:
@@ -141,8 +151,7 @@ class SiteKeys:
                 raise UserError(f"client {me}: private: another sum of attempt {version} was opened before")
             if len(asked) < (needed := threshold(len(noted["members"]))):
                 raise UserError(f"client {me}: private: a sum needs {needed} of its members, got {len(asked)}")
-            if whole:
-                self._refine(experiment, asked)
+            self._require_company(experiment, asked, splits)
             if not before:
                 self._mark(mark)
         return noted
@@ -161,15 +170,57 @@ class SiteKeys:
                 f"client {self.keys.ring.client_id}: private: its keys for this run serve another experiment"
             )
 
-    def _refine(self, experiment: str, members: Collection[int]) -> None:
-        """Note the companies after a sum over these members. Raises UserError if it would split one."""
-        known = self._known(experiment).get("parts", [])
+    def sign_split(self, experiment: str, splits: Sequence[Split]) -> str:
+        """Return the client's signature of the last of these splits. Raises UserError if it must not sign it.
+
+        The others are the splits of its company so far.
+        """
+        with self._noting(experiment) as directory, self._naming_company():
+            self._check_served(directory, experiment)
+            *before, asked = splits
+            self._note_company(experiment, self._company(experiment, before).signing(asked.parts))
+        return self.keys.sign_split(experiment, asked.parts)
+
+    def _require_company(self, experiment: str, members: Collection[int], splits: Iterable[Split]) -> None:
+        """Note splits of the client's company. Raises UserError unless the company is whole among these members."""
+        if self.config.private_absent != "company":
+            return
+        with self._naming_company():
+            known = self._company(experiment, splits)
+            self._note_company(experiment, known)
+            if away := [i for i in known.members if i not in members]:
+                raise ValueError(f"a sum over clients {sorted(members)} splits a company: it needs clients {away}")
+
+    @contextlib.contextmanager
+    def _naming_company(self) -> Iterator[None]:
         try:
-            new = refined(known, members)
+            yield
         except ValueError as error:
             raise UserError(f"client {self.keys.ring.client_id}: private: {error}") from None
-        if new != known:
-            self._note(experiment, parts=new)
+
+    @property
+    def _first(self) -> list[object]:
+        """The facts on which companies of an experiment rest: its list of keys, and its first companies."""
+        whole = json.dumps(parts_of(companies.first(self.config)))
+        return [self.keys.ring.fingerprint, hashlib.sha256(whole.encode()).hexdigest()]
+
+    def _company(self, experiment: str, splits: Iterable[Split]) -> Membership:
+        """Return the client's company after splits. Raises ValueError if it has none, or if the experiment began otherwise."""
+        known, me = self._known(experiment), self.keys.ring.client_id
+        if known.get("first", self._first) != self._first or "parts" in known:
+            raise ValueError("this experiment began with other companies, another list of keys or an earlier version")
+        own = known.get("company") or next((of for of in companies.first(self.config) if me in of), [])
+        if me not in own:
+            raise ValueError("this client trains in no company")
+        found = Membership(me, tuple(own), tuple(map(parts_of, known.get("signed", []))))
+        return found.after(splits, functools.partial(self.keys.has_signed_split, experiment))
+
+    def _note_company(self, experiment: str, found: Membership) -> None:
+        signed = [[list(own) for own in parts] for parts in found.signed]
+        facts = {"first": self._first, "company": list(found.members), "signed": signed}
+        known = self._known(experiment)
+        if known != known | facts:
+            self._note(experiment, **facts)
 
     def count(self, experiment: str, samples: int, most: float) -> float:
         """Return the sample count that the client counts with in all sums of an experiment, at most `most` if that is not 0.
@@ -226,25 +277,6 @@ class SiteKeys:
         path = self._sums(experiment)
         make_directory(path.parent)
         publish_text(path, json.dumps({**self._known(experiment), **facts}) + "\n")
-
-
-def refined(parts: Iterable[Iterable[int]], members: Collection[int]) -> list[list[int]]:
-    """Return the companies of clients that no sum so far tells apart, and none of these members.
-
-    parts: the companies before. Each member of a sum is in one of the companies after it. Raises ValueError if one would
-    have fewer than three clients: sums of the others would then reveal it.
-    """
-    asked, found = set(members), []
-    for part in map(set, parts):
-        found += [sorted(of) for of in (part & asked, part - asked) if of]
-        asked -= part
-    found += [sorted(asked)] if asked else []
-    if any(len(part) < GROUP_MIN for part in found):
-        raise ValueError(
-            f"a sum over clients {sorted(members)} splits a company, so that this and earlier sums would reveal fewer than "
-            f"{GROUP_MIN} clients"
-        )
-    return sorted(found)
 
 
 def _run(site: Path, experiment: str) -> Path:

@@ -40,6 +40,7 @@ from fl_app.wire import (
     SEALED,
     SHA256,
     SHARES,
+    SIGNED,
     STATE_USED,
     STATE_VERSION,
 )
@@ -177,6 +178,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(KEYS, _ASKED, SEALS, ALL, False, "the site's keys of this run, signed"),
     Entry(SEALED, _ASKED, SEALS, ALL, False, "the sketches' key, sealed for each other client"),
     Entry(SHARES, _TRAINED, SEALS, ALL, False, "shares of the upload's own mask, sealed for each member of the sum"),
+    Entry(SIGNED, _ASKED, SEALS, ALL, False, "a signature of a split of the site's company"),
     Entry(AGREED, _ASKED, SEALS, ALL, False, "a signature of the members whose sum is opened"),
     Entry(OPENED, _ASKED, HASHED, ALL, False, "shares of the masks of those members"),
     Entry(BETWEEN, _ASKED, HASHED, ALL, False, "the masks' keys with members that dropped out"),

@@ -48,6 +48,8 @@ QUERY = "get_properties"
 SEAL, SEALED = "seal", "private-sealed"
 # Tasks of questions once all have answered or dropped out: agree on those that are left, and open their sum.
 AGREE, OPEN = "agree", "open"
+# Task of a question to a company's members: sign its split. The answer's entry; and the splits so far, in questions and downloads.
+SPLIT, SIGNED, SPLITS = "split", "private-signed", "private-splits"
 # Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # Metric: the generation of state that this message made, "" without any.

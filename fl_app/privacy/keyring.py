@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fl_app.errors import UserError
 from fl_app.privacy import secure_random
+from fl_app.privacy.companies import Parts
 from fl_app.privacy.masking import derived
 from fl_app.wire import SEED_KEYS
 
@@ -148,14 +149,28 @@ class RunKeys:
         """
         return derived(exchange(self.seals, halves(other)[1]), "share", label, sender, receiver)
 
+    def sign_split(self, experiment: str, parts: Parts) -> str:
+        """Return the signature of a company's split in an experiment, as text."""
+        return text_of(self.ring.signer.sign(self._split(experiment, parts)))
+
+    def has_signed_split(self, experiment: str, client_id: int, parts: Parts, signature: str) -> bool:
+        """Return whether a client has signed a company's split in an experiment."""
+        return self._has_signed(client_id, self._split(experiment, parts), signature)
+
+    def _split(self, experiment: str, parts: Parts) -> bytes:
+        return b"corolla split " + json.dumps([experiment, self.ring.fingerprint, parts]).encode()
+
     def agree(self, label: str, survivors: Sequence[int]) -> str:
         """Return the signature of the clients whose sum this client helps to open, as text. label: the transcript's digest."""
         return text_of(self.ring.signer.sign(_agreement(label, survivors)))
 
     def agrees(self, client_id: int, label: str, survivors: Sequence[int], signature: str) -> bool:
         """Return whether a client has signed these survivors."""
+        return self._has_signed(client_id, _agreement(label, survivors), signature)
+
+    def _has_signed(self, client_id: int, statement: bytes, signature: str) -> bool:
         try:
-            self.ring.verify(client_id, _agreement(label, survivors), base64.b64decode(signature, validate=True))
+            self.ring.verify(client_id, statement, base64.b64decode(signature, validate=True))
         except (UserError, ValueError):
             return False
         return True

@@ -1,9 +1,9 @@
 """Secret shares, and the removal of masks from a sum over the members that answered.
 
 Besides its pairwise masks each upload has a mask of its own, PRG(b_i). Its seed b_i is shared among the members of the
-sum: `threshold` of them can restore it, fewer learn nothing (Shamir, "How to share a secret", CACM 1979). A member
+sum: two thirds of them can restore it, fewer learn nothing (Shamir, "How to share a secret", CACM 1979). A member
 reveals, for one set of survivors only, its shares of the survivors' seeds, and the pairwise keys that it has with the
-others. So no upload loses both its own mask and its pairwise masks: for that, more than `threshold` members would have
+others. So no upload loses both its own mask and its pairwise masks: for that, two thirds of the members would have
 to count its client among the survivors, and all members of another set as large would have to count it among the others.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017. There a dropped
@@ -16,16 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fl_app.privacy import masking, secure_random
 from fl_app.privacy.masking import Words, derived
-from fl_app.wire import GROUP_MIN
 
 _PRIME = 2**255 - 19
 # bytes of a share, and of a seed, which is below the prime
 SHARE, SEED = 32, 31
-
-
-def threshold(members: int) -> int:
-    """Return how many of a sum's members must answer: two thirds, and three at least."""
-    return max(GROUP_MIN, -(-2 * members // 3))
 
 
 def split(seed: bytes, members: Sequence[int], needed: int) -> dict[int, bytes]:

@@ -4,9 +4,9 @@ Two sums that differ by one client reveal that client's model. Sums over many di
 all clients' models by least squares, however large the sets are (So, Ali, Guler, Jiao, Avestimehr: "Securing Secure
 Aggregation: Mitigating Multi-Round Privacy Leakage in Federated Learning", AAAI 2023).
 
-Therefore every sum is over cohorts. Cohorts only split, and only into parts of at least three. Within its cohort a
-client has the same relative weight in all sums. While no client is away from its cohort, every combination of a run's
-sums contains the cohort's clients in proportion to these weights.
+Therefore every sum is over cohorts. Cohorts only split, and only into parts of at least three. Their members must sign
+that (fl_app/privacy/companies.py). Within its cohort a client has the same relative weight in all sums. While no client is
+away from its cohort, every combination of a run's sums contains the cohort's clients in proportion to these weights.
 
 Cohorts are int64 [N]: for each client id the number of its cohort, or OUTSIDE for clients that never train.
 """
@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.files import publish_text
+from fl_app.privacy import companies
+from fl_app.privacy.companies import Split, parts_of, threshold
 from fl_app.wire import GROUP_MIN
 
 OUTSIDE = -1
@@ -28,17 +30,10 @@ FILE = "companies.json"
 Cohorts = NDArray[np.int64]
 
 
-def one(ids: Collection[int], n: int) -> Cohorts:
-    """Return one cohort of all `ids`. n: the number of clients."""
+def numbered(found: Iterable[Sequence[int]], n: int) -> Cohorts:
+    """Return cohorts with these members. n: the number of clients."""
     cohorts = np.full(n, OUTSIDE)
-    cohorts[list(ids)] = 0
-    return cohorts
-
-
-def drawn(ids: Sequence[int], n: int, generator: np.random.Generator) -> Cohorts:
-    """Return cohorts of nearly equal size, drawn at random: as many of at least three clients as `ids` allow."""
-    cohorts = np.full(n, OUTSIDE)
-    for number, own in enumerate(np.array_split(generator.permutation(ids), max(1, len(ids) // GROUP_MIN))):
+    for number, own in enumerate(found):
         cohorts[own] = number
     return cohorts
 
@@ -72,14 +67,15 @@ def split(cohorts: Cohorts, here: Collection[int]) -> Cohorts:
     """Split cohorts with absent members, so that the others can be summed up. Return the new cohorts.
 
     The absent members become a cohort. One or two of them are joined by the present members with the lowest ids, up to
-    three in all. The cohort is split only if at least three other members remain.
+    three in all. The cohort is split only if at least three other members remain, and if two thirds of it are
+    present to sign that.
     """
     cohorts = cohorts.copy()
     for own in members(cohorts):
         gone = [i for i in own if i not in here]
         others = [i for i in own if i in here]
         along = others[: max(0, GROUP_MIN - len(gone))]
-        if gone and len(others) - len(along) >= GROUP_MIN:
+        if gone and len(others) - len(along) >= GROUP_MIN and len(others) >= threshold(len(own)):
             cohorts[gone + along] = cohorts.max() + 1
     return cohorts
 
@@ -108,6 +104,7 @@ def grouped(
 class CohortStore:
     """A run's cohorts, and the bound on its clients' sample counts (`most`, 0 for none), in a file of the run folder.
 
+    splits: those of cohorts so far, in their order. Clients sign one split of a cohort at most, so none is ever changed.
     Every change is written at once. A resumed run may start from an earlier checkpoint. The server may then have sums
     that the checkpoint does not know. The file keeps the run from splitting cohorts in another way.
     """
@@ -117,20 +114,34 @@ class CohortStore:
         kept = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
         self.cohorts = np.array(kept["companies"], np.int64) if kept else first
         self.most: float = kept.get("most") or 0.0
+        self.splits = companies.read(json.dumps(kept.get("splits", [])))
         if not kept:
-            self._save()
+            self.save()
 
     def replace(self, cohorts: Cohorts) -> None:
         """Replace the cohorts by new ones that were made from them."""
         if (cohorts != self.cohorts).any():
+            for own in members(self.cohorts):
+                parts = parts_of([i for i in own if cohorts[i] == number] for number in np.unique(cohorts[own]))
+                self.splits += [Split(parts)] if len(parts) > 1 else []
             self.cohorts = cohorts
-            self._save()
+            self.save()
+
+    def splits_of(self, client_id: int) -> list[Split]:
+        """Return the splits of a client's cohort so far, in their order."""
+        return [split for split in self.splits if client_id in split.company]
 
     def bound_sizes(self, sizes: Sequence[float], factor: float) -> None:
         """Bound sample counts by `factor` times the median of the first sizes, once for the whole run; at least 1."""
         if not self.most:
             self.most = max(1.0, factor * float(np.median(sizes)))
-            self._save()
+            self.save()
 
-    def _save(self) -> None:
-        publish_text(self.path, json.dumps({"companies": self.cohorts.tolist(), "most": self.most}) + "\n")
+    def save(self) -> None:
+        """Write the file."""
+        told = {
+            "companies": self.cohorts.tolist(),
+            "most": self.most,
+            "splits": json.loads(companies.written(self.splits)),
+        }
+        publish_text(self.path, json.dumps(told) + "\n")

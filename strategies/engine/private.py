@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,8 @@ from fl_app.config import RunConfig
 from fl_app.errors import MethodFault, UserError, counted
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Layout, Model
+from fl_app.privacy import companies
+from fl_app.privacy.companies import threshold
 from fl_app.privacy.transcript import SentHashes
 from fl_app.server.properties import KEYS
 from fl_app.wire import (
@@ -36,6 +38,7 @@ from fl_app.wire import (
     SEAL,
     SEALED,
     SHARES,
+    SIGNED,
     SUM,
     Expected,
     Upload,
@@ -50,6 +53,7 @@ from strategies.engine.cohorts import CohortStore
 from strategies.engine.distances import SumDistances
 from strategies.engine.plain import privacy_budget, require_results
 from strategies.engine.screening import USUAL
+from strategies.engine.splits import Signatures
 
 log = logging.getLogger("corolla")
 
@@ -108,8 +112,6 @@ class MaskedIntake(Intake):
 
     def needed(self, label: int) -> int:
         """Return how many of a group's members must help to open its sum."""
-        from fl_app.privacy.shares import threshold
-
         return len(self.survivors[label]) if self.dropped(label) else threshold(len(self.groups[label]))
 
     def is_open(self, label: int) -> bool:
@@ -135,7 +137,7 @@ class MaskedIntake(Intake):
         if not self.is_open(label):
             silent = [i for i in own if i not in self.answers]
             raise TooFewResults(_gone(silent, own), [*silent, *gone])
-        holders = helped[: shares.threshold(len(self.groups[label]))]
+        holders = helped[: threshold(len(self.groups[label]))]
         try:
             several = [[self.answers[i][0][place] for i in holders] for place in range(len(own))]
             masks = [shares.own_mask(seed) for seed in shares.restore(holders, several)]
@@ -154,6 +156,14 @@ class MaskedIntake(Intake):
             return masking.decode(total, layout.d, self.config.num_clients, len(members), self.config.private_range)
         except ValueError:
             raise TooFewResults(_uncancelled(members)) from None
+
+
+def _signature(entries: Numbers, name: str) -> str:
+    """Return a signature in a client's answer. Raises WireError if it does not have the form of one."""
+    text = str(entries[name])
+    if not re.fullmatch("[A-Za-z0-9+/]{86}==", text, re.ASCII):
+        raise WireError(f"{name} must be a signature, 64 bytes in base64, got {len(text)} characters")
+    return text
 
 
 def _gone(silent: list[int], own: list[int]) -> str:
@@ -187,11 +197,13 @@ class PrivateRounds:
     @cached_property
     def store(self) -> CohortStore:
         """The run's cohorts, and the sample counts that its clients count with. Read when first needed."""
-        n, some = self.config.num_clients, self.config.fraction_train < 1
-        ids = sorted(set(range(n)) - self.config.unseen)
-        # The seed is not the run's: all runs of the same clients have the same cohorts.
-        first = cohorts.drawn(ids, n, rng.generator(0, "companies")) if some else cohorts.one(ids, n)
+        first = cohorts.numbered(companies.first(self.config), self.config.num_clients)
         return CohortStore(self.server.folder.path, first)
+
+    @cached_property
+    def signatures(self) -> Signatures:
+        """The signatures of the cohorts' splits."""
+        return Signatures(self.store)
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
@@ -209,7 +221,8 @@ class PrivateRounds:
         """Return the clients of whole cohorts, or of the remaining parts of cohorts, without clients that dropped out of the round.
 
         If an earlier attempt at the round has part of a cohort in a sum, the same part is asked, or none of the cohort.
-        With `private-absent = company` cohorts may split. Raises TooFewResults if no client is left.
+        With `private-absent = company` cohorts may split, if enough members are there to sign that. Raises TooFewResults if
+        no client is left.
         """
         here = set(connected) - attempt.without
         whole = self.config.private_absent == "company"
@@ -219,6 +232,7 @@ class PrivateRounds:
         able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.present(self.store.cohorts, here)
         known = [own for earlier in attempt.earlier for own in opened_sums(earlier.intake)]
         able = [own for own in able if not cohorts.differs(self.store.cohorts, own, known)]
+        able = [own for own in able if not whole or self.signatures.can_have(own[0], here)]
         if idle := sorted(here.difference(*able) - self.config.unseen):
             log.info("round %d: clients %s are not asked: others of their companies are away", attempt.round, idle)
         if self.config.fraction_train < 1:
@@ -285,6 +299,7 @@ class PrivateRounds:
             f"{PRIVATE}-sent": ",".join(intake.sent[i] for i in members),
             f"{PRIVATE}-most": self.store.most,
         }
+        scalars |= self._splits(client_id)
         if intake.expected.sends_mask:
             sealer, keys = self._sealer(attempt), str(attempt.declared[client_id][KEYS])
             scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealer-keys": attempt.declared[sealer][KEYS]}
@@ -292,8 +307,12 @@ class PrivateRounds:
         return scalars
 
     def before(self, attempt: Attempt) -> Iterator[Questions]:
-        """Ask for the sketches' key, sealed for the clients of an attempt. Raises TooFewResults if the sealer is silent."""
+        """Ask for signatures of splits, and for the sketches' key, sealed for the clients of an attempt.
+
+        Raises TooFewResults if too few clients sign, or if the sealer is silent.
+        """
         intake, sealer = attempt.intake, self._sealer(attempt)
+        yield from self._signed_splits(intake.ids, set(attempt.connected) - attempt.without)
         if not intake.expected.sends_mask:
             return
         known = self.sealed.setdefault(sealer, {})
@@ -302,6 +321,14 @@ class PrivateRounds:
             yield SEAL, {sealer: {f"{PRIVATE}-members": members, KEYS: keys}}
         if any(attempt.declared[i][KEYS] not in known for i in new):
             raise TooFewResults(f"client {sealer} sealed no key of the sketches: the others are asked again", [sealer])
+
+    def _signed_splits(self, ids: Iterable[int], here: Collection[int]) -> Iterator[Questions]:
+        """Ask clients of `here` to sign the splits of these clients' companies. Raises TooFewResults if too few do."""
+        if self.config.private_absent == "company":
+            yield from self.signatures.missing(ids, here)
+
+    def _splits(self, client_id: int) -> dict[str, Scalar]:
+        return self.signatures.told(client_id) if self.config.private_absent == "company" else {}
 
     def _rows(self, groups: Mapping[int, list[int]]) -> dict[int, int]:
         """Return, by client, the row of sums that its upload is added to. All clients of a row count, or none.
@@ -330,13 +357,18 @@ class PrivateRounds:
         require_results(attempt, self.config.min_results, GROUP_MIN)
         survivors = self._survivors(attempt, intake)
         counted_ids = {i for own in survivors.values() for i in own}
+        yield from self._signed_splits(sorted(counted_ids), intake.metrics.keys())
         if left := sorted(intake.metrics.keys() - counted_ids):
             log.info("round %d: clients %s are left out: others of their companies are away", attempt.round, left)
             for i in left:
                 intake.reject(i)
             require_results(attempt, self.config.min_results, GROUP_MIN)
         intake.survivors = survivors
-        told = {i: {f"{PRIVATE}-members": ",".join(map(str, own))} for own in survivors.values() for i in own}
+        told = {
+            i: {f"{PRIVATE}-members": ",".join(map(str, own)), **self._splits(i)}
+            for own in survivors.values()
+            for i in own
+        }
         if parted := [label for label in survivors if intake.dropped(label)]:
             yield AGREE, {i: told[i] for label in parted for i in survivors[label]}
         for label in parted:
@@ -362,8 +394,6 @@ class PrivateRounds:
 
         Raises TooFewResults if they are too few to open it.
         """
-        from fl_app.privacy.shares import threshold
-
         here = set(intake.metrics)
         absent = [i for i in intake.ids if i not in here]
         if not absent:
@@ -390,11 +420,15 @@ class PrivateRounds:
         """Take a client's answer to a question. Return whether no more answers are needed."""
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
+        if SIGNED in entries:
+            self.signatures.take(client_id, _signature(entries, SIGNED))
+            return False
         if not intake.survivors:
             self._take_sealed(attempt, client_id, entries)
             return True
+        self.signatures.heard(client_id)
         if AGREED in entries:
-            intake.agreed[client_id] = str(entries[AGREED])
+            intake.agreed[client_id] = _signature(entries, AGREED)
             return False
         intake.answer(client_id, entries)
         return all(map(intake.is_open, intake.survivors))
@@ -421,6 +455,7 @@ class PrivateRounds:
     ) -> None:
         """Add an upload to its group's sum."""
         attempt.intake.accept(client_id, upload, metrics, nbytes)
+        self.signatures.heard(client_id)
 
     def screen(self, attempt: Attempt) -> Sums:
         """Unmask the sums and return them. Raises TooFewResults if they cannot be opened, and has changed nothing then."""

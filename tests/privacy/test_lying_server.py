@@ -15,19 +15,34 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
-from client_app import private, run_keys
+from client_app import private
 from client_app.client_app import app as client_app
-from client_app.run_keys import refined
+from client_app.run_keys import SiteKeys
 from fl_app import models, wire
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Layout, Model
-from fl_app.privacy import masking, pins, shares
+from fl_app.privacy import companies, masking, pins, shares
+from fl_app.privacy.companies import Split
 from fl_app.privacy.keyring import PEERS, RunKeys, exchange, halves, open_keyring, text_of
 from fl_app.privacy.masking import derived
 from fl_app.privacy.transcript import SentHashes, Transcript
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.wire import AGREE, AGREED, BETWEEN, OPEN, OPENED, PRIVATE_KEYS, SHARES, SUM, Download, Expected
+from fl_app.wire import (
+    AGREE,
+    AGREED,
+    BETWEEN,
+    OPEN,
+    OPENED,
+    PRIVATE_KEYS,
+    SHARES,
+    SIGNED,
+    SPLIT,
+    SPLITS,
+    SUM,
+    Download,
+    Expected,
+)
 from strategies import METHOD_PARAMS
 from tests.conftest import flat
 from tests.privacy.keys import make
@@ -48,14 +63,15 @@ class Server:
     """Asks clients for what it likes. bare: by client and attempt, what the client would have sent without masks."""
 
     def __init__(self, raw: dict[str, Any], keys: Sequence[Path], **changes: Any) -> None:
-        self.raw = raw | flat({**SETTINGS, **changes})
+        self.n = len(keys)
+        self.raw = raw | flat({**SETTINGS, "num_clients": self.n, **changes})
         nodes = {i: {PRIVATE_KEYS: str(path)} for i, path in enumerate(keys)}
-        self.grid = InProcessGrid(client_app, self.raw, N, nodes)
+        self.grid = InProcessGrid(client_app, self.raw, self.n, nodes)
         layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8))
         self.d = layout.d
         self.model = Model(np.full(layout.d, 0.01, np.float32), np.zeros(0, np.float32))
         self.shares: dict[tuple[int, int], dict[int, str]] = {}
-        self.facts = [self.properties(i) for i in range(N)]
+        self.facts = [self.properties(i) for i in range(self.n)]
 
     def properties(self, client_id: int) -> dict[str, Any]:
         reply = self.grid._handle(Message(wire.encode_query(), client_id + 1, wire.QUERY))
@@ -72,6 +88,7 @@ class Server:
         model: Model | None = None,
         experiment: str = "abc",
         state: str = "",
+        splits: Sequence[Split] = (),
         **said: Any,
     ) -> np.ndarray:
         """Return a client's answer, uint64 [d + 1]. Raises WireError with its refusal."""
@@ -81,6 +98,7 @@ class Server:
             "private-keys": ",".join(str(self.facts[i]["private-keys"]) for i in members),
             "private-sent": ",".join(self.hash_of(model) for _ in members),
             "private-most": 0.0,
+            SPLITS: companies.written(splits),
         } | said
         sent = Download("train", 1, attempt, experiment, model, state_version=state, method=told)
         content = wire.encode_download(sent)
@@ -114,6 +132,17 @@ class Server:
         content = wire.encode_query(Download(task, 1, attempt, experiment, NOTHING, method=told))
         reply = self.grid._handle(Message(content, client_id + 1, wire.QUERY))
         return wire.decode_answer(reply.content)
+
+    def sign(
+        self, client_id: int, parts: Sequence[Sequence[int]], splits: Sequence[Split] = (), experiment: str = "abc"
+    ) -> str:
+        """Return a client's signature of its company's split. Raises WireError with its refusal."""
+        asked = companies.written([*splits, Split(tuple(map(tuple, parts)))])
+        return str(self.question(SPLIT, client_id, [], experiment=experiment, **{SPLITS: asked})[SIGNED])
+
+    def split(self, parts: Sequence[Sequence[int]], by: Sequence[int], splits: Sequence[Split] = ()) -> Split:
+        """Return a split with these clients' signatures."""
+        return Split(tuple(map(tuple, parts)), {i: self.sign(i, parts, splits) for i in by})
 
     def agreed(self, survivors: Sequence[int], attempt: int = 0) -> dict[int, str]:
         return {i: self.question(AGREE, i, survivors, attempt)[AGREED] for i in survivors}
@@ -231,11 +260,14 @@ def test_six_and_then_five_of_them(raw_config: dict[str, Any], keys: list[Path],
         with pytest.raises(wire.WireError, match="splits a company"):
             server.ask(i, range(5), 1)
     # in two companies of three they go on
-    assert not is_noise(server.sum(range(3), 1)) and not is_noise(server.sum(range(3, 6), 1))
+    splits = [server.split([[0, 1, 2], [3, 4, 5]], [0, 2, 3, 5])]
+    assert not is_noise(server.sum(range(3), 2, splits=splits)) and not is_noise(
+        server.sum(range(3, 6), 2, splits=splits)
+    )
 
 
 def test_a_sum_of_which_others_were_not_asked_for_the_opening(raw_config: dict[str, Any], keys: list[Path]) -> None:
-    """Clients note the sums that they answer, not those alone that they help to open."""
+    """A client answers for its whole company, whatever it has been asked to open."""
     server = Server(raw_config, keys)
     for i in range(N):
         server.ask(i, range(N))
@@ -249,7 +281,7 @@ def test_a_known_model_to_half_of_a_company_and_one_more(
 ) -> None:
     """Training fails with the second model, so that the server knows what its clients upload. The members stay the same."""
     if weakened:
-        monkeypatch.setattr(run_keys, "refined", lambda parts, members: parts)
+        monkeypatch.setattr(SiteKeys, "_require_company", lambda *_: None)
     server = Server(raw_config, keys, report_accuracy=False)
     ruined = Model(np.full(server.d, 1e30, np.float32), np.zeros(0, np.float32))
 
@@ -260,8 +292,8 @@ def test_a_known_model_to_half_of_a_company_and_one_more(
         return server.opened(total(found), range(N), attempt=attempt)
 
     # the smallest that the rule of three members allows, and with it one of the others
-    first = asked(0, [0, 1, 2])
     if weakened:
+        first = asked(0, [0, 1, 2])
         second = total(
             [
                 server.ask(i, range(N), 1, **{"private-sent": ",".join([server.hash_of(server.model)] * 6)})
@@ -272,10 +304,11 @@ def test_a_known_model_to_half_of_a_company_and_one_more(
         assert (difference == total(bare[i, 1] for i in (3, 4, 5)) - total(bare[i, 0] for i in (3, 4, 5))).all()
         assert all(len(np.unique(bare[i, 0][:-1])) == 1 for i in (3, 4, 5))
         return
-    sent = ",".join(server.hash_of(server.model if i < 4 else ruined) for i in range(N))
-    for i in range(4):
-        with pytest.raises(wire.WireError, match="fewer than 3 members|splits a company"):
-            server.ask(i, range(N), 1, **{"private-sent": sent})
+    for live in (3, 4):
+        sent = ",".join(server.hash_of(server.model if i < live else ruined) for i in range(N))
+        for i in range(live):
+            with pytest.raises(wire.WireError, match="splits a company"):
+                server.ask(i, range(N), 1, **{"private-sent": sent})
 
 
 def test_another_state_is_another_hash() -> None:
@@ -401,7 +434,6 @@ def test_of_a_company_the_absent_goes_with_two_others(raw_config: dict[str, Any]
 
 def test_six_attempts_over_five_of_six(raw_config: dict[str, Any], keys: list[Path]) -> None:
     server = Server(raw_config, keys)
-    server.sum(range(5))
     for attempt, left_out in enumerate(range(5), 1):
         members = [i for i in range(N) if i != left_out]
         for i in members[:4]:
@@ -470,7 +502,9 @@ def test_the_same_keys_under_another_number(
         agree(site_dir, path, i)
     other.facts = [other.properties(i) for i in range(N)]
     # site 0 has number 1
-    assert is_noise(one - other.ask(1, range(N)))
+    with pytest.raises(wire.WireError, match="this experiment began with other companies, another list of keys"):
+        other.ask(1, range(N))
+    assert is_noise(one - other.ask(1, range(N), experiment="other"))
     # in one run it keeps its number
     other.grid._run = first.grid._run
     other.grid._contexts.clear()
@@ -508,7 +542,7 @@ def test_keys_for_a_run_that_the_server_made(raw_config: dict[str, Any], keys: l
 
 def test_other_members_for_each(raw_config: dict[str, Any], keys: list[Path]) -> None:
     """What they share would cancel, whoever else they mask with."""
-    server = Server(raw_config, keys)
+    server = Server(raw_config, keys, private_absent="alone")
     views = {0: [0, 1, 2], 1: [0, 1, 3], 2: [0, 2, 3], 3: [1, 2, 3]}
     assert is_noise(total([server.ask(i, view) for i, view in views.items()]))
     with pytest.raises(wire.WireError, match=r"clients \[1, 2\] sealed no shares for client 0"):
@@ -552,34 +586,3 @@ def test_the_keys_of_a_run_are_the_sites_alone_and_gone_after_it(
     # no new ones for the same run: they would have no notes on its sums
     assert "this site has ended this run" in server.properties(0)["error"]
     assert Server(raw_config, keys).facts[0]["private-keys"] not in announced
-
-
-def test_companies_only_split_into_three_and_more() -> None:
-    assert refined([], range(6)) == [[0, 1, 2, 3, 4, 5]]
-    assert refined([[0, 1, 2, 3, 4, 5]], [0, 1, 2]) == [[0, 1, 2], [3, 4, 5]]
-    assert refined([[0, 1, 2], [3, 4, 5]], range(6)) == [[0, 1, 2], [3, 4, 5]]
-    assert refined([[0, 1, 2]], range(6)) == [[0, 1, 2], [3, 4, 5]]
-    for parts, members in (
-        ([[0, 1, 2, 3, 4]], [0, 1, 2]),
-        ([[0, 1, 2]], [0, 1, 2, 3]),
-        ([[0, 1, 2], [3, 4, 5]], [0, 1, 2, 3, 4]),
-    ):
-        with pytest.raises(ValueError, match="splits a company"):
-            refined(parts, members)
-
-
-def test_no_sequence_of_sums_that_a_client_answers_tells_fewer_than_three() -> None:
-    """Least squares over all sums that a server may ask of a client, for random servers."""
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        parts: list[list[int]] = []
-        sums: list[list[int]] = []
-        for _ in range(12):
-            members = sorted({0, *rng.choice(12, rng.integers(3, 12), replace=False).tolist()})
-            try:
-                parts = refined(parts, members)
-            except ValueError:
-                continue
-            sums.append(members)
-        A = np.array([[i in own for i in range(12)] for own in sums])
-        assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T if column.any())

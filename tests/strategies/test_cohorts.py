@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.config import RunConfig
+from fl_app.privacy.companies import drawn
 from fl_app.wire import Expected
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, TooFewResults
@@ -28,7 +29,7 @@ def draws(seed: int) -> np.random.Generator:
 @given(st.integers(3, 40), st.integers(0, 3), st.integers(0, 999))
 def test_drawn_cohorts_are_of_three_to_five_and_cover_who_trains(n: int, unseen: int, seed: int) -> None:
     ids = sorted(draws(seed).permutation(n + unseen)[:n].tolist())
-    found = cohorts.drawn(ids, n + unseen, draws(seed))
+    found = cohorts.numbered(drawn(ids, draws(seed)), n + unseen)
     own = cohorts.members(found)
     assert sorted(i for each in own for i in each) == ids and all(3 <= len(each) <= 5 for each in own)
     assert (found == OUTSIDE).sum() == unseen
@@ -42,18 +43,18 @@ def test_one_or_two_of_a_cohort_are_not_summed_up() -> None:
 
 
 def test_one_away_takes_two_along_and_only_them_from_then_on() -> None:
-    found = cohorts.split(cohorts.one(range(8), 8), set(range(8)) - {1})
+    found = cohorts.split(cohorts.numbered([range(8)], 8), set(range(8)) - {1})
     assert cohorts.members(found) == [[0, 1, 2], [3, 4, 5, 6, 7]]
     assert (cohorts.split(found, set(range(8)) - {0, 2}) == found).all()
     # two others would be left, too few for themselves
     assert (cohorts.split(found, set(range(8)) - {4}) == found).all()
-    assert (cohorts.split(cohorts.one(range(5), 5), {0, 1, 2, 3}) == 0).all()
+    assert (cohorts.split(cohorts.numbered([range(5)], 5), {0, 1, 2, 3}) == 0).all()
     # a whole company away splits none
     assert (cohorts.split(found, {0, 1, 2}) == found).all()
 
 
 def test_one_of_a_cohort_in_a_group_goes_to_the_part_it_is_most_like() -> None:
-    some, labels = cohorts.one(range(8), 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
+    some, labels = cohorts.numbered([range(8)], 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
     # of the group of three, though the other is larger
     similarity = alike(8, (7, 0, 0.9))
     found, moved = cohorts.grouped(some, labels, similarity)
@@ -73,7 +74,7 @@ def test_over_a_whole_run_everybody_is_in_the_same_sums_as_two_others(
     n: int, seed: int, some: bool, data: st.DataObject
 ) -> None:
     """Groups that change, clients that are away or drop out with their companies, sums of attempts that do not count."""
-    found = cohorts.drawn(range(n), n, draws(seed)) if some else cohorts.one(range(n), n)
+    found = cohorts.numbered(drawn(range(n), draws(seed)) if some else [range(n)], n)
     summed, sums = np.zeros(n, int), []
     for k in range(data.draw(st.integers(1, 8))):
         away = data.draw(st.sets(st.integers(0, n - 1), max_size=2))
@@ -167,11 +168,11 @@ def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(
 
 
 def test_the_bound_on_counts_stays(tmp_path: Path) -> None:
-    store = CohortStore(tmp_path, cohorts.one(range(4), 4))
+    store = CohortStore(tmp_path, cohorts.numbered([range(4)], 4))
     assert store.most == 0
     store.bound_sizes([10.0, 20.0, 100.0], 2.0)
     store.bound_sizes([500.0, 90.0, 100.0], 2.0)
     assert store.most == 40
     store.replace(np.array([0, 0, 0, OUTSIDE]))
-    again = CohortStore(tmp_path, cohorts.one(range(4), 4))
+    again = CohortStore(tmp_path, cohorts.numbered([range(4)], 4))
     assert again.most == 40 and again.cohorts.tolist() == [0, 0, 0, OUTSIDE]
