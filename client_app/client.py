@@ -86,7 +86,10 @@ class CorollaClient(NumPyClient):
         keys: str = "",
         run: int = 0,
         place: Place = Place.DEPLOYMENT,
+        name: str = "",
     ) -> None:
+        """name: the site's, as its SuperNode was started with; "" if it has none."""
+        self.name = name
         self.session, self.config, self.method = session, session.config, session.method
         self.place = place
         self.client_id, self.data_path, self.keys, self.run = client_id, data_path, keys, run
@@ -244,8 +247,8 @@ class CorollaClient(NumPyClient):
             SOFTWARE: json.dumps({**software.announced(), software.WIRE: wire.WIRE_VERSION}),
         }
         names = client_names(self.config, self.data.info)
-        if names and not self.config.is_confidential:
-            properties[CLIENT_NAME] = names[self.client_id]
+        if (name := names[self.client_id] if names else self.name) and not self.config.is_confidential:
+            properties[CLIENT_NAME] = name
         own_data = self.config.dataset == NODE
         if (text := self._input_facts()) and len(text) <= wire.MAX_TEXT:
             properties[INPUT] = text
@@ -413,7 +416,8 @@ class CorollaClient(NumPyClient):
 
         data, experiment = self._scaled(download), download.experiment
         try:
-            kept_model.keep(self.config, experiment, download.round, self.client_id, data, layout, model, measured)
+            who = kept_model.Who(self.client_id, self.name)
+            kept_model.keep(self.config, experiment, download.round, who, data, layout, model, measured)
         except OSError as error:
             log.warning("client %d: its own model could not be kept: %s", self.client_id, error)
 

@@ -24,6 +24,7 @@ from fl_app.files import without_near_names
 from fl_app.outgoing import DETAILED, TELL, Kind, Way, leaving, modes_of
 from fl_app.wire import (
     IN_PROCESS,
+    NODE_NAME,
     PRIVATE_KEYS,
     QUERY,
     SEED_KEYS,
@@ -77,7 +78,8 @@ def client_of(context: Context) -> CorollaClient | Refusal:
     keys = str(context.node_config.get(PRIVATE_KEYS, ""))
     if not keys and place is Place.SIMULATION:
         keys = SEED_KEYS
-    return CorollaClient(session, client_id, data_path, keys, context.run_id, place)
+    name = str(context.node_config.get(NODE_NAME, ""))
+    return CorollaClient(session, client_id, data_path, keys, context.run_id, place, name)
 
 
 class CorollaApp(ClientApp):

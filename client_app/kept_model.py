@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from fl_app import models, plugins, tasks, wire
 from fl_app.config import RunConfig
@@ -26,6 +27,7 @@ from fl_app.server.run_folder import (
     INITIAL,
     METRICS,
     MODELS,
+    NAME,
     NORMALIZED_BY,
     PLUGINS,
     READ_BY,
@@ -38,11 +40,18 @@ from fl_app.toml import to_toml
 from fl_app.weights import save_safetensors
 
 
+class Who(NamedTuple):
+    """A client, and its site's name, "" if it has none."""
+
+    client_id: int
+    name: str
+
+
 def keep(
     config: RunConfig,
     experiment: str,
     round: int,
-    client_id: int,
+    who: Who,
     data: ClientData,
     layout: Layout,
     model: Model,
@@ -53,7 +62,7 @@ def keep(
     data: scaled as the model's inputs are. layout: of the network that trains. model: as clients export it; one of another
     network than that and the run's own model is not kept. measured: the client's figures. Raises OSError.
     """
-    info, layouts = data.info, [layout]
+    client_id, info, layouts = who.client_id, data.info, [layout]
     if (layout.d, layout.b) != (model.params.size, model.buffers.size):
         module = models.build(config.model, **info.model_arguments, norm=config.norm, classifier=config.classifier)
         layouts = [Layout.of(module)]
@@ -76,7 +85,7 @@ def keep(
             READ_BY: {"dtype": str(data.x_train.dtype), **info.columns_facts()},
         },
     }
-    facts = {"train-samples": data.num_train, "test-samples": data.num_test}
+    facts = {"train-samples": data.num_train, "test-samples": data.num_test, **({NAME: who.name} if who.name else {})}
     summary = {
         "experiment": experiment,
         "digest": digest,

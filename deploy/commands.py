@@ -11,7 +11,7 @@ from deploy.inventory import Inventory, SuperLink, SuperNode, is_loopback
 from deploy.peers import KEY_SUFFIX
 from deploy.superlink import address as parsed_address
 from fl_app.shell import MARK
-from fl_app.wire import PRIVATE_KEYS
+from fl_app.wire import NODE_NAME, PRIVATE_KEYS
 
 SUPERLINK, TUNNEL, METRICS = "superlink", "tunnel", "metrics"
 
@@ -137,13 +137,14 @@ def metrics(inventory: Inventory, place: Place, listen: str, runs: str) -> Proce
     return Process(METRICS, tuple(command), {}, f"http://{asked}:{port}/health")
 
 
-def node_config(client_id: int, num_clients: int, data_path: str, private_keys: str) -> str:
+def node_config(client_id: int, num_clients: int, data_path: str, private_keys: str, name: str = "") -> str:
     """Return --node-config, which the client receives.
 
-    It holds the client's id, the number of clients, the path of its own data, and the path of its key for private runs.
+    It holds the client's id, the number of clients, the path of its own data, the path of its key for private runs, and the
+    site's name.
     """
-    paths = {"data-path": data_path, PRIVATE_KEYS: private_keys}
-    given = "".join(f" {name}={_quoted(path)}" for name, path in paths.items() if path)
+    texts = {"data-path": data_path, PRIVATE_KEYS: private_keys, NODE_NAME: name}
+    given = "".join(f" {key}={_quoted(text)}" for key, text in texts.items() if text)
     return f"partition-id={client_id} num-partitions={num_clients}{given}"
 
 

@@ -159,7 +159,10 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
     words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
     words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(port), "--node-config"]
     private_keys = str(private.with_suffix(peers.KEY_SUFFIX))
-    return [*words, commands.node_config(invitation.client, invitation.clients, data_path, private_keys)]
+    return [
+        *words,
+        commands.node_config(invitation.client, invitation.clients, data_path, private_keys, directory.name),
+    ]
 
 
 # At the server --------------------------------------------------------------------------------------------------------

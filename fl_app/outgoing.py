@@ -163,7 +163,7 @@ TABLE: tuple[Entry, ...] = (
     ),
     Entry("class-names", _ASKED, KNOWN, ALL, False, "the same, in every run whose `classes` declares them"),
     Entry("class-counts", _ASKED, COUNTS, OPEN, True, "the report, unless `report-class-counts = false`"),
-    Entry(CLIENT_NAME, _ASKED, TEXT, OPEN, True, "the client's name, if a column names clients"),
+    Entry(CLIENT_NAME, _ASKED, TEXT, OPEN, True, "the name of the client or of its site"),
     Entry(FEATURES, _ASKED, JSON, _NOT_PRIVATE, True, "names of the features, which all sites must share"),
     Entry(FEATURE_TAGS, _ASKED, HASHED, ALL, True, "the same, as keyed hashes for each other site"),
     Entry(INPUT, _ASKED, JSON, OPEN, True, "how an exported model reads raw rows"),

@@ -79,6 +79,8 @@ GROUP_MIN = 3
 SIMULATION = "COROLLA_SIMULATION"
 # Key of a node's config: where its keys for private runs are.
 PRIVATE_KEYS = "private-keys"
+# Another one: the name of the site, which is the client's if the data name none.
+NODE_NAME = "name"
 # Value in place of a path: keys made from the run's seed, if all clients are on one machine.
 SEED_KEYS = "seed"
 # Keys of a node's config: the node is in the command's process; it is in a process for a simulation's clients.

@@ -8,6 +8,7 @@ new run. A client that is new starts as the method starts. The earlier run does 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,8 +161,10 @@ def _difference(old: list[str], new: list[str]) -> str:
 def _matched(
     before: Mapping[str, Mapping[str, Any]], properties: Mapping[int, Properties], num_clients: int
 ) -> dict[int, int]:
-    """Return each client's id in the earlier run. Raises UserError if a name there is two clients'."""
+    """Return each client's id in the earlier run. Raises UserError if a name is two clients'."""
     names = {i: name for i, found in properties.items() if (name := name_of(found))}
+    if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
+        raise UserError(f"from: two clients of this run are called {twice[0]!r}")
     old: dict[str, int] = {}
     for i, facts in before.items():
         if there := str(facts.get(NAME) or ""):

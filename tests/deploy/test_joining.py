@@ -68,6 +68,7 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
         "num-partitions": 4,
         "data-path": "/data x",
         "private-keys": str(here / "node.x25519"),
+        "name": here.name,
     }
     (here / joining.KEY).chmod(0o644)
     with pytest.raises(UserError, match="must be its owner's alone"):

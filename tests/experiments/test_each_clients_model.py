@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,23 @@ def test_a_site_exports_its_own_model(run: Run, tmp_path: Path, command: Command
     found = data.prepare_for(parse(read_config(folder.path), METHOD_PARAMS), str(files[int(k)]))
     answers, _ = predict.ask(loading.open_file(tmp_path / "own" / "celle.pt", card, METHODS), found.x_test, card)
     assert np.mean(answers.argmax(1) == found.y_test) == pytest.approx(row[k]["accuracy"])
+
+
+def test_a_client_at_a_site_has_the_sites_name(run: Run, tmp_path: Path, command: Command) -> None:
+    names = ("celle", "uelzen", "verden")
+    files = [cancer(tmp_path / f"{name}.csv", slice(k, None, 3)) for k, name in enumerate(names)]
+    nodes = {k: {"data-path": str(path), "name": names[k]} for k, path in enumerate(files)}
+    setting = SITES | {"normalize_over": "sites"}
+    folder = run(**setting, run_name="june", node_configs=nodes)
+    assert [facts["name"] for facts in json.loads((folder.path / "clients.json").read_text()).values()] == [*names]
+    code, out, err = command("export", folder.path, "--client", "uelzen", "--to", tmp_path / "one")
+    assert code == 0 and "uelzen.pt" in out, err
+    code, out, err = command("node", "export", "june", "--to", tmp_path / "own")
+    (card,) = (model_card.read(path) for path in (tmp_path / "own").glob("*.pt"))
+    assert code == 0 and card["client"] in names, err  # type: ignore[typeddict-item]
+    # nothing that a confidential run may not tell
+    private = run(**SITES | {"collect_personal_models": False}, private=True, run_name="private", node_configs=nodes)
+    assert not any(facts.get("name") for facts in json.loads((private.path / "clients.json").read_text()).values())
 
 
 def test_a_finished_run_without_a_clients_model_names_how_to_collect_it(run: Run, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder, read_about, read_metrics, read_summary
 from tests.conftest import Command, Run
-from tests.experiments.months import SETTING, WINE, wine
+from tests.experiments.months import SETTING, WINE, cancer, wine
 
 KEPT = ("fedper", "ditto", "apfl", "fedrep", "fedcac", "fedamp", "cfl", "scaffold", "fedavg", "fedbabu")
 
@@ -109,6 +109,21 @@ def test_what_differs_is_refused_by_name(run: Run, tmp_path: Path, changes: dict
     june = month(run, tmp_path, "june")
     with pytest.raises(UserError, match=words):
         month(run, tmp_path, "july", from_run=str(june.path), **changes)
+
+
+def test_two_clients_of_one_name_do_not_start_from_one_state(run: Run, tmp_path: Path) -> None:
+    names = ("celle", "uelzen", "verden")
+    setting = {"dataset": "node", "target": "kind", "classes": "malignant,benign", "method": "fedper"}
+    files = [cancer(tmp_path / f"{name}.csv", slice(k, None, 3)) for k, name in enumerate(names)]
+
+    def sites(*called: str) -> dict[int, dict[str, str]]:
+        return {k: {"data-path": str(files[k]), "name": name} for k, name in enumerate(called)}
+
+    june = run(**setting, run_name="june", keep_state=True, node_configs=sites(*names))
+    july = run(**setting, run_name="july", from_run=str(june.path), node_configs=sites(*names[::-1]))
+    assert read_about(july.path)["from"]["clients"] == {"0": 2, "1": 1, "2": 0}
+    with pytest.raises(UserError, match="^from: two clients of this run .* 'celle'"):
+        run(**setting, run_name="two", from_run=str(june.path), node_configs=sites("celle", "celle", "verden"))
 
 
 @pytest.mark.parametrize("over", ["sites", "initial"])
