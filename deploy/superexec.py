@@ -1,16 +1,16 @@
-"""Flower's SuperExec, which starts a node's applications, with a warm process.
+"""Flower's SuperExec, which starts a node's applications, each from the code that the site has judged.
 
-    python -m deploy.superexec [--shared] OPTIONS
+    python -m deploy.superexec [--warm | --shared] OPTIONS
 
-OPTIONS are flower-superexec's. For every message Flower starts a new Python, which imports PyTorch and Flower's own
-code. Here a warm process has imported them, and is forked (fl_app/forking.py). The child imports the application's
-code, Corolla's included, from the application that the SuperLink sent. That application is unpacked once, and not for
-every message. Confined applications stay confined: the warm process starts under SuperExec's rules.
+OPTIONS are flower-superexec's. For every message Flower starts a new Python (`flwr-clientapp`), which imports PyTorch,
+Flower's own code and the application's code, Corolla's included, from the application that the SuperLink sent. That
+application is unpacked once, and not for every message. Its directory is named by the whole hash of the archive, and
+its files are compared with the archive's before every start: Flower names it by eight digits, and compares nothing.
 
-With --shared, nodes of this machine fork from one warm process (deploy/shared_warm.py).
-
-Written for Flower 1.39. If a version lacks the places that are replaced, Flower's own way is used, and the log reports
-it.
+With --warm, a process that has imported PyTorch and Flower's code is forked instead (fl_app/forking.py). Confined
+applications stay confined: the warm process starts under SuperExec's rules. With --shared, nodes of this machine fork
+from one warm process (deploy/shared_warm.py). Where Flower lacks the place for that, the log reports it, and no process
+is forked.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import functools
 import gc
 import hashlib
 import importlib
+import io
 import json
 import logging
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import types
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,12 @@ from fl_app.known_names import PACKAGES
 
 log = logging.getLogger("corolla")
 
-WARM, WARM_FOR_ALL, FROM_SHARED = "--warm", "--warm-for-all", "--shared"
+WARM, SHARED = "--warm", "--shared"
+"""Options: applications are forked from a warm process of this node, or from one that nodes share."""
+_SERVE, _SERVE_ALL = "--serve", "--serve-all"
+_CLIENT = "flwr-clientapp"
+# directory of unpacked applications in Flower's home
+_CODE = "code"
 # least seconds between two polls for a message of this node
 _SHORTEST = 0.05
 # Modules that every application imports. Not numpy.random: forked processes would share the state of its generator.
@@ -53,34 +61,58 @@ _IMPORTED = (
     "tomllib",
     "torch",
 )
-# digits of an archive's hash in the name of its directory
-_DIGITS = 8
 
 
 def main() -> None:
-    """Run as SuperExec, or as its warm process."""
-    if sys.argv[1:2] == [WARM]:
-        forking.serve(int(sys.argv[2]), functools.partial(run_application, warm()))
-        return
-    if sys.argv[1:2] == [WARM_FOR_ALL]:
-        with shared_warm.detached(int(sys.argv[2])) as (listener, secret):
-            forking.serve_all(listener, functools.partial(run_application, warm()), secret)
-        return
-    shared = sys.argv[1:2] == [FROM_SHARED]
-    if shared:
-        del sys.argv[1]
+    """Run as SuperExec, as its warm process, or as one application."""
+    match sys.argv[1:]:
+        case [command, *_] if command == _CLIENT:
+            del sys.argv[0]
+            unpack_safely(importlib.import_module("flwr.supernode.runtime.run_clientapp"))
+            importlib.import_module("flwr.supernode.cli").flwr_clientapp()
+        case [option, control] if option == _SERVE:
+            forking.serve(int(control), functools.partial(run_application, warm()))
+        case [option, control] if option == _SERVE_ALL:
+            with shared_warm.detached(int(control)) as (listener, secret):
+                forking.serve_all(listener, functools.partial(run_application, warm()), secret)
+        case [option, *_] if option in (WARM, SHARED):
+            del sys.argv[1]
+            _run_superexec(option)
+        case _:
+            _run_superexec()
+
+
+def _run_superexec(option: str = "") -> None:
+    """Run Flower's SuperExec. option: WARM, SHARED, or empty."""
     launcher: Any = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
     loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
     command: Any = importlib.import_module("flwr.supercore.cli.flower_superexec")
     log_format.configure("superexec")
-    try:
-        install(launcher, loop, shared)
-    except (AttributeError, TypeError) as error:
-        log.warning(
-            "this Flower starts applications in another way: they are not forked from a warm process (%s)", error
-        )
+    start_safely(launcher)
+    if option:
+        try:
+            install(launcher, loop, option == SHARED)
+        except (AttributeError, TypeError) as error:
+            log.warning(
+                "this Flower starts applications in another way: they are not forked from a warm process (%s)", error
+            )
     sys.argv[0] = "flower-superexec"
     command.flower_superexec()
+
+
+def start_safely(launcher: Any) -> None:
+    """Let Flower start applications by this module, which unpacks them safely.
+
+    launcher: Flower's module. Raises AttributeError if it lacks the replaced place.
+    """
+    processes = launcher.subprocess
+
+    def start(words: Sequence[str], **how: Any) -> Any:
+        if words[0] == _CLIENT:
+            words = [sys.executable, "-P", "-m", "deploy.superexec", *words]
+        return processes.Popen(words, **how)
+
+    launcher.subprocess = types.SimpleNamespace(Popen=start, DEVNULL=processes.DEVNULL)
 
 
 def install(launcher: Any, loop: Any, shared: bool = False) -> None:
@@ -139,9 +171,9 @@ class Forker:
 
     def _start(self) -> Link:
         command = [sys.executable, "-P", "-m", "deploy.superexec"]
-        if self._shared and (link := shared_warm.connect([*command, WARM_FOR_ALL])):
+        if self._shared and (link := shared_warm.connect([*command, _SERVE_ALL])):
             return link
-        return Warm([*command, WARM])
+        return Warm([*command, _SERVE])
 
     def _fork(self, task: bytes, silent: bool) -> None:
         with open(os.devnull, "wb") as nowhere:
@@ -172,8 +204,7 @@ def run_application(imported: Mapping[str, str], asker: socket.socket) -> None:
     os.environ.update({**imported, **task["environment"]})
     os.chdir(task["directory"])
     run: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-    if hasattr(run, "install_from_fab"):
-        run.install_from_fab = installing_once(run.install_from_fab)
+    unpack_safely(run)
     # an application brings its own copies
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[name]
@@ -188,24 +219,72 @@ def run_application(imported: Mapping[str, str], asker: socket.socket) -> None:
     )
 
 
+def unpack_safely(run: Any) -> None:
+    """Let Flower unpack an application by `installing_once`.
+
+    run: Flower's module of the process of an application. Raises AttributeError if it lacks the replaced place.
+    """
+    run.install_from_fab = installing_once(run.install_from_fab)
+
+
 def installing_once(install: Callable[..., Path]) -> Callable[..., Path]:
     """Return Flower's `install_from_fab`, which unpacks an archive for every message, changed so that it does so once.
 
-    An archive's directory appears with all its files: another process of this machine never sees a part of them.
+    The archive has a directory of its own, which becomes Flower's home, in which Flower looks for the code. It appears with
+    all its files: another process of this machine never sees a part of them. If a file has changed since, or one was
+    added, the archive is unpacked anew.
     """
     from flwr.supercore.utils import get_flwr_home
 
+    codes = get_flwr_home() / _CODE
+
     def install_once(archive: bytes, **_: object) -> Path:
-        apps, digits = get_flwr_home() / "apps", hashlib.sha256(archive).hexdigest()[:_DIGITS]
-        make_directory(apps)
-        with lock(apps / f".{digits}.lock", wait=True):
-            if there := next(apps.glob(f"*.{digits}"), None):
-                return there
-            with tempfile.TemporaryDirectory(prefix=".new-", dir=apps) as fresh:
-                unpacked = install(archive, Path(fresh), skip_prompt=True)
-                return unpacked.rename(apps / unpacked.name)
+        digest = hashlib.sha256(archive).hexdigest()
+        make_directory(codes)
+        place = codes / digest
+        with lock(codes / f".{digest}.lock", wait=True):
+            if not _is_unpacked(archive, place):
+                with tempfile.TemporaryDirectory(prefix=".new-", dir=codes) as fresh:
+                    (Path(fresh) / "new").mkdir()
+                    install(archive, Path(fresh) / "new", skip_prompt=True)
+                    if os.path.lexists(place):
+                        place.rename(Path(fresh) / "old")
+                    (Path(fresh) / "new").rename(place)
+        os.environ["FLWR_HOME"] = str(place)
+        return next((place / "apps").iterdir())
 
     return install_once
+
+
+def _is_unpacked(archive: bytes, place: Path) -> bool:
+    """Return whether a directory has the files of an application's archive, no other ones, and no link.
+
+    Compiled files are not looked at.
+    """
+    found = dict[str, Path]()
+    for folder, below, files in os.walk(place):
+        below[:] = [name for name in below if name != "__pycache__"]
+        there = [Path(folder, name) for name in (*below, *files)]
+        if any(path.is_symlink() for path in there):
+            return False
+        found |= {path.relative_to(place).as_posix(): path for path in there[len(below) :]}
+    # apps/APPLICATION/FILE
+    roots = {tuple(name.split("/")[:2]) for name in found}
+    inside = {name.split("/", 2)[-1]: path for name, path in found.items()}
+    with zipfile.ZipFile(io.BytesIO(archive)) as packed:
+        # Flower checks .info, and leaves it out
+        wanted = {one.filename: one for one in packed.infolist() if not one.is_dir()}
+        wanted = {name: one for name, one in wanted.items() if not name.startswith(".info/")}
+        try:
+            return (
+                len(roots) == 1
+                and inside.keys() == wanted.keys()
+                and all(inside[name].is_file() for name in wanted)
+                and all(inside[name].stat().st_size == one.file_size for name, one in wanted.items())
+                and all(inside[name].read_bytes() == packed.read(one) for name, one in wanted.items())
+            )
+        except OSError:
+            return False
 
 
 if __name__ == "__main__":

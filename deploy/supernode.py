@@ -23,7 +23,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import bubblewrap, confine, expiry, log_size, objects, outage, shared_warm, site, slow_start
+from deploy import bubblewrap, confine, expiry, log_size, objects, outage, shared_warm, site, slow_start, superexec
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -31,7 +31,6 @@ from deploy.pace import Pace
 from deploy.processes import state_home
 from deploy.shared_warm import OWN, SHARED
 from deploy.site import Site
-from deploy.superexec import FROM_SHARED
 from deploy.unanswered import Answering, Process, keep_running
 from fl_app import log_format
 from fl_app.config import RunConfig
@@ -187,9 +186,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
                 guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
-        def superexec(words: Sequence[str]) -> Process:
-            if warm:
-                words = warm_command(words, warm == SHARED and not rules.confine)
+        def start_inside(words: Sequence[str]) -> Process:
+            words = superexec_command(words, warm if warm != SHARED or not rules.confine else OWN)
             if confinement is None:
                 return subprocess.Popen(words)
             if confinement.targets() != targets:
@@ -200,7 +198,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             return walls.start(confinement, of_parent(words, bubblewrap.FIRST), environment["TMPDIR"], environment)
 
         def start_superexec(words: Sequence[str]) -> None:
-            keep_running(functools.partial(superexec, words), answering.give_up)
+            keep_running(functools.partial(start_inside, words), answering.give_up)
 
         loop._init_connection = connect_behind_gate
         # Flower starts its SuperExec with it, and SuperExec starts applications
@@ -240,16 +238,16 @@ def of_parent(words: Sequence[str], pid: int) -> list[str]:
     return words
 
 
-def warm_command(words: Sequence[str], shared: bool = False) -> list[str]:
-    """Return the command of Flower's SuperExec, changed so that it forks applications.
+def superexec_command(words: Sequence[str], warm: str = "") -> list[str]:
+    """Return the command of Flower's SuperExec, changed so that deploy/superexec.py runs it.
 
-    shared: from a warm process that also serves other nodes.
+    warm: as for `run`. Raises OSError if it is another command, which would start code that nobody has compared.
     """
     command, *options = words
     if Path(command).name != "flower-superexec":
-        log.warning("this Flower starts applications with %s: they are not forked from a warm process", command)
-        return list(words)
-    return [sys.executable, "-P", "-m", "deploy.superexec", *([FROM_SHARED] if shared else []), *options]
+        raise OSError(f"this Flower starts applications with {command}, not with flower-superexec")
+    warmly = {OWN: [superexec.WARM], SHARED: [superexec.SHARED]}.get(warm, [])
+    return [sys.executable, "-P", "-m", "deploy.superexec", *warmly, *options]
 
 
 def noticing(receive: Receive, pace: Pace) -> Receive:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import types
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 from deploy import pace, superexec, supernode
 from deploy.pace import Pace
+from deploy.shared_warm import OWN, SHARED
 from fl_app.forking import Warm
 
 
@@ -74,13 +78,14 @@ def test_another_flower_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.SubprocessExecutor.launch is before
 
 
-def test_flowers_own_command_alone_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    found = supernode.warm_command(["flower-superexec", "--insecure", "--parent-pid", "1"])
-    assert found[1:] == ["-P", "-m", "deploy.superexec", "--insecure", "--parent-pid", "1"]
-    shared = supernode.warm_command(["flower-superexec", "--insecure"], shared=True)
-    assert shared[1:] == ["-P", "-m", "deploy.superexec", "--shared", "--insecure"]
-    assert supernode.warm_command(["flower-other", "--x"]) == ["flower-other", "--x"]
-    assert "flower-other" in caplog.text
+def test_flowers_own_command_alone_is_replaced() -> None:
+    words = ["flower-superexec", "--insecure", "--parent-pid", "1"]
+    for warm, option in (("", []), (OWN, ["--warm"]), (SHARED, ["--shared"])):
+        found = supernode.superexec_command(words, warm)
+        assert found[1:] == ["-P", "-m", "deploy.superexec", *option, *words[1:]]
+    # it would start code that nobody has compared with the bundle
+    with pytest.raises(OSError, match="flower-other"):
+        supernode.superexec_command(["flower-other", "--x"])
 
 
 def test_sleeps_follow_the_time_since_the_last_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,25 +126,105 @@ def test_another_warm_process_takes_the_place_of_a_killed_one() -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_an_application_is_unpacked_once_and_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    apps, digits, seen = tmp_path / "apps", hashlib.sha256(b"archive").hexdigest()[:8], list[bool]()
+def packed(**files: str) -> bytes:
+    """A bundle of files, with the list of hashes that Flower checks."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"{name}.py", text)
+        archive.writestr(".info/CONTENT", "hashes")
+    return content.getvalue()
 
-    def install(archive: bytes, place: Path, skip_prompt: bool) -> Path:
-        assert skip_prompt
-        directory = place / "apps" / f"a.b.1.0.{digits}"
+
+class Flower:
+    """Flower's unpacking, which names each directory by eight digits. place: where each application was put."""
+
+    def __init__(self, home: Path, digits: str = "01234567") -> None:
+        self.home, self.digits, self.places = home, digits, list[Path]()
+
+    def __call__(self, archive: bytes, place: Path, skip_prompt: bool) -> Path:
+        assert skip_prompt and place.parent.parent == self.home / "code"
+        directory = place / "apps" / f"a.b.1.0.{self.digits}"
         directory.mkdir(parents=True)
-        seen.append((apps / directory.name).exists())
-        if archive != b"archive":
-            raise ValueError("damaged")
-        (directory / "pyproject.toml").touch()
+        with zipfile.ZipFile(io.BytesIO(archive)) as files:
+            for name in files.namelist():
+                if not name.startswith(".info/"):
+                    (directory / name).write_bytes(files.read(name))
+        self.places.append(directory)
         return directory
 
-    once = superexec.installing_once(install)
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Flower's home. Unpacking moves it, in a process that then runs one application."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_an_application_is_unpacked_once_and_appears_whole(home: Path) -> None:
+    flower, archive = Flower(home), packed(app="code")
+    once = superexec.installing_once(flower)
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(lambda _: once(b"archive", skip_prompt=True), range(8)))
-    assert found == {apps / f"a.b.1.0.{digits}"} and seen == [False]
-    assert [path.name for path in found.pop().iterdir()] == ["pyproject.toml"]
+        found = set(pool.map(lambda _: once(archive, skip_prompt=True), range(8)))
+    place = home / "code" / hashlib.sha256(archive).hexdigest()
+    assert found == {place / "apps" / "a.b.1.0.01234567"} and len(flower.places) == 1
+    # there Flower looks for it
+    assert os.environ["FLWR_HOME"] == str(place)
+    assert [path.name for path in found.pop().iterdir()] == ["app.py"]
+
+    def fails(*_: object, **__: object) -> Path:
+        raise ValueError("damaged")
+
     with pytest.raises(ValueError, match="damaged"):
-        once(b"another", skip_prompt=True)
-    assert not list(apps.glob(".new-*")) and len([path for path in apps.iterdir() if path.is_dir()]) == 1
+        superexec.installing_once(fails)(packed(app="other"), skip_prompt=True)
+    assert [path.name for path in place.parent.iterdir() if path.is_dir()] == [place.name]
+
+
+def test_two_applications_of_one_short_hash_are_two(home: Path) -> None:
+    """Eight digits of a hash collide after minutes of one core: the approved code and another one."""
+    once = superexec.installing_once(Flower(home))
+    read = [(once(packed(app=text), skip_prompt=True) / "app.py").read_text() for text in ("hostile", "approved")]
+    assert read == ["hostile", "approved"]
+
+
+@pytest.mark.parametrize("change", ["content", "more", "fewer", "link", "linked directory", "another application"])
+def test_changed_code_is_unpacked_anew(home: Path, change: str) -> None:
+    flower, archive = Flower(home), packed(app="code", other="more")
+    once = superexec.installing_once(flower)
+    place = once(archive, skip_prompt=True)
+    (place / "__pycache__").mkdir()
+    (place / "__pycache__" / "app.pyc").touch()
+    assert once(archive, skip_prompt=True) == place and len(flower.places) == 1
+    match change:
+        case "content":
+            (place / "app.py").write_text("evil")
+        case "more":
+            # it would be imported in place of the library
+            (place / "numpy.py").write_text("evil")
+        case "fewer":
+            (place / "other.py").unlink()
+        case "link":
+            (place / "other.py").rename(home / "outside.py")
+            (place / "other.py").symlink_to(home / "outside.py")
+        case "linked directory":
+            (home / "outside").mkdir()
+            (place / "numpy").symlink_to(home / "outside")
+        case "another application":
+            (place.parent / "c.d.1.0.01234567").mkdir()
+            (place.parent / "c.d.1.0.01234567" / "app.py").write_text("evil")
+    assert once(archive, skip_prompt=True) == place and len(flower.places) == 2
+    assert {path.name: path.read_text() for path in place.iterdir()} == {"app.py": "code", "other.py": "more"}
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+
+
+def test_an_application_in_a_new_python_is_unpacked_in_the_same_way() -> None:
+    started = list[list[str]]()
+    processes = types.SimpleNamespace(Popen=lambda words, **how: started.append(list(words)), DEVNULL=-3)
+    launcher = types.SimpleNamespace(subprocess=processes)
+    superexec.start_safely(launcher)
+    launcher.subprocess.Popen(["flwr-clientapp", "--token", "t"])
+    launcher.subprocess.Popen(["flwr-serverapp"])
+    assert started[0][1:] == ["-P", "-m", "deploy.superexec", "flwr-clientapp", "--token", "t"]
+    assert started[1] == ["flwr-serverapp"]
+    with pytest.raises(AttributeError):
+        superexec.start_safely(types.SimpleNamespace())

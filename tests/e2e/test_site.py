@@ -95,7 +95,7 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
         assert audit.entries(directory)[-1]["why"].startswith(text)
         assert f"refused by its site: {text}" in " ".join(cluster.log(f"site-{client_id}").split())
         assert set(kinds(directory)) == {"start", "run", "refusal"}
-        assert not (cluster.home / "apps").exists() or "flwr-clientapp" not in cluster.log(f"site-{client_id}")
+        assert not (cluster.home / "code").exists() or "flwr-clientapp" not in cluster.log(f"site-{client_id}")
     first = cluster.home.parent / "nodes" / "sites" / "site-0"
     # properties, two rounds, evaluation
     assert kinds(first).count("upload") == kinds(first).count("download") == 4
