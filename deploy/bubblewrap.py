@@ -9,8 +9,8 @@ The network has one member, itself. An application must reach its SuperNode by T
 process inside listens at the SuperNode's address in that network, and hands the listening socket out. The SuperNode
 carries bytes between its connections and the real address (`_carry`).
 
-Inside, the processes also confine themselves by Landlock (deploy/confine.py), and give up the calls that pass walls of
-namespaces (deploy/system_calls.py).
+All processes inside give up the calls that pass walls of namespaces (deploy/system_calls.py), and confine themselves by
+Landlock (deploy/confine.py), where the kernel has it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _SHARED_NETWORK = (
     "network: applications share the machine's; UDP is open, and TCP too where Landlock cannot restrict it"
 )
 _ALL_CALLS = "Unix sockets, keyrings: on this architecture no calls are refused; a socket in a named path answers"
+_ONE_WALL = f"second wall: {confine.NONE}; bubblewrap's walls stand alone"
 _ALWAYS = (
     *("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--new-session", "--die-with-parent", "--cap-drop", "ALL"),
@@ -52,6 +53,11 @@ _ETC = tuple(
     + ("ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust/extracted")
 )
 _SYS = tuple(f"/sys/{name}" for name in ("bus", "class", "dev", "devices", "fs/cgroup", "module"))
+# what /proc tells of processes and keys outside, whatever their namespaces
+_OF_OTHERS = tuple(
+    f"/proc/{name}"
+    for name in ("acpi", "kcore", "key-users", "keys", "kmsg", "latency_stats", "sched_debug", "scsi", "timer_list")
+)
 _GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd", "/dev/dxg")
 _NAME = "application"
 # bytes that are carried at once, and most connections at a time
@@ -70,7 +76,8 @@ class Walls:
     @property
     def open(self) -> tuple[str, ...]:
         """The ways out that these walls leave open, one line each."""
-        return (*([] if self.network else [_SHARED_NETWORK]), *([] if system_calls.is_known() else [_ALL_CALLS]))
+        ways = ((_SHARED_NETWORK, self.network), (_ALL_CALLS, system_calls.is_known()))
+        return tuple(way for way, closed in (*ways, (_ONE_WALL, confine.landlock_version() > 0)) if not closed)
 
     def start(
         self, confinement: Confinement, command: Sequence[str], home: str, environment: Mapping[str, str]
@@ -82,16 +89,15 @@ class Walls:
         confinement = replace(confinement, write=(*confinement.write, "/tmp"))
         ours, theirs = socket.socketpair()
         channel = theirs.fileno() if self.network else -1
-        with theirs, _made_up_files() as made_up:
+        with theirs, _given_files() as (words, files):
             return Inside(
                 [
-                    *(self.program, *self.options, *mounts(confinement), *made_up),
+                    *(self.program, *self.options, *mounts(confinement), *words),
                     *("--remount-ro", "/", "--chdir", home, "--"),
                     *confine.confined_command(confinement, command, channel),
                 ],
-                # Python would import modules from HOME before this process is confined
-                {**environment, "HOME": home, "USER": _NAME, "LOGNAME": _NAME, "PYTHONNOUSERSITE": "1"},
-                [theirs.fileno(), *map(int, made_up[1::3])],
+                {**environment, "HOME": home, "USER": _NAME, "LOGNAME": _NAME},
+                [theirs.fileno(), *files],
                 ours,
                 confinement.ports,
             )
@@ -203,6 +209,9 @@ def mounts(confinement: Confinement) -> list[str]:
     for path in _changeable_in_proc():
         words += ["--ro-bind-try", path, path]
     for pattern in _GPUS:
+    for path in filter(os.path.exists, _OF_OTHERS):
+        # a device that is no device there cannot be opened
+        words += ["--tmpfs", path, "--remount-ro", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
         for path in sorted(glob.glob(pattern)):
             words += ["--dev-bind-try", path, path]
     read = (*_SYS, *_ETC, *confinement.read, *_links(sys.executable))
@@ -244,8 +253,11 @@ def _links(program: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _made_up_files() -> Iterator[list[str]]:
-    """Yield bubblewrap's options for files of /etc that name this account and loopback alone, three words for each."""
+def _given_files() -> Iterator[tuple[list[str], list[int]]]:
+    """Yield bubblewrap's options for what it reads from open files, and these files' numbers.
+
+    They are files of /etc that name this account and loopback alone, and the filter of system calls.
+    """
     uid, gid = os.getuid(), os.getgid()
     texts = {
         "/etc/passwd": f"{_NAME}:x:{uid}:{gid}::/tmp:/bin/sh\n",
@@ -253,13 +265,21 @@ def _made_up_files() -> Iterator[list[str]]:
         "/etc/hosts": f"{LOOPBACK} localhost\n::1 localhost\n",
     }
     with contextlib.ExitStack() as opened:
-        words = []
-        for path, text in texts.items():
-            file = opened.enter_context(open(os.memfd_create("made-up"), "wb", buffering=0))
-            file.write(text.encode())
+
+        def number_of(content: bytes) -> int:
+            file = opened.enter_context(open(os.memfd_create("given"), "wb", buffering=0))
+            file.write(content)
             file.seek(0)
-            words += ["--ro-bind-data", str(file.fileno()), path]
-        yield words
+            return file.fileno()
+
+        words, files = list[str](), list[int]()
+        for path, text in texts.items():
+            files.append(number_of(text.encode()))
+            words += ["--ro-bind-data", str(files[-1]), path]
+        if calls := system_calls.program():
+            files.append(number_of(calls))
+            words += ["--seccomp", str(files[-1])]
+        yield words, files
 
 
 # Carrying ---------------------------------------------------------------------------------------------------------------

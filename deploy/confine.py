@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from deploy import system_calls
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
 
@@ -181,7 +180,6 @@ def main() -> None:
                 _hand_out_ports(channel, confinement.ports)
             if landlock_version():
                 confine_process(confinement)
-            system_calls.give_up()
         else:
             confine_process(confinement)
     os.execvp(command[0], command)

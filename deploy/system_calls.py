@@ -5,6 +5,9 @@
 - The kernel's keyrings, which processes of one account share.
 - Typing into a terminal (TIOCSTI, TIOCLINUX).
 - io_uring, which would make sockets past this filter.
+
+Bubblewrap sets the filter, for its own first process behind the walls too: an application may trace that one, where the
+kernel has no Landlock, and let it call what the application itself cannot.
 """
 
 from __future__ import annotations
@@ -15,9 +18,6 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fl_app.errors import UserError
-
-_SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
 # instructions of classic BPF
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
@@ -52,27 +52,14 @@ class _Instruction(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("value", ctypes.c_uint32))
 
 
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
-
-
 def is_known() -> bool:
     """Return whether there is a filter for this machine's architecture."""
     return platform.machine() in _MACHINES
 
 
-def give_up() -> None:
-    """Give the calls up, for this process and all that it starts, permanently. Raises UserError if the kernel cannot.
-
-    Does nothing on an architecture without a filter.
-    """
-    if not is_known():
-        return
-    found = list(_program(_MACHINES[platform.machine()]))
-    program = _Program(len(found), (_Instruction * len(found))(*found))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):
-        raise UserError(f"confine: the kernel has no filter of system calls ({errno.errorcode[ctypes.get_errno()]})")
+def program() -> bytes:
+    """Return the filter as bubblewrap's option --seccomp reads it; empty on an architecture without one."""
+    return b"".join(map(bytes, _program(_MACHINES[platform.machine()]))) if is_known() else b""
 
 
 def _program(machine: _Machine) -> Iterator[_Instruction]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.server
 import importlib
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -55,6 +57,38 @@ json.dump({
     "input": os.read(0, 1).decode(),
     "files": [n for n in range(3, 64) if tried(lambda: "/proc/" in os.readlink(f"/proc/self/fd/{n}") or "open") == "open"],
 }, sys.stdout)
+"""
+# lets process 1 call getpid and socket
+TRACE = """
+import ctypes, json, os, signal, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+libc.ptrace.restype = ctypes.c_long
+ATTACH, DETACH, STEP, GET, SET = 16, 17, 9, 12, 13
+RAX, RIP, RDI, RSI, RDX, ORIG = 10, 16, 14, 13, 12, 15
+def ptrace(request, data=None):
+    if libc.ptrace(request, 1, None, data) < 0:
+        raise OSError(ctypes.get_errno(), "ptrace")
+def call(number, *given):
+    now = (ctypes.c_ulonglong * 27)(*saved)
+    # back to the instruction in which it waits
+    now[RIP], now[RAX], now[ORIG] = saved[RIP] - 2, number, 2**64 - 1
+    for place, value in zip((RDI, RSI, RDX), given):
+        now[place] = value
+    ptrace(SET, now)
+    ptrace(STEP)
+    os.waitpid(1, 0x40000000)
+    ptrace(GET, now)
+    return ctypes.c_longlong(now[RAX]).value
+ptrace(ATTACH)
+os.waitpid(1, 0x40000000)
+saved = (ctypes.c_ulonglong * 27)()
+ptrace(GET, saved)
+found = {"getpid": call(39), "socket": call(41, 1, 1, 0)}
+saved[RAX] = 2**64 - 4
+ptrace(SET, saved)
+ptrace(DETACH)
+json.dump(found, sys.stdout)
 """
 
 
@@ -109,6 +143,54 @@ def test_what_is_named_is_there_and_nothing_else(tmp_path: Path, port: int, capf
         "input": "",
         "files": [],
     }
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the test knows this architecture's registers")
+def test_the_first_process_has_no_more_than_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without Landlock in the kernel an application may trace bubblewrap's own process, and let it make a Unix socket."""
+    walls = bubblewrap.find()
+    assert walls is not None
+    command = confine.confined_command
+
+    def without_landlock(*given: Any) -> list[str]:
+        python, safe, _, _, *words = command(*given)
+        switch = "from deploy import confine; confine.landlock_version = lambda: 0; confine.main()"
+        return [python, safe, "-c", switch, *words]
+
+    monkeypatch.setattr(confine, "confined_command", without_landlock)
+    rules = Confinement(confine.installation(), (str(tmp_path),), ())
+    inside = walls.start(rules, [sys.executable, "-P", "-c", TRACE], str(tmp_path), confine.cleaned(os.environ))
+    assert inside.wait() == 0, capfd.readouterr()
+    inside.output.join(30)
+    said = json.loads(capfd.readouterr().err)
+    # getpid and socket(AF_UNIX, SOCK_STREAM), as the first process calls them
+    assert said == {"getpid": 1, "socket": -errno.EAFNOSUPPORT}
+
+
+@needs_bubblewrap
+def test_what_the_kernel_tells_of_keys_and_others_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    walls = bubblewrap.find()
+    assert walls is not None
+    look = f"""
+import json, sys
+def can_read(path):
+    try:
+        open(path, "rb").read(1)
+    except OSError:
+        return False
+    return True
+json.dump([path for path in {bubblewrap._OF_OTHERS!r} if can_read(path)], sys.stdout)
+"""
+    rules = Confinement(confine.installation(), (str(tmp_path),), ())
+    inside = walls.start(rules, [sys.executable, "-P", "-c", look], str(tmp_path), confine.cleaned(os.environ))
+    assert inside.wait() == 0, capfd.readouterr()
+    inside.output.join(30)
+    assert json.loads(capfd.readouterr().err) == []
 
 
 @needs_bubblewrap
@@ -222,6 +304,14 @@ def test_lower_walls_are_named_and_not_strict(
     monkeypatch.setattr(bubblewrap, "why_not", lambda: "")
     assert supernode.walls_for(True) is low and "not stopped: network:" in caplog.text
     with pytest.raises(UserError, match="^confine: strict: network"):
+        supernode.walls_for("strict")
+    whole = Walls("bwrap", (), network=True)
+    monkeypatch.setattr(bubblewrap, "find", lambda: whole)
+    monkeypatch.setattr(confine, "landlock_version", lambda: 1)
+    assert supernode.walls_for("strict") is whole
+    monkeypatch.setattr(confine, "landlock_version", lambda: 0)
+    assert supernode.walls_for(True) is whole and "not stopped: second wall:" in caplog.text
+    with pytest.raises(UserError, match="^confine: strict: second wall"):
         supernode.walls_for("strict")
 
 

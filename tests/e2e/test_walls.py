@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,11 @@ WAYS = {
     "/etc": lambda: open(GIVEN["etc"]).read(),
     "processes, environment": lambda: elsewhere("environ"),
     "processes, arguments": lambda: elsewhere("cmdline"),
+    "keyrings, names": lambda: bool(open("/proc/keys").read()),
+    "the SuperNode's Flower": lambda: open(GIVEN["flower"] + "/config.toml", "a").close(),
     "processes, signals": lambda: os.kill(GIVEN["pid"], 0),
     "forbidden": lambda: open(GIVEN["forbidden"]).read(),
-    "home": lambda: os.listdir(GIVEN["home"]),
+    "home": lambda: open(GIVEN["home"]).read(),
     "secret": lambda: os.listdir(GIVEN["warm"]),
     "the site's own": lambda: open(os.path.dirname(HOME) + "/audit.jsonl").read(),
     "/run": lambda: os.listdir("/run"),
@@ -153,6 +156,8 @@ def outside(directory: Path) -> Iterator[dict[str, Any]]:
     ports[1].bind(("127.0.0.1", 0))
     ports[1].setblocking(False)
     other = subprocess.Popen([sys.executable, "-c", "input()", mark], stdin=subprocess.PIPE, env={"OTHER": mark})
+    # a home may lie in /tmp, and applications have a /tmp of their own
+    home = tempfile.NamedTemporaryFile(dir=Path.home(), prefix=".walls-")
     try:
         for sock, address in zip(listening, (str(directory / "s"), f"\0{mark}", str(data / "socket")), strict=True):
             sock.bind(address)
@@ -168,7 +173,7 @@ def outside(directory: Path) -> Iterator[dict[str, Any]]:
                 str(path) for path in map(Path, ("/etc/shells", "/etc/fstab", "/etc/hostname")) if path.exists()
             ),
             "pid": other.pid,
-            "home": str(Path.home()),
+            "home": home.name,
             "warm": str(directory / "nodes" / "warm"),
             "port": ports[0].getsockname()[1],
             "udp": ports[1].getsockname()[1],
@@ -178,7 +183,7 @@ def outside(directory: Path) -> Iterator[dict[str, Any]]:
         other.kill()
         other.wait()
         shared.unlink()
-        for each in (*listening, datagrams, *ports):
+        for each in (*listening, datagrams, *ports, home):
             each.close()
         os.close(master)
         os.close(terminal)
@@ -190,6 +195,7 @@ def found_by(cluster: Cluster, directory: Path, rule: str) -> dict[str, bool]:
     cluster.environment |= {"SITE_PASSWORD": "secret", "SSH_AUTH_SOCK": "/run/agent"}
     (directory / "nodes" / "warm").mkdir(parents=True)
     with outside(directory) as given:
+        given["flower"] = str(cluster.home)
         cluster.start_site(0, 1, f'confine = {rule}\nreadable-paths = ["{given["data"]}"]\n')
         (directory / "attacks.py").write_text(MODEL.replace("@GIVEN@", json.dumps(given, default=str)))
         options = ["--clients", "1", "--output-dir", str(directory), *settings(CONFIG)]
