@@ -177,7 +177,8 @@ def why_not() -> str:
 
 @functools.cache
 def _found() -> tuple[Walls | None, str]:
-    if sys.platform != "linux" or not (program := shutil.which(PROGRAM)):
+    # a relative place of PATH is another one elsewhere
+    if sys.platform != "linux" or not os.path.isabs(program := shutil.which(PROGRAM) or ""):
         return None, "bubblewrap (bwrap) is not installed"
     why = ""
     for network in (True, False):
@@ -208,10 +209,10 @@ def mounts(confinement: Confinement) -> list[str]:
     words = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     for path in _changeable_in_proc():
         words += ["--ro-bind-try", path, path]
-    for pattern in _GPUS:
     for path in filter(os.path.exists, _OF_OTHERS):
         # a device that is no device there cannot be opened
         words += ["--tmpfs", path, "--remount-ro", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
+    for pattern in _GPUS:
         for path in sorted(glob.glob(pattern)):
             words += ["--dev-bind-try", path, path]
     read = (*_SYS, *_ETC, *confinement.read, *_links(sys.executable))

@@ -18,7 +18,7 @@ import re
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,13 +52,22 @@ OPEN = (
 """The ways out that Landlock leaves open, one line each."""
 NONE = "this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)"
 INSIDE = "--inside"
-# Variables that an application's processes get, by their beginnings: those that Python, Flower, Corolla and the libraries
-# of numbers read. All others stay outside, as do those that are named like a secret.
+# Variables that an application's processes get: those that Python, Flower, Corolla and the libraries of numbers read, by
+# their beginnings. All others stay outside, as do those that are named like a secret.
 _VARIABLES = (
     *("AMD_", "ATEN_", "COROLLA_", "CUBLAS", "CUDA", "CUDNN", "FLWR_", "GLIBC_", "GOMP_", "GOTO_", "HIP_", "HSA_"),
-    *("INVOCATION_ID", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMPY_", "NVIDIA_", "OMP_"),
-    *("OPENBLAS_", "PATH", "PYTHON", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ"),
+    *("INVOCATION_ID", "KMP_", "LANG", "LC_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMPY_", "NVIDIA_", "OMP_"),
+    *("OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ"),
 )
+# of Python's own variables those that name no code
+_PYTHONS = (
+    *("PYTHONDEVMODE", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONHASHSEED", "PYTHONIOENCODING"),
+    *("PYTHONMALLOC", "PYTHONUNBUFFERED", "PYTHONUTF8"),
+)
+# variables that name code which runs before the walls inside are closed, and what separates their parts
+_PLACES = {"PATH": ":", "PYTHONPATH": ":", "PYTHONHOME": ":", "LD_LIBRARY_PATH": "[:;]", "LD_PRELOAD": "[: ]"}
+# no module comes from the directory in which a process starts, or from a home: applications write both
+_SAFE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 _SECRET = re.compile("SECRET|TOKEN|PASS|PWD|KEY|CREDENTIAL|AUTH")
 
 
@@ -77,6 +86,19 @@ class Confinement:
         """Return the files and directories to which the paths lead now."""
         return tuple(map(os.path.realpath, (*self.read, *self.write)))
 
+    def refuse_led_out(self) -> None:
+        """Raise UserError if one of the paths lies in a directory that the process may write, and leads out of it.
+
+        A process that was confined before could have made the link.
+        """
+        writable = [Path(os.path.realpath(place)) for place in self.write]
+        for place in map(os.path.abspath, (*self.read, *self.write)):
+            target = Path(os.path.realpath(place))
+            above = {Path(os.path.realpath(path)) for path in Path(place).parents}
+            for own in writable:
+                if any(path.is_relative_to(own) for path in above) and not target.is_relative_to(own):
+                    raise UserError(f"confine: {place} lies in {own}, which applications write, and leads to {target}")
+
 
 def installation() -> tuple[str, ...]:
     """Return the paths of Python and the system's libraries."""
@@ -84,13 +106,31 @@ def installation() -> tuple[str, ...]:
     return tuple(dict.fromkeys(place for place in places if place.startswith("/") and place != "/"))
 
 
-def cleaned(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables of an environment that an application may have."""
-    return {
+def cleaned(environment: Mapping[str, str], writable: Iterable[str | Path] = ()) -> dict[str, str]:
+    """Return those variables of an environment that an application may have.
+
+    writable: the directories that applications write. Paths of code are left out if they are empty or relative, because
+    they depend on the directory in which a process starts, or if they lie in one of those.
+    """
+    found = {
         name: value
         for name, value in environment.items()
-        if name.startswith(_VARIABLES) and not _SECRET.search(name.upper())
+        if (name.startswith(_VARIABLES) or name in _PYTHONS) and not _SECRET.search(name.upper())
     }
+    kept = [Path(os.path.realpath(place)) for place in writable]
+
+    def is_safe(part: str, name: str) -> bool:
+        if name == "LD_PRELOAD" and part and "/" not in part:
+            # looked for in the system's directories
+            return True
+        places = {Path(os.path.normpath(part)), Path(os.path.realpath(part))}
+        return part.startswith("/") and not any(place.is_relative_to(above) for place in places for above in kept)
+
+    for name, separator in _PLACES.items():
+        parts = [part for part in re.split(separator, environment.get(name, "")) if is_safe(part, name)]
+        if parts:
+            found[name] = separator.strip("[]")[0].join(parts)
+    return found | _SAFE
 
 
 def landlock_version() -> int:

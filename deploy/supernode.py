@@ -13,10 +13,11 @@ import functools
 import importlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             confinement = confinement_of(
                 rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
             )
+            confinement.refuse_led_out()
             # applications could replace what lies in a directory of theirs, and end the process that starts them
             targets = confinement.targets()
         store = given["state_factory"].objectstore_factory.store()
@@ -192,7 +194,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
                 return subprocess.Popen(words)
             if confinement.targets() != targets:
                 raise OSError("confine: a named path leads elsewhere than when this node started")
-            environment = confine.cleaned(os.environ) | {name: str(place) for name, place in writable.items()}
+            environment = own_variables(writable)
             if walls is None:
                 return bubblewrap.Inside(confine.confined_command(confinement, words), environment)
             return walls.start(confinement, of_parent(words, bubblewrap.FIRST), environment["TMPDIR"], environment)
@@ -264,7 +266,8 @@ def noticing(receive: Receive, pace: Pace) -> Receive:
 def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
     """Make the directories that confined applications may write. Return them by their environment variables.
 
-    Raises UserError if one contains a path that they must not change: the site's own directory, or its file of rules.
+    Raises UserError if one contains a path that they must not change: the site's own directory, its file of rules, this
+    process's home of Flower, or the installation.
     """
     from flwr.supercore.utils import get_flwr_home
 
@@ -273,16 +276,28 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
         "COROLLA_STATE_DIR": Path(os.environ.get("COROLLA_STATE_DIR") or directory / "state"),
         VARIABLE: site_directory(),
         "COROLLA_DATA_DIR": data_root(RunConfig()),
-        "FLWR_HOME": get_flwr_home(),
     }
     for name, place in places.items():
         make_directory(place)
-        for kept in (directory, Path(rules)):
+        for kept in (directory, Path(rules), get_flwr_home(), *map(Path, confine.installation())):
             if kept.resolve().is_relative_to(place.resolve()):
                 raise UserError(
                     f"confine: {name}: applications would write {place}, which contains {kept}; choose another"
                 )
     return places
+
+
+def own_variables(writable: Mapping[str, Path]) -> dict[str, str]:
+    """Return the environment variables of confined applications, with a home of Flower's that is theirs and empty.
+
+    Code and settings in this process's own home are also read by processes without walls. writable: the directories that
+    they may write, by their variables.
+    """
+    home = writable["TMPDIR"] / "flwr"
+    # a link of theirs is no directory, and stays
+    shutil.rmtree(home, ignore_errors=True)
+    names = {name: str(place) for name, place in writable.items()}
+    return confine.cleaned(os.environ, writable.values()) | names | {"FLWR_HOME": str(home)}
 
 
 def refuse_secrets(places: Iterable[str | Path]) -> None:

@@ -324,7 +324,51 @@ def test_the_environment_keeps_no_secret() -> None:
         "FLWR_API_KEY": "x",
         "HOME": "/root",
     }
-    assert confine.cleaned(kept | secret) == kept
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+    assert confine.cleaned(kept | secret) == kept | safe
+
+
+def test_the_environment_names_no_code_that_an_application_writes(tmp_path: Path) -> None:
+    own, code, link = tmp_path / "own", tmp_path / "code", tmp_path / "link"
+    for place in (own, code):
+        place.mkdir()
+    link.symlink_to(own)
+    mixed = f":{own}:{code}::.:lib:{own}/lib:{link}/lib:{code}/../own:"
+    given = {
+        **dict.fromkeys(("PATH", "PYTHONPATH", "PYTHONHOME"), mixed),
+        "LD_LIBRARY_PATH": mixed.replace(":", ";"),
+        "LD_PRELOAD": f"libjemalloc.so.2 ./evil.so {own}/evil.so:{code}/good.so :",
+    }
+    others = dict.fromkeys(
+        ("PYTHONPYCACHEPREFIX", "PYTHONUSERBASE", "PYTHONSTARTUP", "LD_AUDIT", "PYTHONEXECUTABLE"), str(code)
+    )
+    found = confine.cleaned(given | others, [own])
+    names = {name for name in found if found[name] == str(code)}
+    assert names == {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH"}
+    assert found["LD_PRELOAD"] == f"libjemalloc.so.2:{code}/good.so"
+    assert not found.keys() & others.keys()
+    # nothing is left of these
+    without = {"PYTHONPATH": f":{own}:", "LD_PRELOAD": ""}
+    assert not confine.cleaned(without, [own]).keys() & without.keys()
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("end", ["", ":", ":.", ":@HOME@"])
+def test_no_file_of_an_application_runs_before_the_walls_inside_are_closed(
+    tmp_path: Path, end: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    walls = bubblewrap.find()
+    assert walls is not None
+    for name in ("deploy", "json", "sitecustomize", "usercustomize"):
+        (tmp_path / f"{name}.py").write_text("import os; os.write(2, b'evil')")
+    code = str(Path(confine.__file__).parent.parent)
+    given = {**os.environ, "PYTHONPATH": code + end.replace("@HOME@", str(tmp_path))}
+    rules = Confinement(confine.installation(), (str(tmp_path),), ())
+    environment = confine.cleaned(given, rules.write)
+    inside = walls.start(rules, [sys.executable, "-c", "import json; print(1)"], str(tmp_path), environment)
+    assert inside.wait() == 0, capfd.readouterr()
+    inside.output.join(30)
+    assert capfd.readouterr().err == "1\n"
 
 
 def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start_anew(

@@ -86,7 +86,6 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
         "TMPDIR": site / "tmp",
         "COROLLA_STATE_DIR": site / "state",
         "COROLLA_SITE_DIR": tmp_path / "site",
-        "FLWR_HOME": tmp_path / "flwr",
         "COROLLA_DATA_DIR": tmp_path / "prepared",
     }
     found = supernode.confinement_of(rules, Node(0, 2, "/own"), places.values(), "127.0.0.1:7777")
@@ -95,14 +94,42 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
         and {"/data", "/own"} <= set(found.read)
         and found.ports == (7777,)
     )
-    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path))
-    with pytest.raises(
-        UserError, match="confine: COROLLA_STATE_DIR: applications would write .*, which contains .*sites/a"
-    ):
-        supernode.writable_directories(site, "/etc/site.toml")
-    monkeypatch.delenv("COROLLA_STATE_DIR")
-    with pytest.raises(UserError, match="which contains .*flwr/site.toml"):
-        supernode.writable_directories(site, str(tmp_path / "flwr" / "site.toml"))
+    # not the home of Flower that processes without walls read
+    home = site / "tmp" / "flwr"
+    home.mkdir()
+    (home / "left").touch()
+    assert supernode.own_variables(places)["FLWR_HOME"] == str(home) and not home.exists()
+    kept = {"node.key": site, "flwr": tmp_path / "flwr", "python": Path(sys.prefix)}
+    for variable in ("COROLLA_STATE_DIR", "COROLLA_DATA_DIR", "COROLLA_SITE_DIR"):
+        for place in kept.values():
+            with monkeypatch.context() as patch, pytest.raises(UserError) as refused:
+                patch.setenv(variable, str(place))
+                supernode.writable_directories(site, "/etc/site.toml")
+            assert str(refused.value).startswith(f"confine: {variable}: ") and str(place) in str(refused.value)
+    with pytest.raises(UserError, match="which contains .*prepared/site.toml"):
+        supernode.writable_directories(site, str(tmp_path / "prepared" / "site.toml"))
+
+
+@pytest.mark.parametrize("link", ["", "state", "state/a"])
+def test_no_path_leads_out_of_a_directory_that_applications_write(tmp_path: Path, link: str) -> None:
+    """An application of an earlier start could have made the link."""
+    state, outside = tmp_path / "state", tmp_path / "outside"
+    for directory in (state, outside / "a" / "named"):
+        directory.mkdir(parents=True)
+    if link == "state":
+        # the site's own: nobody behind the walls could make it
+        state.rmdir()
+        state.symlink_to(outside)
+    elif link:
+        (tmp_path / link).symlink_to(outside / "a")
+    named = str(state / "a" / "named")
+    for rules in (Confinement((named,), (str(state),), ()), Confinement((), (named, str(state)), ())):
+        if link == "state/a":
+            with pytest.raises(UserError) as refused:
+                rules.refuse_led_out()
+            assert named in str(refused.value) and str(outside / "a" / "named") in str(refused.value)
+        else:
+            rules.refuse_led_out()
 
 
 def test_another_system_has_no_landlock(monkeypatch: pytest.MonkeyPatch) -> None:

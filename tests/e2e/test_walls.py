@@ -183,8 +183,9 @@ def outside(directory: Path) -> Iterator[dict[str, Any]]:
         other.kill()
         other.wait()
         shared.unlink()
-        for each in (*listening, datagrams, *ports, home):
+        for each in (*listening, datagrams, *ports):
             each.close()
+        home.close()
         os.close(master)
         os.close(terminal)
 
