@@ -5,15 +5,15 @@ its keys, its audit and approvals, client state, and its notes of spent privacy 
 archive is an uncompressed tar file that only its owner can read: it holds private keys. Its first member,
 `manifest.json`, has the parts and their paths. A restore puts every part back at its path, or changes nothing.
 
-Symbolic links are followed: the archive has the files that they lead to, so that no part depends on a path outside the
-archive. Links in client state are left out, also those that an application makes while its state is copied. Corolla makes none
-there, and an application that leads one to another file must not find that file's content in its state after a restore.
+Of a server, symbolic links are followed: the archive has the files that they lead to, so that no part depends on a path
+outside the archive. Directories that applications may write (a site's, its notes, client state) are read by
+fl_app/foreign_files.py: regular files alone. An application that leads a link to another file, before or meanwhile, must
+not find that file's content in its state after a restore. Their temporary files, and Flower's, are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -21,13 +21,16 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from deploy import database, site
+from deploy.audit import FILE as AUDIT
 from deploy.inventory import LOCAL, Inventory
 from deploy.processes import state_home
+from fl_app import foreign_files
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import explain_full_disk, make_directory, publish
 from fl_app.machine import versions
@@ -35,7 +38,11 @@ from fl_app.run_secret import EXPERIMENT_ID
 from fl_app.site import VARIABLE, site_directory, user_state
 
 MANIFEST, FORMAT = "manifest.json", 1
-_DATABASE, _CLIENT_STATE = "database", "client state"
+_DATABASE, _SITE, _NOTES, _CLIENT_STATE = "database", "site", "notes of budgets and answers", "client state"
+# applications may write there
+_FOREIGN = (_SITE, _NOTES, _CLIENT_STATE)
+# directories of a site, beside its audit: those that nobody needs later, and the one that applications write
+_LEFT_OUT, _STATE = ("tmp", "flwr"), "state"
 # copied first: what is written later refers to them
 _FIRST = "checkpoints"
 
@@ -74,19 +81,19 @@ def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Part
 
     states: directories of client state beside the usual one. rules: `site.toml` files beside the usual one.
     """
-    found = [Part("site", path) for path in sorted((state_home() / "sites").glob("*")) if path.is_dir()]
+    found = [Part(_SITE, path) for path in sorted((state_home() / "sites").glob("*")) if path.is_dir()]
     notes = {site_directory()}
     for name in {"", *rules}:
         if path := site.find(name):
             found.append(Part("rules", path.absolute()))
             kept = site.read_site(path).site_dir
             notes |= {Path(kept)} if kept and VARIABLE not in os.environ else set()
-    found += [Part("notes of budgets and answers", path) for path in sorted(notes)]
+    found += [Part(_NOTES, path) for path in sorted(notes)]
     usual = Path(os.environ.get("COROLLA_STATE_DIR") or user_state())
     for root in dict.fromkeys(path.expanduser().absolute() for path in (usual, *states)):
-        experiments = sorted(root.iterdir()) if root.is_dir() else []
-        named = [path for path in experiments if EXPERIMENT_ID.fullmatch(path.name) and not path.is_symlink()]
-        found += [Part(_CLIENT_STATE, path) for path in named]
+        there = foreign_files.entries(root) if root.is_dir() else []
+        named = [entry.path for entry in there if entry.is_directory and EXPERIMENT_ID.fullmatch(entry.path)]
+        found += [Part(_CLIENT_STATE, root / name) for name in named]
     return _existing(found)
 
 
@@ -115,6 +122,8 @@ def write(archive: Path, parts: list[Part]) -> None:
         raise UserError(f"{archive} exists already; choose another name")
     for part in parts:
         _refuse_inside(archive, part.path)
+    foreign = {part: _foreign_entries(part) for part in parts if part.what in _FOREIGN}
+    _refuse_too_large(archive, foreign)
     about = {
         "format": FORMAT,
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -130,7 +139,10 @@ def write(archive: Path, parts: list[Part]) -> None:
             head.size, head.mode = len(content), 0o600
             tar.addfile(head, io.BytesIO(content))
             for number, part in enumerate(parts):
-                _pack(tar, str(number), part, archive.absolute())
+                if part in foreign:
+                    _pack_foreign(tar, str(number), part, foreign[part])
+                else:
+                    _pack(tar, str(number), part, archive.absolute())
 
     try:
         with explain_full_disk("backup", archive.absolute().parent):
@@ -152,9 +164,6 @@ def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
             database.copy(part.path, copy)
             tar.add(copy, name, filter=_plain)
         return
-    if part.what == _CLIENT_STATE:
-        _pack_without_links(tar, name, part.path)
-        return
     tar.add(part.path, name, recursive=False, filter=_plain)
     if part.path.is_dir():
         for path in _ordered(part.path):
@@ -165,11 +174,57 @@ def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
                 tar.add(path, f"{name}/{path.relative_to(part.path).as_posix()}", recursive=False, filter=_plain)
 
 
-def _pack_without_links(tar: tarfile.TarFile, name: str, directory: Path) -> None:
-    """Add a directory without its links, also if a file or a directory in it becomes one meanwhile.
+def _foreign_entries(part: Part) -> list[foreign_files.Entry]:
+    """Return the entries that are kept of a part that applications may write.
 
-    Each directory and file is opened from the open directory above it, and a link cannot be opened.
+    Raises UserError for a link in a site's own directory: nobody but the site made it, and it would be missing.
     """
+    root, inside = _root(part)
+    found = list(foreign_files.walk(root, inside))
+    if part.what != _SITE:
+        return found
+    sites = {entry.path.removesuffix(AUDIT).rstrip("/") for entry in found if f"/{entry.path}".endswith(f"/{AUDIT}")}
+    scratch = {(*_parts_of(site), name) for site in sites for name in _LEFT_OUT}
+    theirs = scratch | {(*_parts_of(site), _STATE) for site in sites}
+
+    def lies_in(path: str, places: set[tuple[str, ...]]) -> bool:
+        parts = _parts_of(path)
+        return any(parts[:k] in places for k in range(1, len(parts) + 1))
+
+    own = ["", *(entry.path for entry in found if entry.is_directory and not lies_in(entry.path, theirs))]
+    for path in (path for folder in own for path in sorted((root / folder).iterdir())):
+        if path.is_symlink() and not lies_in(path.relative_to(root).as_posix(), theirs):
+            raise UserError(
+                f"backup: {path} is a link to {os.readlink(path)}; of a site links are not kept: put the file there"
+            )
+    return [entry for entry in found if not lies_in(entry.path, scratch)]
+
+
+def _parts_of(path: str) -> tuple[str, ...]:
+    return tuple(path.split("/")) if path else ()
+
+
+def _root(part: Part) -> tuple[Path, str]:
+    """Return a directory that no application can replace, and the part's path below it."""
+    return (part.path.parent, part.path.name) if part.what == _CLIENT_STATE else (part.path, "")
+
+
+def _refuse_too_large(archive: Path, foreign: Mapping[Part, Sequence[foreign_files.Entry]]) -> None:
+    """Raise UserError if there is no room for these entries: a file without content can be of any size."""
+    needed = sum(entry.nbytes for found in foreign.values() for entry in found)
+    if needed > (free := shutil.disk_usage(archive.absolute().parent).free):
+        largest = max(
+            ((e.nbytes, _root(p)[0] / e.path) for p, found in foreign.items() for e in found), default=(0, "")
+        )
+        raise UserError(
+            f"backup: needs {needed} bytes under {archive.absolute().parent}, which has {free}; the largest file is "
+            f"{largest[1]}, of {largest[0]} bytes"
+        )
+
+
+def _pack_foreign(tar: tarfile.TarFile, name: str, part: Part, found: Iterable[foreign_files.Entry]) -> None:
+    """Add a part that applications may write. Entries that are no files any more, or are locked, are left out."""
+    root, inside = _root(part)
 
     def add_directory(name: str) -> None:
         member = tarfile.TarInfo(name)
@@ -177,23 +232,25 @@ def _pack_without_links(tar: tarfile.TarFile, name: str, directory: Path) -> Non
         tar.addfile(member)
 
     add_directory(name)
-    for folder, below, files, above in os.fwalk(directory):
-        here = f"{name}/{Path(folder).relative_to(directory).as_posix()}".removesuffix("/.")
-        if here != name:
+    for entry in found:
+        here = f"{name}/{entry.path.removeprefix(inside).lstrip('/')}"
+        if entry.is_directory:
             add_directory(here)
-        below.sort()
-        for file in sorted(files):
-            try:
-                opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
-            except OSError as error:
-                # it was deleted, or is a link, or a socket
-                if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-                    continue
-                raise
-            with open(opened, "rb") as content:
-                member = tar.gettarinfo(arcname=f"{here}/{file}", fileobj=content)
-                if member.isfile():
-                    tar.addfile(member, content)
+            continue
+        with contextlib.suppress(FileNotFoundError, foreign_files.Refused):
+            with foreign_files.open_file(root, entry.path, entry.nbytes) as content:
+                tar.addfile(tar.gettarinfo(arcname=here, fileobj=content), _Filled(content))
+
+
+class _Filled(io.RawIOBase):
+    """A file that goes on with zeros if it is cut while it is read: its size stands before it in the archive."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        """Return as many bytes as are asked for."""
+        return self._file.read(size).ljust(size, b"\0")
 
 
 def _ordered(directory: Path) -> Iterator[Path]:
@@ -274,11 +331,12 @@ def read(archive: Path) -> list[Part]:
 
 def _parts(tar: tarfile.TarFile, archive: Path) -> list[Part]:
     head = tar.next()
-    file = tar.extractfile(head) if head is not None and head.name == MANIFEST else None
+    sound = head is not None and head.name == MANIFEST and head.size <= foreign_files.MOST_BYTES
+    file = tar.extractfile(head) if head is not None and sound else None
     try:
         about = json.loads(file.read()) if file else {}
-        found = [Part(str(part["what"]), Path(part["path"])) for part in about["parts"]]
-        sound = about["format"] == FORMAT and all(part.path.is_absolute() for part in found)
+        found = [Part(part["what"], Path(part["path"])) for part in about["parts"]]
+        sound = about["format"] == FORMAT and all(_is_place(part) for part in found) and _are_apart(found)
     except MALFORMED:
         sound = False
     if not sound:
@@ -286,29 +344,52 @@ def _parts(tar: tarfile.TarFile, archive: Path) -> list[Part]:
     return found
 
 
+def _is_place(part: Part) -> bool:
+    """Return whether a part can be put back somewhere, and shown."""
+    words, path = (part.what, str(part.path)), part.path
+    return all(type(word) is str and word.isprintable() for word in words) and (
+        path.is_absolute() and path.name != "" and ".." not in path.parts
+    )
+
+
+def _are_apart(parts: Sequence[Part]) -> bool:
+    """Return whether there are parts, and none lies in another one."""
+    paths = {part.path for part in parts}
+    return len(paths) == len(parts) > 0 and not any(paths & set(path.parents) for path in paths)
+
+
 def _unpack(tar: tarfile.TarFile, parts: list[Part], archive: Path) -> None:
     """Extract all parts beside their paths, then rename them. After an error nothing is left."""
     fresh = [part.path.with_name(f".{part.path.name}.restoring-{os.getpid()}") for part in parts]
+    missing = {str(k): part for k, part in enumerate(parts)}
+    known = dict(zip(missing, fresh, strict=True))
     try:
         for path in fresh:
             make_directory(path)
-        missing = set(range(len(parts)))
         for member in tar:
             if member.name == MANIFEST:
                 continue
             number = member.name.partition("/")[0]
-            if not number.isdecimal() or int(number) >= len(parts) or not (member.isfile() or member.isdir()):
-                raise UserError(f"{archive}: is no sound backup: it contains {member.name!r}")
-            missing.discard(int(number))
+            if number not in known or not (member.isfile() or member.isdir()):
+                raise UserError(f"{archive}: is no sound backup: it contains {member.name!r:.200}")
+            missing.pop(number, None)
             # refuses names that lead out of the directory
-            tar.extract(member, fresh[int(number)], filter="data")
+            tar.extract(member, known[number], filter="data")
             if member.isdir():
                 # the filter leaves a directory's mode to the umask
-                (fresh[int(number)] / member.name).chmod(member.mode & 0o755 | 0o700)
+                (known[number] / member.name).chmod(member.mode & 0o755 | 0o700)
         if missing:
-            raise UserError(f"{archive}: is damaged: {parts[min(missing)].path} is missing")
-        for position, (part, path) in enumerate(zip(parts, fresh, strict=True)):
-            os.rename(path / str(position), part.path)
+            raise UserError(f"{archive}: is damaged: {next(iter(missing.values())).path} is missing")
+        _put_back([(path / number, part.path) for (number, path), part in zip(known.items(), parts, strict=True)])
     finally:
         for path in fresh:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _put_back(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Rename all, or none. Raises OSError."""
+    with contextlib.ExitStack() as undone:
+        for source, target in moves:
+            os.rename(source, target)
+            undone.callback(os.rename, target, source)
+        undone.pop_all()

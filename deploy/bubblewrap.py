@@ -53,7 +53,7 @@ _ETC = tuple(
     + ("ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust/extracted")
 )
 _SYS = tuple(f"/sys/{name}" for name in ("bus", "class", "dev", "devices", "fs/cgroup", "module"))
-# what /proc tells of processes and keys outside, whatever their namespaces
+# files of /proc about processes and keys outside, for all namespaces
 _OF_OTHERS = tuple(
     f"/proc/{name}"
     for name in ("acpi", "kcore", "key-users", "keys", "kmsg", "latency_stats", "sched_debug", "scsi", "timer_list")
@@ -255,7 +255,7 @@ def _links(program: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _given_files() -> Iterator[tuple[list[str], list[int]]]:
-    """Yield bubblewrap's options for what it reads from open files, and these files' numbers.
+    """Yield bubblewrap's options with its open files, and these files' numbers.
 
     They are files of /etc that name this account and loopback alone, and the filter of system calls.
     """

@@ -64,7 +64,7 @@ _PYTHONS = (
     *("PYTHONDEVMODE", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONHASHSEED", "PYTHONIOENCODING"),
     *("PYTHONMALLOC", "PYTHONUNBUFFERED", "PYTHONUTF8"),
 )
-# variables that name code which runs before the walls inside are closed, and what separates their parts
+# variables that name code which runs before the walls inside are closed, and the separators of their parts
 _PLACES = {"PATH": ":", "PYTHONPATH": ":", "PYTHONHOME": ":", "LD_LIBRARY_PATH": "[:;]", "LD_PRELOAD": "[: ]"}
 # no module comes from the directory in which a process starts, or from a home: applications write both
 _SAFE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}

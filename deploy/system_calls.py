@@ -7,7 +7,7 @@
 - io_uring, which would make sockets past this filter.
 
 Bubblewrap sets the filter, for its own first process behind the walls too: an application may trace that one, where the
-kernel has no Landlock, and let it call what the application itself cannot.
+kernel has no Landlock, and let it make these calls.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import sqlite3
+import stat
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,69 @@ def test_a_damaged_or_hostile_archive_changes_nothing(machine: Path, tmp_path: P
     assert list(machine.iterdir()) == []
 
 
+SOUND = {"what": "keys", "path": "@/keys"}
+
+
+@pytest.mark.parametrize(
+    "parts, names",
+    [
+        ([SOUND, SOUND], []),
+        ([SOUND, {**SOUND, "path": "@/keys/inside"}], []),
+        ([{**SOUND, "path": "/"}], []),
+        ([{**SOUND, "path": "keys"}], []),
+        ([{**SOUND, "path": "@/../keys"}], []),
+        ([{**SOUND, "path": "@/a\0b"}], []),
+        ([{**SOUND, "path": "@/a\x1b[2J"}], []),
+        ([{**SOUND, "what": "a\nb"}], []),
+        ([{**SOUND, "path": ["@"]}], []),
+        ([{**SOUND, "path": "@/" + "long" * 100}], ["0"]),
+        ([], []),
+        ({}, []),
+        ([SOUND], ["9" * 5000]),
+        ([SOUND], ["00"]),
+        ([SOUND], ["0", "0/../../outside"]),
+        ([SOUND], ["0", "/outside"]),
+        ([SOUND], ["0", ""]),
+        # the second one cannot be put back
+        ([SOUND, {**SOUND, "path": "@/file/inside"}], ["0", "1"]),
+    ],
+)
+def test_a_forged_backup_changes_nothing(machine: Path, tmp_path: Path, parts: Any, names: list[str]) -> None:
+    (machine / "file").write_text("there")
+    about = json.dumps({"format": backup.FORMAT, "parts": parts}).replace("@", str(machine)).encode()
+    archive = tmp_path / "a.tar"
+    with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in [(backup.MANIFEST, about), *((name, b"") for name in names)]:
+            member = tarfile.TarInfo(name)
+            member.size, member.type = len(content), tarfile.REGTYPE if content else tarfile.DIRTYPE
+            tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(UserError):
+        backup.read(archive)
+    assert list(machine.iterdir()) == [machine / "file"] and sorted(tmp_path.iterdir()) == [archive, machine]
+
+
+def test_a_restore_that_fails_in_the_middle_is_undone(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, archive = [Part("keys", machine / name) for name in ("a", "b")], tmp_path / "a.tar"
+    for part in parts:
+        part.path.mkdir()
+    backup.write(archive, parts)
+    for part in parts:
+        part.path.rmdir()
+    rename = os.rename
+
+    def fails(source: Any, target: Any) -> None:
+        if target == parts[1].path:
+            raise OSError(28, "No space left on device", str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(UserError, match="No space left"):
+        backup.read(archive)
+    assert list(machine.iterdir()) == []
+
+
 def test_a_checkpoint_written_meanwhile_is_kept_before_the_records(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -244,6 +309,87 @@ def test_no_link_that_an_application_makes_meanwhile_is_followed(
     shutil.rmtree(root)
     backup.read(archive)
     assert contents(root) == {"0123456789abcdef0123456789abcdef/f0": b"own"} and other.is_dir()
+
+
+def written_by_applications(machine: Path) -> tuple[Path, Path, Path]:
+    """A started site's directory, its state and its notes."""
+    site = machine / "state" / "sites" / "lab" / "supernode-0"
+    Audit(site).append("start", site="", rules="")
+    state = site / "state" / "0123456789abcdef0123456789abcdef"
+    notes = machine / "notes"
+    for directory in (state, notes, site / "tmp", site / "flwr"):
+        directory.mkdir(parents=True)
+    return site, state, notes
+
+
+def test_nothing_but_files_is_kept_of_what_applications_write(machine: Path, tmp_path: Path, command: Command) -> None:
+    secret = tmp_path / "secrets"
+    (secret / "below").mkdir(parents=True)
+    for path in (secret / "id_ed25519", secret / "below" / "key"):
+        path.write_text("secret")
+    site, state, notes = written_by_applications(machine)
+    (site / "node.key").write_text("own key")
+    for place in (state, notes, site / "tmp", site / "state"):
+        (place / "one").write_text("own")
+        (place / "key").symlink_to(secret / "id_ed25519")
+        (place / "all").symlink_to(secret)
+        (place / "loop").symlink_to(".")
+        (place / "away").symlink_to(tmp_path / "not-there")
+        os.mkfifo(place / "pipe")
+        os.mknod(place / "socket", 0o600 | stat.S_IFSOCK)
+    (site / "flwr" / "config.toml").write_text("settings")
+    archive = tmp_path / "a.tar"
+    code, _, err = command("node", "backup", archive)
+    assert code == 0, err
+    assert b"secret" not in archive.read_bytes()
+    shutil.rmtree(machine)
+    backup.read(archive)
+    lab = "state/sites/lab/supernode-0"
+    names = {f"{lab}/audit.jsonl", f"{lab}/audit.head", f"{lab}/node.key", f"{lab}/state/one", "notes/one"}
+    found = {name for name in contents(machine) if not name.endswith(".lock")}
+    assert found == names | {f"{lab}/state/{state.name}/one"}
+    assert not any(path.is_symlink() for path in machine.rglob("*"))
+
+
+def test_a_link_of_the_site_itself_is_refused(machine: Path, tmp_path: Path) -> None:
+    """It would be missing after a restore."""
+    site, _, _ = written_by_applications(machine)
+    (site / "node.key").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError) as refused:
+        backup.write(tmp_path / "a.tar", backup.of_site())
+    assert str(site / "node.key") in str(refused.value)
+    assert not (tmp_path / "a.tar").exists()
+
+
+def test_a_file_without_an_end_is_refused_by_name(machine: Path, tmp_path: Path) -> None:
+    _, state, _ = written_by_applications(machine)
+    with (state / "endless").open("wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(UserError) as refused:
+        backup.write(tmp_path / "a.tar", backup.of_site())
+    assert str(state / "endless") in str(refused.value) and str(1 << 43) in str(refused.value)
+    assert not (tmp_path / "a.tar").exists()
+
+
+def test_a_file_that_is_cut_meanwhile_does_not_end_a_backup(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, state, notes = written_by_applications(machine)
+    (state / "cut").write_bytes(b"x" * 100_000)
+    (notes / "kept").write_text("kept")
+    look = tarfile.TarFile.gettarinfo
+
+    def cut(self: tarfile.TarFile, *given: Any, **named: Any) -> tarfile.TarInfo:
+        found = look(self, *given, **named)
+        if found.name.endswith("/cut"):
+            os.truncate(state / "cut", 10)
+        return found
+
+    monkeypatch.setattr(tarfile.TarFile, "gettarinfo", cut)
+    backup.write(tmp_path / "a.tar", backup.of_site())
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        sizes = {Path(member.name).name: member.size for member in tar}
+    assert sizes["cut"] == 100_000 and sizes["kept"] == 4
 
 
 def test_a_link_that_cannot_be_kept_is_named(machine: Path, tmp_path: Path) -> None:
