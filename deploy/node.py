@@ -152,15 +152,15 @@ def _describe(directory: Path, record: processes.Record) -> Json:
 
 
 def _node_id(directory: Path, name: str) -> str:
-    """Return the node id that a SuperNode logs after it reached its SuperLink, or ""."""
+    """Return the node id that a SuperNode noted after it reached its SuperLink, or "".
+
+    Not the one in its log: the log has an application's words too, and its lines move.
+    """
     try:
-        with (directory / f"{name}.log").open(encoding="utf-8", errors="replace") as log:
-            for line in log:
-                if found := re.search(r"SuperNode ID: (\d+)", line):
-                    return found[1]
+        found = processes.node_id_file(directory, name).read_text(encoding="utf-8")
     except FileNotFoundError:
-        pass
-    return ""
+        return ""
+    return found if found.isascii() and found.isdecimal() else ""
 
 
 # The meaning of refusals in Flower's and gRPC's logs

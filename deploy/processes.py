@@ -23,6 +23,9 @@ from fl_app.files import publish_text
 from fl_app.processes import LAUNCH, end_processes, flower_environment, processes_with, start_mark
 from fl_app.site import user_state
 
+NODE_ID = "COROLLA_NODE_ID_FILE"
+"""The variable that names a SuperNode's file of its node id."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -70,8 +73,9 @@ def start(
         raise UserError(f"{name} is already running here (pid {old.pid})")
     path = directory / f"{name}.log"
     env = flower_environment(directory / "flwr") | dict(environment)
-    env |= {LAUNCH: f"{token}/{name}", LOG_FILE: str(path)}
+    env |= {LAUNCH: f"{token}/{name}", LOG_FILE: str(path), NODE_ID: str(node_id_file(directory, name))}
     path.unlink(missing_ok=True)
+    node_id_file(directory, name).unlink(missing_ok=True)
     # appended, so that a log that is emptied while it is open goes on at its start
     with path.open("ab") as log:
         try:
@@ -146,6 +150,11 @@ def log_end(directory: Path, name: str, lines: int) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+def node_id_file(directory: Path, name: str) -> Path:
+    """Return the file in which a SuperNode notes its node id when it has reached its SuperLink."""
+    return directory / f"{name}.node-id"
 
 
 def _record_path(directory: Path, name: str) -> Path:

@@ -29,7 +29,7 @@ from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
 from deploy.pace import Pace
-from deploy.processes import state_home
+from deploy.processes import NODE_ID, state_home
 from deploy.shared_warm import OWN, SHARED
 from deploy.site import Site
 from deploy.unanswered import Answering, Process, keep_running
@@ -38,7 +38,7 @@ from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
-from fl_app.files import make_directory
+from fl_app.files import make_directory, publish_text
 from fl_app.outgoing import TELL
 from fl_app.privacy.keyring import PEERS
 from fl_app.site import VARIABLE, site_directory, user_state
@@ -155,6 +155,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         log.warning(
             "warm: this node is confined, and has a warm process of its own, because its rules hold for all of it"
         )
+    # no application gets it
+    noted = os.environ.pop(NODE_ID, "")
     pace = Pace(_SHORTEST)
     outage.keep_heartbeats()
     objects.register_in_one_step()
@@ -184,6 +186,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         def connect_behind_gate(**how: Any) -> Iterator[tuple[Any, ...]]:
             with connect(**how) as connection:
                 bare = Connection(*connection)
+                if noted:
+                    publish_text(Path(noted), str(bare.node_id))
                 guarded = gate.around(dataclasses.replace(bare, receive=outage.patient(bare.receive, None)))
                 guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import node, processes
+from deploy import log_size, node, processes
 from deploy.inventory import LOCAL
 from fl_app.errors import UserError
 from fl_app.processes import start_mark
@@ -175,10 +175,26 @@ def test_prepare_writes_private_files(directory: Path) -> None:
     assert not (directory / "keys").exists()
 
 
-def test_a_node_id_is_read_from_the_log(directory: Path) -> None:
-    (directory / "supernode-0.log").write_text("noise\n\x1b[92mINFO \x1b[0m:      SuperNode ID: 1234567\nmore\n")
+def test_a_node_id_is_not_read_from_a_log(directory: Path) -> None:
+    """The log moves, and has an application's words too."""
+    log = directory / "supernode-0.log"
+    log.write_text("INFO : SuperNode ID: 1234567\nmore\n")
+    assert node._node_id(directory, "supernode-0") == ""
+    for name, noted, found in (("0", "1234567", "1234567"), ("1", "", ""), ("2", "\u0661", ""), ("3", "12\n", "")):
+        processes.node_id_file(directory, f"supernode-{name}").write_text(noted)
+        assert node._node_id(directory, f"supernode-{name}") == found
+    log_size.rotate(log, most=1)
     assert node._node_id(directory, "supernode-0") == "1234567"
-    assert node._node_id(directory, "supernode-1") == ""
+
+
+def test_a_started_process_has_no_node_id_yet(directory: Path) -> None:
+    file = processes.node_id_file(directory, "supernode-0")
+    file.write_text("1")
+    code = f"import os; print(os.environ['{processes.NODE_ID}'] == '{file}', os.path.exists('{file}'))"
+    record = processes.start(directory, "t", "supernode-0", [sys.executable, "-c", code], {})
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(record.pid).wait(30)
+    assert processes.log_end(directory, "supernode-0", 9) == "True False"
 
 
 def test_ssh_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

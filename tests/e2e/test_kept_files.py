@@ -55,6 +55,8 @@ def test_the_database_is_closed_and_empty_and_up_starts_a_dead_superlink(lab: La
             file.write(b"x\n" * (6 << 20))
         wait_for(lambda log=log: log.stat().st_size < 1 << 20, 60, every=0.2)
         assert log.with_name(f"{log.name}.1").stat().st_size > 10 << 20
+    # a node's id is in no log
+    assert lab.cluster("status").returncode == 0
     archive = lab.directory / "kept.tar"
     (lab.directory / "none").mkdir()
     backed = lab.cluster("backup", str(archive), "--runs", str(lab.directory / "none"))
