@@ -172,7 +172,12 @@ def days_left(certificate: x509.Certificate) -> float:
 
 
 def expiry_warning(certificate: x509.Certificate) -> str:
-    """Return "expired on DATE", or "expires on DATE, in N days" (or hours, or minutes) if that is soon, or ""."""
+    """Return "expired on DATE", or "expires on DATE, in N days" (or hours, or minutes) if that is soon, or "".
+
+    "is not valid before DATE" if its time has not come.
+    """
+    if certificate.not_valid_before_utc > now():
+        return f"is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
     days, end = days_left(certificate), f"{certificate.not_valid_after_utc:%Y-%m-%d}"
     if days < 0:
         return f"expired on {end}"
@@ -185,9 +190,14 @@ def expiry_warning(certificate: x509.Certificate) -> str:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Read a certificate. Raises UserError if the file contains none."""
+    """Read a file's first certificate, which a server shows as its own. Raises UserError if the file contains none."""
+    return read_certificates(path)[0]
+
+
+def read_certificates(path: Path) -> list[x509.Certificate]:
+    """Read all certificates in a file: a chain, or several authorities. Raises UserError if the file contains none."""
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
+        return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"keys: {path} is not a certificate: {error}") from None
 

@@ -46,26 +46,32 @@ def named_by(options: Sequence[str]) -> list[Path]:
 def watch(paths: Iterable[Path], sleep: Callable[[float], object] | None = None) -> None:
     """Log a warning for each certificate when its time has come, in a thread of its own.
 
-    paths: files of certificates, read once, now. A file without one is left to those that use it. sleep: for tests.
+    paths: files of certificates, read once, now. A file without one is left to those that use it. One that is not valid
+    yet is named at once. sleep: for tests.
     """
-    watched: dict[Path, x509.Certificate] = {}
+    watched: dict[str, x509.Certificate] = {}
     for path in paths:
         try:
-            watched[path] = certificates.read_certificate(path)
+            found = certificates.read_certificates(path)
         except UserError as error:
             log.warning("%s", error)
+            continue
+        watched |= {f"{path}, number {k + 1}" if k else str(path): one for k, one in enumerate(found)}
+    for name, one in watched.items():
+        if one.not_valid_before_utc > certificates.now():
+            log.warning("certificate %s %s", name, certificates.expiry_warning(one))
     if watched:
         run = functools.partial(_watch, watched, sleep or threading.Event().wait)
         threading.Thread(target=run, daemon=True, name="certificates").start()
 
 
-def _watch(watched: Mapping[Path, x509.Certificate], sleep: Callable[[float], object]) -> None:
+def _watch(watched: Mapping[str, x509.Certificate], sleep: Callable[[float], object]) -> None:
     told = dict.fromkeys(watched, 0)
     while min(told.values()) < len(AHEAD):
-        for path, certificate in watched.items():
-            if (now := stage(certificate)) > told[path]:
-                told[path] = now
-                log.warning("certificate %s %s; %s", path, certificates.expiry_warning(certificate), RENEW)
+        for name, certificate in watched.items():
+            if (now := stage(certificate)) > told[name]:
+                told[name] = now
+                log.warning("certificate %s %s; %s", name, certificates.expiry_warning(certificate), RENEW)
         sleep(_LONGEST)
 
 

@@ -99,6 +99,30 @@ def test_a_certificates_end_is_near_in_steps(
     assert exporter.samples()["certificate_stage"] == {("server.crt",): stage}
 
 
+def test_all_certificates_of_a_file_are_watched_also_those_of_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lasting(tmp_path, 20 * 86400, monkeypatch)
+    both, short = tmp_path / "both.crt", tmp_path / "keys" / "server.crt"
+    both.write_bytes((tmp_path / "keys" / "ca.crt").read_bytes() + short.read_bytes())
+    end = certificates.read_certificate(short).not_valid_after_utc
+    monkeypatch.setattr(certificates, "now", lambda: end + datetime.timedelta(days=1))
+    done = threading.Event()
+
+    def once(seconds: float) -> None:
+        done.set()
+        threading.Event().wait()
+
+    expiry.watch([both], once)
+    assert done.wait(30) and f"{both}, number 2 expired on" in caplog.text
+    begin = certificates.read_certificate(short).not_valid_before_utc
+    monkeypatch.setattr(certificates, "now", lambda: begin - datetime.timedelta(days=1))
+    assert "is not valid before" in certificates.expiry_warning(certificates.read_certificate(short))
+    caplog.clear()
+    expiry.watch([short], once)
+    assert f"{short} is not valid before" in caplog.text
+
+
 def test_each_step_has_one_line_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
