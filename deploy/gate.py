@@ -403,7 +403,10 @@ class Gate:
         if why := site.unknown(self.rules, judged.application):
             return why
         _refuse_large_project(fab.content)
-        judged.config = get_fused_config_from_fab(fab.content, run)
+        found = get_fused_config_from_fab(fab.content, run)
+        if strange := [key for key, value in found.items() if type(value) not in (str, int, float, bool)]:
+            return f"{strange[0]}: must be a text, a number, true or false, got {type(found[strange[0]]).__name__}"
+        judged.config = found
         judged.way = Way(modes_of(judged.config), details=self.rules.tell == DETAILED)
         if why := site.refusal(self.rules, judged.application, judged.config):
             return why

@@ -691,6 +691,16 @@ def test_flower_has_the_places_where_the_gate_is_put(tmp_path: Path, monkeypatch
         supernode.install(Site(), Audit(tmp_path / "other"), tmp_path)
 
 
+@pytest.mark.parametrize("value", [b"bytes", [1, 2], None])
+@pytest.mark.parametrize("key", ["local-epochs", "no-such-key"])
+def test_a_value_of_another_kind_is_one_refusal(tmp_path: Path, link: SuperLink, key: str, value: Any) -> None:
+    link.overrides[7] = {key: value}
+    _, opened = gate(tmp_path, link, approval="ask")
+    link.ask("train")
+    assert opened.receive() is None and len(link.errors) == 1 and link.errors[0].startswith("refused/")
+    assert ("refusal", "7") in lines(tmp_path)
+
+
 def test_an_application_has_one_hash() -> None:
     found = application_hash({})
     assert found == application_hash({"method": "fedavg", "local-epochs": 3}) and len(found) == 64
