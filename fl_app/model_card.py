@@ -10,9 +10,9 @@ import hashlib
 import json
 import reprlib
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast, get_type_hints
 
-from fl_app import json_form
+from fl_app import json_form, plugins, tasks
 from fl_app.checksums import sha256_of
 from fl_app.data.encoding import Encoding
 from fl_app.errors import MALFORMED, UserError
@@ -190,6 +190,8 @@ def _unfit(card: Card) -> str:
     counts = [len(inputs["shape"]), len(card["classes"]), len(card["outputs"])]
     if min(*sides, shape["num_classes"], *inputs["shape"], *counts) < 1:
         return "shape, input.shape, classes and outputs must not be empty or 0"
+    if more := sorted(shape.keys() - get_type_hints(_ShapeEntry)):
+        return f"shape must have no other entries, got {reprlib.repr(more[0])}"
     if inputs["shape"] != (shape["input_shape"] or sides):
         return f"input.shape must be the model's {shape['input_shape'] or sides}, got {inputs['shape']}"
     if not 0 <= inputs.get("bits", 0) <= _MOST_BITS:
@@ -207,7 +209,24 @@ def _unfit(card: Card) -> str:
         return f"target-shift must hold {len(card['classes'])} numbers, got {len(card.get('target-shift', ()))}"
     if card["settings"].get("task", card["task"]) != card["task"]:
         return f"task must be the settings' {card['settings'].get('task')!r}, got {card['task']!r}"
-    return _not_encodings(card.get("table", {}).get("encodings", []))
+    if card["task"] not in tasks.BUILT_IN and not plugins.is_reference(card["task"]):
+        return f"task must be one of {', '.join(tasks.BUILT_IN)}, or module:Class, got {reprlib.repr(card['task'])}"
+    encodings = card.get("table", {}).get("encodings", [])
+    return _not_encodings(encodings) or (_unfit_table(card, width) if encodings else "")
+
+
+def _unfit_table(card: Card, width: int) -> str:
+    """Return why the encodings of a table's columns do not fit the model's inputs; empty if they do."""
+    encodings = [Encoding.from_json(fields) for fields in card["table"]["encodings"]]
+    columns = [encoding.column for encoding in encodings]
+    if len(set(columns)) < len(columns):
+        return "table.encodings must have columns that differ"
+    if lacking := [name for name in ("shift", "scale") if name not in card["input"]]:
+        return f"input.{lacking[0]} is missing"
+    names = [name for encoding in encodings for name in encoding.names]
+    if len(names) not in (1, width):
+        return f"table.encodings must give the model's {width} features, got {len(names)}"
+    return ""
 
 
 def _not_encodings(encodings: list[dict[str, Any]]) -> str:

@@ -177,7 +177,7 @@ def _within(directory: Path, name: str) -> Path | None:
         return None
     path = directory / name
     inside = not _at_site or path.resolve().is_relative_to(directory)
-    return path if inside and path.is_file() else None
+    return path if inside and _is_file(path) else None
 
 
 def _file(directory: Path, module: str) -> Path | None:
@@ -185,7 +185,15 @@ def _file(directory: Path, module: str) -> Path | None:
     if not all(part.isidentifier() for part in parts):
         return None
     stem = directory.joinpath(*parts)
-    return next((p for p in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if p.is_file()), None)
+    return next((p for p in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if _is_file(p)), None)
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a file exists. No file has a name that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 @functools.cache

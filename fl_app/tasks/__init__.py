@@ -92,8 +92,10 @@ def of(config: RunConfig) -> Task:
 
 def named(name: str) -> Task:
     """Return a task by its name, or a user's own by `module:Class`. Raises UserError if the class is no valid task."""
-    if name in BUILT_IN or not plugins.is_reference(name):
+    if name in BUILT_IN:
         return BUILT_IN[name]()
+    if not plugins.is_reference(name):
+        raise UserError(f"task: must be one of {', '.join(BUILT_IN)}, or module:Class, got {name!r:.100}")
     found = plugins.load("task", name)
     if not isinstance(found, type) or not issubclass(found, Task):
         raise UserError(f"task {name}: must be a class made of fl_app.tasks.Task, got {found!r}")

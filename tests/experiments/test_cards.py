@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from corolla.experiments.exported.export import export
 from fl_app import model_card
 from fl_app.errors import UserError
+from fl_app.model_names import read_card
 from strategies import METHODS
 from tests.conftest import Command, Run
 from tests.experiments.test_predict_rows import patients
@@ -25,6 +27,7 @@ JSON = st.recursive(
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=5), inside, max_size=3),
     max_leaves=4,
 )
+EXAMPLES = int(os.environ.get("COROLLA_CARDS", "80"))
 TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12, "model": "mlp"}
 
 
@@ -72,26 +75,109 @@ def asked(request: pytest.FixtureRequest, run: Run, tmp_path: Path) -> tuple[Pat
     return export(folder.path, METHODS, None, tmp_path / "model.pt")[0], table
 
 
-def test_any_json_is_a_card_or_one_clear_error(asked: tuple[Path, Path], command: Command) -> None:
+LONG = "ab" * 3000
+
+
+def forged(sound: Any, draw: st.DrawFn) -> Any:
+    """Return a card that differs in one place from a sound one, or any JSON."""
+    everywhere = list(places(sound))
+    path = draw(st.sampled_from(everywhere))
+    there = at(sound, path)
+    match draw(st.sampled_from(["json", "drop", "retype", "lengthen", "shorten", "swap", "add", "word"])):
+        case "json":
+            return draw(JSON)
+        case "drop":
+            return changed(sound, path, None, remove=True)
+        case "retype":
+            return changed(sound, path, draw(JSON))
+        case "lengthen":
+            longer = {list: lambda: [*there, *there[:1]], str: lambda: there + LONG, int: lambda: there + 1}
+            return changed(sound, path, longer.get(type(there), lambda: [there])())
+        case "shorten":
+            shorter = {list: lambda: there[:-1], str: lambda: there[:-1], dict: lambda: {}}
+            return changed(sound, path, shorter.get(type(there), lambda: 0)())
+        case "swap":
+            alike = [other for other in everywhere if type(at(sound, other)) is type(there)]
+            return changed(sound, path, copy.deepcopy(at(sound, draw(st.sampled_from(alike)))))
+        case "add":
+            where = path if isinstance(there, dict) else path[:1] if isinstance(sound[path[0]], dict) else ()
+            return changed(sound, (*where, draw(st.sampled_from(["extra", "norm", "x y", LONG]))), draw(JSON))
+        case _:
+            words = [
+                "no-such",
+                "other:module",
+                f"{LONG}:x",
+                f"{LONG}.py",
+                "os:getcwd",
+                "..",
+                "/",
+                "a\0b",
+                "\ud800",
+                "mlp",
+            ]
+            return changed(sound, path, draw(st.sampled_from(words)))
+
+
+def at(card: Any, path: tuple[Any, ...]) -> Any:
+    """Return the value at a path."""
+    for key in path:
+        card = card[key]
+    return card
+
+
+def test_any_json_is_a_card_or_one_clear_error(
+    asked: tuple[Path, Path], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, samples = asked
     sound = json.loads(model_card.beside(file).read_text())
     assert command("verify", str(file))[0] == 0 and command("predict", str(file), str(samples))[0] == 0
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.one_of(JSON, st.tuples(st.sampled_from(list(places(sound))), JSON, st.booleans())))
-    def attempt(drawn: Any) -> None:
-        card = changed(sound, drawn[0], drawn[1], remove=drawn[2]) if isinstance(drawn, tuple) else drawn
-        seal(file, card)
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def attempt(data: st.DataObject) -> None:
+        seal(file, data.draw(st.composite(lambda draw: forged(sound, draw))()))
         try:
             model_card.read(file)
+            readable = True
         except UserError as error:
             assert str(error).startswith(str(file))
-            return
-        assert command("verify", str(file))[0] == 0
-        code, _, said = command("predict", str(file), str(samples))
-        assert code in (0, 2), said
+            readable = False
+        code, _, said = command("verify", str(file))
+        assert code == (0 if readable else 2), said
+        options = data.draw(st.sampled_from([(), ("--on-error", "row"), ("--json",)]))
+        code, _, said = command("predict", str(file), str(samples), *options)
+        assert code == 2 or (readable and code == 0), said
+        # a run that begins with these weights
+        try:
+            read_card("initial-weights", file)
+        except UserError:
+            assert not readable
 
     attempt()
+
+
+def test_entries_that_do_not_fit_each_other_are_one_error(asked: tuple[Path, Path], command: Command) -> None:
+    """Each of these ended `predict` in a traceback."""
+    file, samples = asked
+    sound = json.loads(model_card.beside(file).read_text())
+    cards = {
+        "shape": changed(sound, ("shape", "extra"), 1),
+        "task": changed(changed(sound, ("task",), "no-such"), ("settings", "task"), "no-such"),
+        "plugins": changed(sound, ("settings", "plugins"), f"{LONG}.py:0000000000000000"),
+        "model": changed(sound, ("settings", "model"), f"{LONG}:net"),
+    }
+    if sound.get("table", {}).get("encodings"):
+        cards |= {
+            "input.shift": changed(sound, ("input", "shift"), None, remove=True),
+            "table.encodings": changed(sound, ("table", "encodings"), sound["table"]["encodings"][:-1]),
+            "twice": changed(
+                sound, ("table", "encodings"), [*sound["table"]["encodings"], *sound["table"]["encodings"]]
+            ),
+        }
+    for name, card in cards.items():
+        seal(file, card)
+        code, _, said = command("predict", str(file), str(samples))
+        assert code == 2 and "Traceback" not in said, (name, said)
 
 
 @pytest.mark.parametrize(
