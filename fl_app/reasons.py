@@ -57,6 +57,7 @@ RULES = {
     "same-model": "must be the server's model",
     "keys": "needs the site's keys",
     "hidden": "an answer must hide the single client",
+    "sealed": "the sketches' key must be sealed for the site",
     "once": "an attempt is answered once",
     "in-range": "values must fit the range of a private run",
     "own-files": "must name a file of the application",

@@ -139,7 +139,7 @@ class RunKeys:
         """
         me = self.ring.client_id
         if (found := opened(self._sketch_key(sender, announced, sender, me), sealed)) is None:
-            raise UserError(not_sealed(sender, me))
+            raise not_sealed(sender, me)
         return found
 
     def share_key(self, other: str, label: str, sender: int, receiver: int) -> bytes:
@@ -229,9 +229,10 @@ def opened(key: bytes, text: str) -> bytes | None:
         return None
 
 
-def not_sealed(sender: int, receiver: int) -> str:
+def not_sealed(sender: int, receiver: int) -> UserError:
     """Return the complaint of a client that cannot open the sketches' key, which `sender` should have sealed for it."""
-    return f"private: the sketches' key was not sealed by client {sender} for client {receiver}"
+    why = f"private: the sketches' key was not sealed by client {sender} for client {receiver}"
+    return UserError(why, code="protocol", key="private", rule="sealed")
 
 
 def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:

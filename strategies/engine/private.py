@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import rng
+from fl_app import reasons, rng
 from fl_app.config import RunConfig
 from fl_app.errors import MethodFault, UserError, counted
 from fl_app.keys import Scalar
@@ -499,7 +499,11 @@ class PrivateRounds:
         if not intake.expected.sends_mask:
             return
         sealer = self._sealer(attempt)
-        complain = [i for i, cause in attempt.causes.items() if not_sealed(sealer, i) in cause]
+        complain = [
+            i
+            for i, cause in attempt.causes.items()
+            if str(why := not_sealed(sealer, i)) in cause or reasons.of(why).sentence in cause
+        ]
         if 2 * len(complain) > len(intake.ids):
             raise TooFewResults(
                 f"client {sealer} sealed no key of the sketches that clients {complain} can open: they are asked again without it",

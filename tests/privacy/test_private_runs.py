@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
+from client_app import client_app
 from client_app.client import CorollaClient
 from fl_app import weights, wire
+from fl_app.debugging import Place
 from fl_app.errors import UserError
 from fl_app.layout import Layout
+from fl_app.reasons import Reason
 from fl_app.server import matrices
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
@@ -23,6 +26,7 @@ from strategies import METHODS, fedcac
 from strategies.engine.private import PrivateRounds
 from strategies.kernels.linkage import ALONE
 from tests.conftest import Run, config
+from tests.privacy.keys import make
 from tests.privacy.runs import PRIVATE, rounds
 
 SUMS = tuple(sorted(name for name in METHODS if METHODS[name].sums))
@@ -333,6 +337,27 @@ def test_a_client_that_seals_no_key_is_left_out_and_nobody_else(
         assert {failure["attempt"] for failure in record["failures"]} == {1}
     who = " that clients [0, 1, 2, 3, 4] can open" if sealed else ": the others are asked again"
     assert f"client 0 sealed no key of the sketches{who}" in caplog.text
+
+
+def test_at_sites_it_is_left_out_by_the_reason_that_the_others_send(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = CorollaClient._answered
+
+    def lie(self: CorollaClient, question: Download) -> dict[str, Any]:
+        found = honest(self, question)
+        return (
+            {"private-sealed": ",".join(["A" * 80] * 5)} if "private-sealed" in found and not self.client_id else found
+        )
+
+    monkeypatch.setattr(CorollaClient, "_answered", lie)
+    monkeypatch.setattr(client_app, "_place", lambda context: Place.DEPLOYMENT)
+    nodes = {i: {"private-keys": str(path)} for i, path in enumerate(make(tmp_path / "keys", 5))}
+    for record in rounds(run(method="fedcac", node_configs=nodes, **PRIVATE)):
+        assert set(record["clients"]) == {"1", "2", "3", "4"}
+        causes = {failure["cause"] for failure in record["failures"]}
+        assert causes == {Reason("protocol", "private", "sealed").sentence}
+    assert "client 0 sealed no key of the sketches that clients [0, 1, 2, 3, 4] can open" in caplog.text
 
 
 # what cannot be private
