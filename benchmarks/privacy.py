@@ -29,7 +29,7 @@ from fl_app.privacy import keyring, masking, shares, sketch
 from fl_app.privacy.companies import threshold
 from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring
 from fl_app.privacy.transcript import SentHashes, config_hash
-from fl_app.wire import AGREED, OPEN, PRIVATE, SHARES, Download, Upload, payload_bytes, upload_message
+from fl_app.wire import AGREED, COMMITTED, OPEN, PRIVATE, SHARES, Download, Upload, payload_bytes, upload_message
 from strategies import fedcac
 from strategies.kernels import aggregate, linkage, masks
 
@@ -95,7 +95,8 @@ class Sites:
         label, announced, own = str(known["label"]), self.announced[0], [*range(survivors)]
         part = bytes(shares.SHARE)
         texts = [keyring.sealed(self._keys(j).share_key(announced, label, j, 0), part) for j in own]
-        said = {f"{PRIVATE}-members": ",".join(map(str, own)), SHARES: ",".join(texts)}
+        promised = ",".join(shares.commitment(part, j, 0) for j in own)
+        said = {f"{PRIVATE}-members": ",".join(map(str, own)), SHARES: ",".join(texts), COMMITTED: promised}
         if survivors < len(self.announced):
             said[AGREED] = ",".join(self._keys(j).agree(label, own) for j in own)
         return Download(OPEN, self.attempt, 0, "benchmark", model=NOTHING, method=said)

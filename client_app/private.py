@@ -23,6 +23,7 @@ from fl_app.wire import (
     AGREE,
     AGREED,
     BETWEEN,
+    COMMITTED,
     GROUP_MIN,
     OPEN,
     OPENED,
@@ -59,7 +60,7 @@ def answered(question: Download, site: SiteKeys) -> dict[str, Scalar]:
         return {SIGNED: site.sign_split(question.experiment, _splits(said))}
     try:
         clients = tuple(int(word) for word in str(said[f"{PRIVATE}-members"]).split(","))
-        texts = {name: str(said.get(name, "")).split(",") for name in (f"{PRIVATE}-keys", SHARES, AGREED)}
+        texts = {name: str(said.get(name, "")).split(",") for name in (f"{PRIVATE}-keys", SHARES, COMMITTED, AGREED)}
     except (KeyError, ValueError):
         raise UserError("private: the question does not name clients") from None
     if question.task == SEAL and len(texts[f"{PRIVATE}-keys"]) == len(clients):
@@ -71,7 +72,7 @@ def answered(question: Download, site: SiteKeys) -> dict[str, Scalar]:
     noted = site.help_open(*claimed, clients, _splits(said))
     if question.task == AGREE:
         return {AGREED: keys.agree(noted["label"], clients)}
-    return _opened(noted, clients, texts[SHARES], texts[AGREED], keys)
+    return _opened(noted, clients, texts, keys)
 
 
 def _splits(said: Mapping[str, Scalar]) -> list[Split]:
@@ -168,7 +169,7 @@ class Masker:
         label = self._with_words(words.size).digest
         shared = {i: _mask_key(keys, key, i, label) for i, key in self.others.items()}
         masking.mask(words, keys.ring.client_id, shared)
-        shares_of_own = self._mask_alone(words, label)
+        told_of_own = self._mask_alone(words, label)
         facts = {"members": told.members, "keys": told.keys, "label": label}
         self.site.note_answer(told.experiment, told.round, told.attempt, facts)
         hidden = None
@@ -178,45 +179,53 @@ class Masker:
             key = derived(secret, "sketch", told.experiment, told.round, told.attempt)
             hidden = sketch.sketch(upload.mask, d, sketch.length(d, self.sketch_bits), key)
         version = state_version(told.round, told.attempt)
-        return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: version, SHARES: shares_of_own}, upload.num_examples)
+        return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: version, **told_of_own}, upload.num_examples)
 
-    def _mask_alone(self, words: Words, label: str) -> str:
-        """Add this upload's own mask, in place. Return the shares of its seed, sealed for each member in order."""
+    def _mask_alone(self, words: Words, label: str) -> dict[str, str]:
+        """Add this upload's own mask, in place. Return the shares of its seed, sealed for each member in order, and hashes."""
         keys, members, me = self.site.keys, self.transcript.members, self.site.keys.ring.client_id
         seed = secure_random.secret(shares.SEED)
         masking.add(words, [(True, shares.own_mask(seed))])
         parts = shares.split(seed, members, threshold(len(members)))
         of = zip(members, self.transcript.keys, strict=True)
-        return ",".join(sealed(keys.share_key(text, label, me, j), parts[j]) for j, text in of)
+        texts = (sealed(keys.share_key(text, label, me, j), parts[j]) for j, text in of)
+        promised = [*(shares.commitment(parts[j], me, j) for j in members), shares.commitment(seed, me)]
+        return {SHARES: ",".join(texts), COMMITTED: ",".join(promised)}
 
     def _with_words(self, words: int) -> Transcript:
         return dataclasses.replace(self.transcript, words=words)
 
 
 def _opened(
-    noted: Mapping[str, Any], survivors: Sequence[int], texts: list[str], agreed: list[str], keys: RunKeys
+    noted: Mapping[str, Any], survivors: Sequence[int], texts: Mapping[str, list[str]], keys: RunKeys
 ) -> dict[str, Scalar]:
     """Return this client's part in opening a sum: its shares of the survivors' own masks, and its keys with the other members.
 
-    noted: the notes on the attempt (`SiteKeys.note_answer`). texts: the sealed shares, by survivor. agreed: by
-    survivor, its signature of the survivors. If members dropped out, as many must have signed as have to answer. Raises
-    UserError.
+    noted: the notes on the attempt (`SiteKeys.note_answer`). texts: by survivor, the sealed share, its hash, and the
+    signature of the survivors. If members dropped out, as many must have signed as have to answer. A share that cannot be
+    opened, or has another hash, is BLANK. Raises UserError, also if these are more than a third.
     """
     members, label, me = list(noted["members"]), str(noted["label"]), keys.ring.client_id
     of = dict(zip(members, noted["keys"], strict=True))
     gone = [u for u in members if u not in survivors]
     needed = threshold(len(members)) if gone else 0
-    signed = zip(survivors, agreed, strict=False)
+    signed = zip(survivors, texts[AGREED], strict=False)
     if sum(keys.agrees(j, label, survivors, text) for j, text in signed if needed) < needed:
         raise UserError(f"private: {needed} members must have agreed on those that are left")
-    if len(texts) != len(survivors):
+    if not len(texts[SHARES]) == len(texts[COMMITTED]) == len(survivors):
         raise UserError("private: the server does not send the shares that open a sum")
-    found = [opened(keys.share_key(of[j], label, j, me), text) for j, text in zip(survivors, texts, strict=True)]
-    if lost := [j for j, share in zip(survivors, found, strict=True) if share is None]:
+    found = {
+        j: opened(keys.share_key(of[j], label, j, me), text) for j, text in zip(survivors, texts[SHARES], strict=True)
+    }
+    promised = dict(zip(survivors, texts[COMMITTED], strict=True))
+    lost = [j for j, share in found.items() if share is None or shares.commitment(share, j, me) != promised[j]]
+    if 3 * len(lost) > len(survivors):
         raise UserError(f"private: clients {lost} sealed no shares for client {me} in this attempt")
+    if lost:
+        log.warning("private: clients %s sealed no shares for client %d in this attempt", lost, me)
     between = (_mask_key(keys, halves(of[u])[0], u, label) for u in gone)
     return {
-        OPENED: ",".join(share.hex() for share in found if share is not None),
+        OPENED: ",".join((shares.BLANK if share is None or j in lost else share).hex() for j, share in found.items()),
         BETWEEN: ",".join(key.hex() for key in between),
     }
 

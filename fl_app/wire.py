@@ -70,6 +70,8 @@ SUM = "masked"
 # Entries of an upload and of answers: sealed shares of the upload's own mask; a signature of the survivors; shares, and keys with
 # the members that dropped out.
 SHARES, AGREED, OPENED, BETWEEN = f"{PRIVATE}-shares", f"{PRIVATE}-agreed", f"{PRIVATE}-opened", f"{PRIVATE}-between"
+# Entry of an upload: hashes of its shares, by member, and of the mask's seed. A question has those for its client.
+COMMITTED = f"{PRIVATE}-commitments"
 # Metric of the reply to "forget" in a private run: whether a value was ever clipped to `private-range`.
 CLIPPED = f"{PRIVATE}-clipped"
 # Fewest clients in a sum of a private round: with two, each would know the other's model.

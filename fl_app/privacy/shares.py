@@ -6,12 +6,16 @@ reveals, for one set of survivors only, its shares of the survivors' seeds, and 
 others. So no upload loses both its own mask and its pairwise masks: for that, two thirds of the members would have
 to count its client among the survivors, and all members of another set as large would have to count it among the others.
 
+With its shares a client sends their hashes, and the seed's. A member that cannot open a share, or gets another one, reveals
+none (BLANK). So a share that does not fit is its holder's fault, and a seed that does not fit its maker's.
+
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017. There a dropped
 client's key is restored from shares, too. Here all survivors reveal the keys that they have with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 
 from fl_app.privacy import masking, secure_random
@@ -20,6 +24,8 @@ from fl_app.privacy.masking import Words, derived
 _PRIME = 2**255 - 19
 # bytes of a share, and of a seed, which is below the prime
 SHARE, SEED = 32, 31
+# revealed in place of a share that a member did not get: it is above the prime, so no share
+BLANK = b"\xff" * SHARE
 
 
 def split(seed: bytes, members: Sequence[int], needed: int) -> dict[int, bytes]:
@@ -39,7 +45,7 @@ def split(seed: bytes, members: Sequence[int], needed: int) -> dict[int, bytes]:
 def restore(holders: Sequence[int], several: Sequence[Sequence[bytes]]) -> list[bytes]:
     """Return seeds from their shares. holders: the members that have a share of each. several: for each seed, their shares.
 
-    Raises ValueError if they are not shares of seeds of 31 bytes.
+    A seed is b"" if its shares are not those of 31 bytes.
     """
     factors = []
     for i in holders:
@@ -52,10 +58,13 @@ def restore(holders: Sequence[int], several: Sequence[Sequence[bytes]]) -> list[
     for shares in several:
         values = (int.from_bytes(share, "big") * factor for share, factor in zip(shares, factors, strict=True))
         seed = sum(values) % _PRIME
-        if seed >> (8 * SEED):
-            raise ValueError("the shares do not restore a seed")
-        found.append(seed.to_bytes(SEED, "big"))
+        found.append(b"" if seed >> (8 * SEED) else seed.to_bytes(SEED, "big"))
     return found
+
+
+def commitment(content: bytes, maker: int, holder: int | None = None) -> str:
+    """Return the hash by which a client is bound to a member's share of its seed, or without a member to the seed itself."""
+    return hashlib.sha256(f"corolla share {maker} {holder} ".encode() + content).hexdigest()
 
 
 def own_mask(seed: bytes) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from fl_app import reasons, rng
 from fl_app.config import RunConfig
-from fl_app.errors import MethodFault, UserError, counted
+from fl_app.errors import MethodFault, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Layout, Model
 from fl_app.privacy import companies
@@ -31,6 +32,7 @@ from fl_app.wire import (
     AGREE,
     AGREED,
     BETWEEN,
+    COMMITTED,
     GROUP_MIN,
     OPEN,
     OPENED,
@@ -65,8 +67,10 @@ class MaskedIntake(Intake):
     config: the run's. version: the version of the client states that the attempt makes. groups: by label, the members of a
     sum. totals: uint64 [P, d + b + 1], sums of uploads of which all or none are in a group's sum. row_of_sum: by client, its
     row in `totals`. sent: by client, the hash of what it is sent. shares: by client, the sealed shares of its own mask, by
-    member. survivors: by label, the members whose sum is to be opened. agreed: by client, its signature of them. answers: by
-    client, its shares of their masks, and its keys with the other members.
+    member. committed: their hashes, and at None that of the mask's seed. lost: by client, the members that have no share of
+    its mask. seeds: by label and client, those of own masks. survivors: by label, the members whose sum is to be opened.
+    agreed: by client, its signature of them. answers: by client, its shares of their masks, and its keys with the other
+    members.
     """
 
     config: RunConfig
@@ -76,6 +80,9 @@ class MaskedIntake(Intake):
     row_of_sum: Mapping[int, int]
     sent: Mapping[int, str]
     shares: dict[int, dict[int, str]] = field(default_factory=dict)
+    committed: dict[int, dict[int | None, str]] = field(default_factory=dict)
+    lost: dict[int, set[int]] = field(default_factory=dict)
+    seeds: dict[int, dict[int, bytes]] = field(default_factory=dict)
     survivors: dict[int, list[int]] = field(default_factory=dict)
     agreed: dict[int, str] = field(default_factory=dict)
     answers: dict[int, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
@@ -89,10 +96,11 @@ class MaskedIntake(Intake):
         """Add an upload to its group's sum and keep no copy. Raises WireError if its masks belong to another attempt."""
         if (made_for := upload.metrics.get(PRIVATE, "")) != self.version:
             raise WireError(f"its masks belong to attempt {str(made_for)[:20] or 'none'}, not to {self.version}")
-        members, texts = self.groups[self.label_of[client_id]], str(upload.metrics.get(SHARES, "")).split(",")
-        if len(texts) != len(members):
-            raise WireError(f"{SHARES} must be for each of {counted(len(members), 'member')}, got {len(texts)}")
+        members = self.groups[self.label_of[client_id]]
+        texts = _words(upload.metrics, SHARES, len(members), "[A-Za-z0-9+/]{80}")
+        hashes = _words(upload.metrics, COMMITTED, len(members) + 1, _HEXADECIMAL)
         self.shares[client_id] = dict(zip(members, texts, strict=True))
+        self.committed[client_id] = dict(zip([*members, None], hashes, strict=True))
         self.totals[self.row_of_sum[client_id]] += upload.extras[SUM]
         rest = Upload(upload.model, upload.mask, num_examples=upload.num_examples)
         super().accept(client_id, rest, metrics, nbytes)
@@ -115,34 +123,79 @@ class MaskedIntake(Intake):
         return len(self.survivors[label]) if self.dropped(label) else threshold(len(self.groups[label]))
 
     def is_open(self, label: int) -> bool:
-        """Return whether enough of a group's members have helped to open its sum."""
-        return sum(i in self.answers for i in self.survivors[label]) >= self.needed(label)
+        """Return whether enough of a group's members have helped to open its sum: with enough shares of each own mask."""
+        helped = sum(i in self.answers for i in self.survivors[label])
+        return helped >= self.needed(label) and not self.short(label)
+
+    def short(self, label: int) -> list[int]:
+        """Return the survivors of a group of whose own mask too few shares are known."""
+        own, enough = self.survivors[label], threshold(len(self.groups[label]))
+        helped = sum(i in self.answers for i in own)
+        return [i for i in own if helped - len(self.lost.get(i, ())) < enough]
 
     def answer(self, client_id: int, entries: Numbers) -> None:
-        """Take a client's part in opening its group's sum. Raises WireError if it is malformed."""
-        label, found = self.label_of[client_id], []
-        for name, count in ((OPENED, len(self.survivors[label])), (BETWEEN, len(self.dropped(label)))):
-            words = [word for word in str(entries.get(name, "")).split(",") if word]
-            if len(words) != count or not all(re.fullmatch("[0-9a-f]{64}", word, re.ASCII) for word in words):
-                raise WireError(f"{name} must be {count} words of 64 hexadecimal digits")
-            found.append([bytes.fromhex(word) for word in words])
-        self.answers[client_id] = found[0], found[1]
+        """Take a client's part in opening its group's sum. Raises WireError if it is malformed, or has a wrong share."""
+        from fl_app.privacy.shares import BLANK, commitment
+
+        label = self.label_of[client_id]
+        own, gone = self.survivors[label], self.dropped(label)
+        held, between = (
+            [bytes.fromhex(word) for word in _words(entries, name, count, _HEXADECIMAL)]
+            for name, count in ((OPENED, len(own)), (BETWEEN, len(gone)))
+        )
+        lost = [i for i, share in zip(own, held, strict=True) if share == BLANK]
+        for i, share in zip(own, held, strict=True):
+            if i not in lost and commitment(share, i, client_id) != self.committed[i][client_id]:
+                raise WireError(f"{OPENED}: the share of client {i}'s mask is not the one that it was sent")
+        for i in lost:
+            self.lost.setdefault(i, set()).add(client_id)
+        self.answers[client_id] = held, between
+
+    def restored(self, label: int) -> dict[int, bytes]:
+        """Return the seeds of the survivors' own masks. One is left out if its client has promised another."""
+        from fl_app.privacy import shares
+
+        if label in self.seeds:
+            return self.seeds[label]
+        own, found = self.survivors[label], self.seeds.setdefault(label, {})
+        enough, alike = threshold(len(self.groups[label])), dict[tuple[int, ...], list[int]]()
+        helped = [i for i in own if i in self.answers]
+        for i in own:
+            holders = [j for j in helped if j not in self.lost.get(i, ())][:enough]
+            alike.setdefault(tuple(holders), []).append(i)
+        place = {i: at for at, i in enumerate(own)}
+        for by, makers in alike.items():
+            several = [[self.answers[j][0][place[i]] for j in by] for i in makers]
+            seeds = zip(makers, shares.restore(by, several), strict=True)
+            found |= {i: seed for i, seed in seeds if shares.commitment(seed, i) == self.committed[i][None]}
+        return found
+
+    def at_fault(self, label: int) -> dict[int, str]:
+        """Return the survivors of a group that keep its sum from being opened, with the cause.
+
+        If a share is missing, its maker or its holder lies. The one in most of these pairs is named, or both.
+        """
+        if self.is_open(label):
+            lied = [i for i in self.survivors[label] if i not in self.restored(label)]
+            return dict.fromkeys(lied, "its shares do not open its upload")
+        pairs = [(i, j) for i in self.short(label) for j in sorted(self.lost.get(i, ()))]
+        count = Counter(i for pair in pairs for i in pair)
+        return {
+            i: f"it sealed no shares for clients {sorted(self.lost.get(i, ()))}, or says so of clients "
+            f"{[maker for maker, holder in pairs if holder == i]}"
+            for i in count
+            if count[i] == max(count.values())
+        }
 
     def _opened(self, label: int) -> NDArray[np.uint64]:
         """Return a group's sum without masks. Raises TooFewResults if too few members helped to open it."""
         from fl_app.privacy import shares
 
         own, gone = self.survivors[label], self.dropped(label)
-        helped = [i for i in own if i in self.answers]
         if not self.is_open(label):
             silent = [i for i in own if i not in self.answers]
             raise TooFewResults(_gone(silent, own), [*silent, *gone])
-        holders = helped[: threshold(len(self.groups[label]))]
-        try:
-            several = [[self.answers[i][0][place] for i in holders] for place in range(len(own))]
-            masks = [shares.own_mask(seed) for seed in shares.restore(holders, several)]
-        except ValueError:
-            raise TooFewResults(_uncancelled(own)) from None
+        masks = [shares.own_mask(seed) for seed in self.restored(label).values()]
         rows = sorted({self.row_of_sum[i] for i in own})
         total: NDArray[np.uint64] = np.add.reduce(self.totals[rows], axis=0, dtype=np.uint64)
         between = {(i, j): key for i in own if gone for j, key in zip(gone, self.answers[i][1], strict=True)}
@@ -156,6 +209,17 @@ class MaskedIntake(Intake):
             return masking.decode(total, layout.d, self.config.num_clients, len(members), self.config.private_range)
         except ValueError:
             raise TooFewResults(_uncancelled(members)) from None
+
+
+_HEXADECIMAL = "[0-9a-f]{64}"
+
+
+def _words(entries: Mapping[str, Scalar], name: str, count: int, form: str) -> list[str]:
+    """Return the words of an entry. Raises WireError unless it has so many of this form."""
+    words = [word for word in str(entries.get(name, "")).split(",") if word]
+    if len(words) != count or not all(re.fullmatch(form, word, re.ASCII) for word in words):
+        raise WireError(f"{name} must be {count} words of the form {form}, got {len(words)} words")
+    return words
 
 
 def _signature(entries: Numbers, name: str) -> str:
@@ -181,7 +245,8 @@ def opened_sums(intake: Intake) -> list[list[int]]:
     """Return the clients of the sums that a private attempt can open: the server has them, even if it does not count."""
     if not isinstance(intake, MaskedIntake):
         return []
-    return [own for label, own in intake.survivors.items() if intake.is_open(label)]
+    open = (label for label in intake.survivors if intake.is_open(label))
+    return [intake.survivors[label] for label in open if len(intake.restored(label)) == len(intake.survivors[label])]
 
 
 class PrivateRounds:
@@ -382,12 +447,27 @@ class PrivateRounds:
                 i: {
                     **told[i],
                     SHARES: ",".join(intake.shares[j][i] for j in own),
+                    COMMITTED: ",".join(intake.committed[j][i] for j in own),
                     **({AGREED: agreed[label]} if label in agreed else {}),
                 }
                 for label, own in survivors.items()
                 for i in own
             },
         )
+        self._refuse_makers(attempt, intake)
+
+    def _refuse_makers(self, attempt: Attempt, intake: MaskedIntake) -> None:
+        """Raise TooFewResults without the clients whose shares do not open the sums that they are in."""
+        for i, holders in intake.lost.items():
+            log.warning("round %d: clients %s have no share of client %d's mask", attempt.round, sorted(holders), i)
+        blamed = {i: cause for label in intake.survivors for i, cause in intake.at_fault(label).items()}
+        for i, cause in blamed.items():
+            attempt.fail(i, f"round {attempt.round}, {OPEN}", "dropped", WireError(cause))
+        if blamed:
+            shut = [label for label in intake.survivors if not intake.is_open(label)]
+            silent = {i for label in shut for i in intake.groups[label] if i not in intake.answers}
+            why = f"the shares of clients {sorted(blamed)} do not open the sum: the others are asked again without them"
+            raise TooFewResults(why, silent.union(blamed))
 
     def _survivors(self, attempt: Attempt, intake: MaskedIntake) -> dict[int, list[int]]:
         """Return the clients of each group whose sum may be opened: whole companies, all of which have answered.

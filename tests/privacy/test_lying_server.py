@@ -32,6 +32,7 @@ from fl_app.wire import (
     AGREE,
     AGREED,
     BETWEEN,
+    COMMITTED,
     OPEN,
     OPENED,
     PRIVATE_KEYS,
@@ -71,6 +72,7 @@ class Server:
         self.d = layout.d
         self.model = Model(np.full(layout.d, 0.01, np.float32), np.zeros(0, np.float32))
         self.shares: dict[tuple[int, int], dict[int, str]] = {}
+        self.committed: dict[tuple[int, int], dict[int, str]] = {}
         self.facts = [self.properties(i) for i in range(self.n)]
 
     def properties(self, client_id: int) -> dict[str, Any]:
@@ -106,6 +108,8 @@ class Server:
         assert reply.has_content(), reply.error
         upload = wire.decode_upload(reply.content, Expected(0, 0, extras={SUM: ("<u8", (self.d + 1,))}))
         self.shares[client_id, attempt] = dict(zip(members, str(upload.metrics[SHARES]).split(","), strict=True))
+        hashes = str(upload.metrics[COMMITTED]).split(",")
+        self.committed[client_id, attempt] = dict(zip(members, hashes[:-1], strict=True))
         return np.array(upload.extras[SUM])
 
     def help_open(
@@ -113,6 +117,7 @@ class Server:
     ) -> tuple[list[bytes], list[bytes]]:
         """Return a client's shares of the survivors' masks, and its keys with the others. Raises WireError with its refusal."""
         held = {SHARES: ",".join(self.shares[j, attempt].get(client_id, "") for j in survivors)}
+        held[COMMITTED] = ",".join(self.committed[j, attempt].get(client_id, "") for j in survivors)
         if agreed is not None:
             held[AGREED] = ",".join(agreed.get(i, "") for i in survivors)
         found = self.question(OPEN, client_id, survivors, attempt, **held)

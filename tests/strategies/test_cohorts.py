@@ -135,6 +135,9 @@ class Asking:
             with contextlib.suppress(TooFewResults):
                 attempt.intake.survivors = self.protocol._survivors(attempt, attempt.intake)
                 attempt.intake.answers = {i: ([], []) for own in attempt.intake.survivors.values() for i in own}
+                attempt.intake.seeds = {
+                    label: dict.fromkeys(own, b"") for label, own in attempt.intake.survivors.items()
+                }
             attempt.without = without | gone.intersection(asked)
             earlier.append(attempt)
             if not gone.intersection(asked):
