@@ -175,7 +175,7 @@ class SiteKeys:
 
         The others are the splits of its company so far.
         """
-        with self._noting(experiment) as directory, self._naming_company():
+        with self._noting(experiment) as directory, self._noting_company(experiment):
             self._check_served(directory, experiment)
             *before, asked = splits
             self._note_company(experiment, self._company(experiment, before).signing(asked.parts))
@@ -185,16 +185,26 @@ class SiteKeys:
         """Note splits of the client's company. Raises UserError unless the company is whole among these members."""
         if self.config.private_absent != "company":
             return
-        with self._naming_company():
+        with self._noting_company(experiment):
             known = self._company(experiment, splits)
             self._note_company(experiment, known)
             if away := [i for i in known.members if i not in members]:
                 raise ValueError(f"a sum over clients {sorted(members)} splits a company: it needs clients {away}")
 
     @contextlib.contextmanager
-    def _naming_company(self) -> Iterator[None]:
-        try:
+    def _alone(self, experiment: str) -> Iterator[None]:
+        """Exclude other messages that change the notes on the experiment, also those of its other runs."""
+        path = self._sums(experiment)
+        make_directory(path.parent)
+        with lock(path.with_suffix(".lock"), wait=True):
             yield
+
+    @contextlib.contextmanager
+    def _noting_company(self, experiment: str) -> Iterator[None]:
+        """Do the same for notes on the client's company. A ValueError inside becomes a UserError."""
+        try:
+            with self._alone(experiment):
+                yield
         except ValueError as error:
             raise UserError(f"client {self.keys.ring.client_id}: private: {error}") from None
 
@@ -227,10 +237,11 @@ class SiteKeys:
 
         It is the one that it had first. Raises UserError if the bound is another than at first.
         """
-        known = self._known(experiment)
-        if "count" not in known:
-            self._note(experiment, count=samples, most=most)
-            known = {"count": samples, "most": most}
+        with self._alone(experiment):
+            known = self._known(experiment)
+            if "count" not in known:
+                self._note(experiment, count=samples, most=most)
+                known = {"count": samples, "most": most}
         if known["most"] != most:
             raise UserError(f"client {self.keys.ring.client_id}: private: the bound on sample counts has changed")
         count = float(known["count"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app import wire
+from fl_app.outgoing import Mode, Way
 from fl_app.privacy import companies
 from fl_app.privacy.companies import Membership, Parts, Split, parts_of, read, written
 from tests.privacy.keys import make
@@ -94,6 +98,32 @@ def test_a_client_that_starts_again_has_not_forgotten_what_it_signed(
         server.sign(0, Y)
 
 
+def test_two_runs_of_an_experiment_at_once_get_one_signature(
+    raw_config: dict[str, Any], keys: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ask at the same moment: without a lock of the experiment's notes both would find nothing signed."""
+    servers = [Server(raw_config, keys), Server(raw_config, keys)]
+    honest, both = Membership.signing, threading.Barrier(2, timeout=3)
+
+    def signing(self: Membership, parts: Parts) -> Membership:
+        found = honest(self, parts)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait()
+        return found
+
+    monkeypatch.setattr(Membership, "signing", signing)
+
+    def asked(server: Server, parts: list[list[int]]) -> str:
+        try:
+            return server.sign(0, parts)
+        except wire.WireError:
+            return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        signed = list(pool.map(asked, servers, [X, Y]))
+    assert sum(map(bool, signed)) == 1
+
+
 def test_signatures_count_once_and_for_their_makers(raw_config: dict[str, Any], keys: list[Path]) -> None:
     server = Server(raw_config, keys)
     one = server.split(X, range(4))
@@ -160,6 +190,11 @@ def test_texts_that_are_no_splits(raw_config: dict[str, Any], keys: list[Path], 
     with pytest.raises(wire.WireError):
         server.question(wire.SPLIT, 0, [], **{wire.SPLITS: text})
     assert not is_noise(server.sum(range(N)))
+
+
+def test_a_signature_may_leave_a_site(raw_config: dict[str, Any], keys: list[Path]) -> None:
+    text = Server(raw_config, keys).sign(0, X)
+    assert Way(frozenset({Mode.PRIVATE})).admits("properties", wire.SIGNED, text)
 
 
 def test_splits_travel_as_they_are() -> None:
