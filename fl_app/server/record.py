@@ -43,6 +43,7 @@ _OF_THE_PROTOCOL = (
     wire.METRIC_ERRORS,
     wire.PRIVATE,
     wire.SHARES,
+    wire.COMMITTED,
     wire.SHA256,
     wire.BUFFERS_SHA256,
 )
