@@ -80,11 +80,17 @@ class Walls:
         return tuple(way for way, closed in (*ways, (_ONE_WALL, confine.landlock_version() > 0)) if not closed)
 
     def start(
-        self, confinement: Confinement, command: Sequence[str], home: str, environment: Mapping[str, str]
+        self,
+        confinement: Confinement,
+        command: Sequence[str],
+        home: str,
+        environment: Mapping[str, str],
+        files: Sequence[int] = (),
     ) -> Inside:
         """Start a command behind the walls.
 
-        home: the directory in which it runs, one of those that it may write. Raises OSError.
+        home: the directory in which it runs, one of those that it may write. files: open files that it gets. Raises
+        OSError.
         """
         confinement = replace(confinement, write=(*confinement.write, "/tmp"))
         ours, theirs = socket.socketpair()
@@ -132,6 +138,10 @@ class Inside:
         self.output = _in_background(self._print)
         if channel is not None:
             _in_background(functools.partial(self._answer, channel))
+
+    def kill(self) -> None:
+        """End the process; behind walls, with it all that it has started."""
+        self._process.kill()
 
     def wait(self) -> int:
         """Return the exit code when the process has ended."""

@@ -2,18 +2,19 @@
 
 The server chooses the model of an evaluation. Enough questions tell a site's test labels, whatever the run's
 configuration is. A run itself is a question too: whether the site's data suit it. So the count is of the site, over all
-runs, in the site's own directory (fl_app/site.py).
+runs, beside its audit, where no confined application can change it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, publish_text
 from fl_app.keys import Scalar
 from fl_app.outgoing import OPEN, modes_of
-from fl_app.site import site_directory
 
 FILE = "evaluations"
 # Messages without a model.
@@ -30,16 +31,21 @@ def counts(kind: str, config: Mapping[str, Scalar]) -> bool:
     return kind not in _WITHOUT_FIGURES and hides(config) and bool(config.get("report-accuracy", True))
 
 
-def claim(most: int) -> str:
+def claim(directory: Path, most: int) -> str:
     """Count an evaluation before it is answered. Return the reason to refuse it, or "".
 
-    most: the site's limit. Raises UserError if the count cannot be read or written: then nothing is answered.
+    directory: of the site's audit. most: the site's limit. Raises UserError if the count cannot be read or written, or is
+    no count: then nothing is answered.
     """
-    path = site_directory() / FILE
+    path = directory / FILE
     try:
         make_directory(path.parent)
         with lock(path.with_suffix(".lock"), wait=True):
-            answered = int(path.read_text(encoding="ascii")) if path.exists() else 0
+            text = path.read_text(encoding="ascii") if path.exists() else "0\n"
+            # int() reads "-9", "1_0" and "٣" too
+            if not re.fullmatch(r"[0-9]{1,18}\n", text):
+                raise ValueError(text)
+            answered = int(text)
             if answered >= most:
                 return f"max-evaluations: this site answers {most}, and has answered them"
             publish_text(path, f"{answered + 1}\n")

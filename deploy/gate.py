@@ -8,7 +8,6 @@ names the rule, and the SuperNode continues. The gate runs in the SuperNode's pr
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import logging
@@ -39,20 +38,16 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.run import Run
 
-from deploy import approval, evaluations, site
+from deploy import approval, counting, evaluations, site
 from deploy.approval import Request
 from deploy.audit import Audit
 from deploy.site import Site
 from fl_app import refusal
 from fl_app.app_bundle import PROJECT
-from fl_app.config import parse
-from fl_app.data import open_client, trained_on
 from fl_app.errors import UserError, describe
-from fl_app.files import without_near_names
-from fl_app.keys import NoParams, Scalar
+from fl_app.keys import Scalar
 from fl_app.log_format import about
 from fl_app.outgoing import DETAILED, OPEN, Kind, Mode, Way, leaving, modes_of
-from fl_app.plugins import is_reference
 from fl_app.reasons import RULES, Reason, admitted
 from fl_app.wire import QUERY
 
@@ -129,8 +124,9 @@ class Judged:
 class Gate:
     """The rules of one site in front of one connection.
 
-    directory: of the site's audit and approvals. working: returns whether the application may still deliver a
-    reply.
+    directory: of the site's audit, approvals and count of evaluations. working: returns whether the application may still
+    deliver a reply. count: counts the training samples that a run's config gives a client of a number of clients, from the
+    node's own data; raises UserError.
     """
 
     rules: Site
@@ -139,6 +135,7 @@ class Gate:
     node: Node
     store: ObjectStore
     working: Callable[[], bool] = lambda: True
+    count: Callable[[Mapping[str, Scalar], int, int, str], int] = counting.count
     _inner: Connection = field(init=False)
     # those that were used last, by run
     _judged: dict[int, Judged] = field(default_factory=dict)
@@ -210,7 +207,7 @@ class Gate:
         most = self.rules.max_evaluations
         if most is None or not evaluations.counts(message.metadata.message_type, judged.config):
             return ""
-        return evaluations.claim(most)
+        return evaluations.claim(self.directory, most)
 
     def pull_object(self, run_id: int, object_id: str) -> bytes:
         """Fetch a part of a message. Its name must be its sha256, so that a message's id covers all of its bytes."""
@@ -410,19 +407,26 @@ class Gate:
         judged.way = Way(modes_of(judged.config), details=self.rules.tell == DETAILED)
         if why := site.refusal(self.rules, judged.application, judged.config):
             return why
-        # whether its data suit the run is one bit about them
-        most, asked = self.rules.max_evaluations, evaluations.hides(judged.config)
-        if most is not None and asked and (why := evaluations.claim(most)):
-            return why
-        if (least := self.rules.min_samples) is not None:
-            try:
-                has = train_samples(judged.config, self.node)
-            except UserError as error:
-                return f"min-samples: the samples cannot be counted: {error}"
-            if has < least:
-                return f"min-samples: a client must have {least} training samples, this one has {has}"
         judged.waits = self.rules.approval == site.ASK
-        return ""
+        # nothing is looked up in a site's data for a run that a person has not seen
+        return "" if judged.waits else self._unsuited(judged.config)
+
+    def _unsuited(self, config: Mapping[str, Scalar]) -> str:
+        """Return the rule by which the site's data do not suit a run, or ""."""
+        # whether its data suit the run is one bit about them
+        least, most = self.rules.min_samples, self.rules.max_evaluations
+        try:
+            if most is not None and evaluations.hides(config) and (why := evaluations.claim(self.directory, most)):
+                return why
+        except UserError as error:
+            return str(error)
+        if least is None:
+            return ""
+        try:
+            has = self.count(config, self.node.client_id, self.node.num_clients, self.node.data_path)
+        except UserError as error:
+            return f"min-samples: the samples cannot be counted: {error}"
+        return "" if has >= least else f"min-samples: a client must have {least} training samples, this one has {has}"
 
     # Asking a person
 
@@ -434,8 +438,8 @@ class Gate:
         self.audit.append(
             "approval", run=judged.request.run, application=judged.application, answer=verdict, by=answer.by
         )
+        judged.refusal = self._unsuited(judged.config) if answer.approved else f"approval: {answer.by} has declined it"
         judged.waits = False
-        judged.refusal = "" if answer.approved else f"approval: {answer.by} has declined it"
         approval.forget(self.directory, judged.request.run)
         return False
 
@@ -543,15 +547,3 @@ def _refuse_large_project(content: bytes) -> None:
         )
     if (size := max(info.file_size, info.compress_size)) > _MAX_PROJECT:
         raise UserError(f"application: {PROJECT} may have {_MAX_PROJECT} bytes, it has {size}")
-
-
-@without_near_names()
-def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
-    """Return the number of training samples that a run's config gives this client. Raises UserError if unreadable."""
-    if is_reference(task := str(config.get("task", ""))):
-        raise UserError(f"task {task} runs code of its own")
-    # every key but a method's: its own code does not run here
-    raw = {name: value for name, value in config.items() if "." not in name}
-    parsed = parse({**raw, "method": "any"}, {"any": NoParams})
-    run = dataclasses.replace(parsed, num_clients=parsed.num_clients or node.num_clients)
-    return trained_on(run, open_client(run, node.client_id, data_path=node.data_path))

@@ -24,7 +24,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import bubblewrap, confine, expiry, log_size, objects, outage, shared_warm, site, slow_start, superexec
+from deploy import bubblewrap, confine, counting, expiry, log_size, objects, outage, shared_warm, site, slow_start, superexec
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -176,8 +176,22 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             confinement.refuse_led_out()
             # applications could replace what lies in a directory of theirs, and end the process that starts them
             targets = confinement.targets()
+
+        def confined(walled: Confinement, words: Sequence[str], files: Sequence[int] = ()) -> bubblewrap.Inside:
+            if walled.targets() != targets:
+                raise OSError("confine: a named path leads elsewhere than when this node started")
+            environment = own_variables(writable)
+            if walls is None:
+                return bubblewrap.Inside(confine.confined_command(walled, words), environment, files)
+            return walls.start(walled, words, environment["TMPDIR"], environment, files)
+
+        def counter(words: Sequence[str], file: int) -> counting.Process:
+            if confinement is None:
+                return counting.Unconfined(words, file)
+            return confined(dataclasses.replace(confinement, ports=()), words, [file])
+
         store = given["state_factory"].objectstore_factory.store()
-        gate = Gate(rules, audit, directory, node, store)
+        gate = Gate(rules, audit, directory, node, store, count=functools.partial(counting.count, start=counter))
         state = given["state_factory"].state()
         answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store), gate.admits)
         gate.working = answering.working
@@ -196,12 +210,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             words = superexec_command(words, warm if warm != SHARED or not rules.confine else OWN)
             if confinement is None:
                 return subprocess.Popen(words)
-            if confinement.targets() != targets:
-                raise OSError("confine: a named path leads elsewhere than when this node started")
-            environment = own_variables(writable)
-            if walls is None:
-                return bubblewrap.Inside(confine.confined_command(confinement, words), environment)
-            return walls.start(confinement, of_parent(words, bubblewrap.FIRST), environment["TMPDIR"], environment)
+            return confined(confinement, words if walls is None else of_parent(words, bubblewrap.FIRST))
 
         def start_superexec(words: Sequence[str]) -> None:
             keep_running(functools.partial(start_inside, words), answering.give_up)

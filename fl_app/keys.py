@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
@@ -94,6 +94,7 @@ def key(
     spans_run: bool = False,
     begins_after: bool = False,
     path: File | None = None,
+    trains_on: Callable[[Any, int, int], int] | None = None,
 ) -> Any:
     """Declare one key: its default, its sentence in the documentation, its range and its properties.
 
@@ -103,7 +104,8 @@ def key(
     names it first. compared: papers state it, so a difference from a paper's value matters. checked: some errors in
     it show only when something is opened or built. spans_run: its effect in a round depends on the run's number of
     rounds, unless it is off (`KeySpec.is_off`). begins_after: a phase begins after this round. path: how its value names
-    a file; a key without it names none.
+    a file; a key without it names none. trains_on: for a key that lets a client train on some of its samples alone: from its
+    value, a number of training samples and the batch size, returns how many of them are trained on.
     """
     declared = dict(
         default=default,
@@ -119,6 +121,7 @@ def key(
         spans_run=spans_run,
         begins_after=begins_after,
         path=path,
+        trains_on=trains_on,
     )
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"key": declared})
@@ -146,6 +149,7 @@ class KeySpec:
     spans_run: bool
     begins_after: bool
     path: File | None
+    trains_on: Callable[[Any, int, int], int] | None
 
     @property
     def range(self) -> str:

@@ -82,11 +82,16 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     # local training
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
-    drop_last: bool = key(False, "Skip the last batch of an epoch if it is incomplete, unless it is the only one.")
+    drop_last: bool = key(
+        False,
+        "Skip the last batch of an epoch if it is incomplete, unless it is the only one.",
+        trains_on=lambda drop, n, size: n - n % size if drop and n > size else n,
+    )
     drop_single: bool = key(
         False,
         "Skip the last batch of an epoch if it is a single sample, unless it is the only batch. If off, models with BatchNorm "
         "add this sample to the batch before, because BatchNorm cannot normalize a single sample.",
+        trains_on=lambda drop, n, size: n - 1 if drop and n % size == 1 < size < n else n,
     )
     optimizer: Literal["sgd", "adamw"] = key(
         "sgd",

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,7 @@ from fl_app.data.prepared import (
 )
 from fl_app.errors import UserError
 from fl_app.files import no_such
+from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.known_names import BY_COLUMN
 from fl_app.partition import Indices
 from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
@@ -185,10 +186,17 @@ def open_client(config: RunConfig, client_id: int, *, data_path: str = "") -> Cl
     return open_data(config, data_path).client(client_id)
 
 
-def trained_on(config: RunConfig, data: ClientData) -> int:
-    """Return the number of training samples of which an epoch makes its batches (`drop-last`)."""
-    samples, size = data.num_train, config.batch_size
-    return samples - samples % size if config.drop_last and samples > size else samples
+def trained_on(config: RunConfig, data: ClientData, limits: Sequence[tuple[KeySpec, Scalar]] = ()) -> int:
+    """Return the number of training samples of which a client makes its batches, the least of all phases of a run.
+
+    Samples whose label is no class of the run are none. limits: keys of the run's method with `trains_on`, and values.
+    """
+    own = [(spec, getattr(config, spec.field)) for spec in specs(RunConfig)]
+    samples = len(data.y_train)
+    for spec, value in [*limits, *own]:
+        if spec.trains_on is not None:
+            samples = spec.trains_on(value, samples, config.batch_size)
+    return samples
 
 
 def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> OpenedData:

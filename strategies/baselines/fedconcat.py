@@ -88,7 +88,10 @@ class FedConcatParams:
         counts_rounds=True,
     )
     classifier_batches: int = key(
-        3, "Batches on which a client trains the classifier in each later round; 0: E epochs.", NOT_NEGATIVE
+        3,
+        "Batches on which a client trains the classifier in each later round; 0: E epochs.",
+        NOT_NEGATIVE,
+        trains_on=lambda batches, n, size: min(n, batches * size) if batches else n,
     )
     start: Literal["fresh", "concatenated"] = key(
         "fresh", "Initial classifier: drawn from the run's seed, or the clusters' classifiers side by side."

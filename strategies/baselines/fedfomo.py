@@ -74,7 +74,12 @@ class FedFomoParams:
     models: int = key(
         5, "Other clients' models that a client is sent (M); only clients that have trained count.", NOT_NEGATIVE
     )
-    validation_ratio: float = key(0.2, "Share of a client's training data that is held out to judge models.", BELOW_ONE)
+    validation_ratio: float = key(
+        0.2,
+        "Share of a client's training data that is held out to judge models.",
+        BELOW_ONE,
+        trains_on=lambda ratio, n, _: n - num_held_out(ratio, n),
+    )
     exploration: float = key(0.3, "Probability that one of the models sent is a random client's (epsilon).", RATIO)
     exploration_decay: float = key(0.05, "Amount by which epsilon falls every round, down to 0.", NOT_NEGATIVE)
 
@@ -241,13 +246,18 @@ def others_sent(received: Model, ctx: RoundContext[FedFomoParams]) -> list[Model
     return [received, *(Model(params, buffers) for params, buffers in zip(more, statistics, strict=True))]
 
 
+def num_held_out(ratio: float, n: int) -> int:
+    """Return the number of a client's n training samples that `held_out` returns."""
+    return min(max(1, round(ratio * n)), n - 1) if ratio else 0
+
+
 def held_out(ctx: RoundContext[FedFomoParams]) -> NDArray[np.int64]:
     """Return the training samples that a client judges models by, sorted, the same in all rounds.
 
     It is at least one sample, but none for a client with a single sample or if `validation-ratio` is 0.
     """
     n = ctx.num_samples
-    count = min(max(1, round(ctx.params.validation_ratio * n)), n - 1) if ctx.params.validation_ratio else 0
+    count = num_held_out(ctx.params.validation_ratio, n)
     return np.sort(rng.generator(ctx.config.seed, "fedfomo-held-out", 0, ctx.client_id).choice(n, count, replace=False))
 
 

@@ -13,8 +13,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app import client_app
+from client_app.counting import train_samples
 from deploy import site
-from deploy.gate import Node, train_samples
 from deploy.site import Site
 from fl_app import wire
 from fl_app.config import RunConfig
@@ -43,7 +43,7 @@ def answer(spec: KeySpec, value: Scalar) -> str:
     if why := site.refusal(RULES, "0" * 64, config):
         return why
     try:
-        if train_samples(config, Node(0, 2)) < 5:
+        if train_samples(config, 0, 2, "") < 5:
             return "min-samples"
     except UserError as error:
         return str(error)

@@ -27,6 +27,7 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from client_app.counting import train_samples
 from deploy import approval, audit, node_cli, supernode
 from deploy.audit import Audit
 from deploy.gate import Connection, Gate, Node
@@ -129,8 +130,13 @@ def link() -> Iterator[SuperLink]:
     yield SuperLink({7: {}, 8: {"local-epochs": 20}, 9: {"no-such-key": 1}})
 
 
+def made_gate(rules: Site, directory: Path, node: Node) -> Gate:
+    """A gate that counts samples in this process: another one takes a second (tests/deploy/test_counting.py)."""
+    return Gate(rules, Audit(directory), directory, node, InMemoryObjectStore(), count=train_samples)
+
+
 def gate(directory: Path, link: SuperLink, **rules: Any) -> tuple[Gate, Connection]:
-    made = Gate(Site(**rules), Audit(directory), directory, Node(0, 4), InMemoryObjectStore())
+    made = made_gate(Site(**rules), directory, Node(0, 4))
     return made, made.around(link.connection())
 
 
@@ -194,8 +200,11 @@ def test_a_sites_evaluations_are_counted_over_runs_and_restarts(tmp_path: Path, 
     assert set(link.errors) == {"refused//max-evaluations"}
     # runs that hide nothing
     assert all(passes(kind, 1) for kind in ("get_properties", "evaluate", "train"))
-    (site_dir / "evaluations").write_text("damaged")
-    assert not passes("evaluate", 2)
+    # applications may write there
+    assert not (site_dir / "evaluations").exists()
+    for text in ("damaged", "-9\n", "0_0\n", "", "0", " 0\n", "0\n0\n", "٠\n"):
+        (tmp_path / "evaluations").write_text(text)
+        assert not passes("evaluate", 2), text
 
 
 def test_each_confidential_run_is_a_question_about_a_sites_data(tmp_path: Path, site_dir: Path) -> None:
@@ -215,7 +224,7 @@ def test_each_confidential_run_is_a_question_about_a_sites_data(tmp_path: Path, 
     assert answered("get_properties", 17) == "refused//max-evaluations"
     # a run counts once, and one without a promise not at all
     assert answered("train", 7) == refused and answered("get_properties", 1) == refused
-    assert (site_dir / "evaluations").read_text() == "3\n"
+    assert (tmp_path / "evaluations").read_text() == "3\n"
 
 
 def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLink) -> None:
@@ -280,7 +289,7 @@ def test_a_cell_leaves_only_where_the_site_tells_and_the_run_promises_nothing(
         path.write_text(path.read_text() + '"61,3,well')
         told = "EOF inside string"
     link.overrides[7] = {"dataset": f"table:{path}", "target": "state", "classes": "well,ill", **promise}
-    made = Gate(Site(min_samples=30, tell=tell), Audit(tmp_path), tmp_path, Node(0, 1), InMemoryObjectStore())
+    made = made_gate(Site(min_samples=30, tell=tell), tmp_path, Node(0, 1))
     opened = made.around(link.connection())
     for kind in ("get_properties", "train", "evaluate"):
         link.ask(kind)
@@ -338,6 +347,13 @@ def test_a_reply_that_is_too_large_is_not_sent(tmp_path: Path, link: SuperLink) 
         ("train-samples = 100", 100),
         ("train-samples = 100\nvalidation-ratio = 0.96", 5),
         ("train-samples = 100\ndrop-last = true\nbatch-size = 51", 51),
+        ("train-samples = 100\ndrop-single = true\nbatch-size = 33", 99),
+        ("train-samples = 100\ndrop-single = true\nbatch-size = 1", 100),
+        ('train-samples = 100\nbatch-size = 16\nmethod = "fedconcat"', 48),
+        ('train-samples = 100\nbatch-size = 16\nmethod = "fedconcat"\nfedconcat.classifier-batches = 1', 16),
+        ('train-samples = 100\nbatch-size = 16\nmethod = "fedconcat"\nfedconcat.classifier-batches = 0', 100),
+        ('train-samples = 100\nmethod = "fedfomo"\nfedfomo.validation-ratio = 0.96', 4),
+        ('dataset = "node"\nprivate = true\nclasses = "0,2"', 10),
         ('train-samples = 7\npartition = "pathological"\nnum-clients = 1\n[tool.flwr.app.config.fedcac]\ntau = 0.3', 7),
         ('dataset = "node"\nclasses = "0,1"\nvalidation-ratio = 0.5', 10),
     ],
@@ -347,12 +363,15 @@ def test_samples_are_counted_as_the_client_counts_them(
 ) -> None:
     x, y = np.zeros((20, 3), np.float32), np.arange(20) % 2
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    fab = packed(f"{PROJECT.partition('dataset')[0]}test-samples = 10\n{config}\n".encode())
+    project = PROJECT.partition("dataset")[0]
+    if "method" in config:
+        project = project.replace('method = "fedcac"\n', "")
+    fab = packed(f"{project}test-samples = 10\n{config}\n".encode())
     name = hashlib.sha256(fab).hexdigest()
     link.fab = Fab(name, fab, {})
     monkeypatch.setattr(f"{__name__}.HASH", name)
     node = Node(0, 4, str(tmp_path / "own.npz"))
-    made = Gate(Site(min_samples=101), Audit(tmp_path), tmp_path, node, InMemoryObjectStore())
+    made = made_gate(Site(min_samples=101), tmp_path, node)
     opened = made.around(link.connection())
     link.ask("get_properties")
     assert opened.receive() is None and audit.entries(tmp_path)[-1]["why"].endswith(f"this one has {has}")
@@ -614,6 +633,30 @@ def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink)
     assert [kind for kind, _ in lines(tmp_path)] == ["run", "run", "approval", "approval", "refusal"]
     link.ask("train", 8)
     assert opened.receive() is not None  # the whole run is approved
+
+
+@pytest.mark.parametrize("rules", [{"min_samples": 31}, {"min_samples": 30}, {"max_evaluations": 1}])
+def test_nothing_is_looked_up_for_a_run_that_nobody_has_approved(
+    tmp_path: Path, link: SuperLink, rules: dict[str, Any]
+) -> None:
+    link.overrides = {k: {"private": True} for k in (7, 8)}
+    made, opened = gate(tmp_path, link, approval="ask", **rules)
+    counted: list[str] = []
+    count = made.count
+    made.count = lambda *given: counted.append("") or count(*given)  # type: ignore[func-returns-value]
+    for run_id in (7, 8):
+        link.ask("get_properties", run_id)
+        assert opened.receive() is None
+    assert link.sent == [] and not counted and not (tmp_path / "evaluations").exists()
+    assert [entry["refusal"] for entry in audit.entries(tmp_path)] == ["waits for approval"] * 2
+    approval.decide(tmp_path, "7", False)
+    assert opened.receive() is None and not counted and not (tmp_path / "evaluations").exists()
+    assert link.errors == ["refused//approval"]
+    approval.decide(tmp_path, "8", True)
+    passed = opened.receive() is not None
+    assert passed == ("min_samples" not in rules or rules["min_samples"] == 30)
+    assert link.errors[1:] == ([] if passed else ["refused//min-samples"])
+    assert len(counted) == ("min_samples" in rules)
 
 
 def test_an_approval_is_of_this_application_with_this_config(tmp_path: Path, link: SuperLink) -> None:

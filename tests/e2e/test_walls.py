@@ -197,7 +197,7 @@ def found_by(cluster: Cluster, directory: Path, rule: str) -> dict[str, bool]:
     (directory / "nodes" / "warm").mkdir(parents=True)
     with outside(directory) as given:
         given["flower"] = str(cluster.home)
-        cluster.start_site(0, 1, f'confine = {rule}\nreadable-paths = ["{given["data"]}"]\n')
+        cluster.start_site(0, 1, f'confine = {rule}\nmin-samples = 40\nreadable-paths = ["{given["data"]}"]\n')
         (directory / "attacks.py").write_text(MODEL.replace("@GIVEN@", json.dumps(given, default=str)))
         options = ["--clients", "1", "--output-dir", str(directory), *settings(CONFIG)]
         done = corolla("run", "--superlink", "test", *options, environment=cluster.environment, directory=directory)

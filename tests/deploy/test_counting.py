@@ -1,0 +1,150 @@
+"""The process that counts a site's samples for its gate: the same number, and nothing that a site's files can do to the gate."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client_app.counting import train_samples
+from deploy import bubblewrap, confine, counting
+from deploy.confine import Confinement
+from fl_app.errors import UserError
+from fl_app.files import lock
+from fl_app.keys import Scalar, specs
+from strategies import METHOD_PARAMS, METHODS
+
+pytestmark = pytest.mark.timeout(120)
+
+needs_bubblewrap = pytest.mark.skipif(
+    bubblewrap.find() is None, reason=bubblewrap.why_not() or "bubblewrap makes its walls here"
+)
+DIGITS: dict[str, Scalar] = {"dataset": "digits", "train-samples": 30, "test-samples": 10, "method": "fedavg"}
+
+
+def saying(code: str) -> counting.Start:
+    """A process that runs this code in place of the count; `say(bytes)` answers."""
+    head = "import os, sys, time\ndef say(text): os.write(int(sys.argv[1]), text)\nwhile os.read(int(sys.argv[1]), 9999): pass\n"
+
+    def start(command: Sequence[str], file: int) -> counting.Process:
+        return counting.Unconfined([sys.executable, "-c", head + code, str(file)], file)
+
+    return start
+
+
+def test_the_process_counts_as_the_client_does() -> None:
+    assert counting.count(DIGITS, 0, 4, "") == train_samples(DIGITS, 0, 4, "") == 30
+
+
+def test_its_error_is_the_error(tmp_path: Path) -> None:
+    for config, given in ((DIGITS | {"batch-size": -1}, ""), ({"dataset": "node"}, str(tmp_path / "none.npz"))):
+        texts = []
+        for count in (counting.count, train_samples):
+            with pytest.raises(UserError) as raised:
+                count(config, 0, 4, given)
+            texts.append(str(raised.value))
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "say(b'')",
+        "say(b'-1')",
+        "say(b'12x')",
+        "say(b'1\\n')",
+        "say('٣'.encode())",
+        "say(b'9' * 16)",
+        "sys.exit(1)",
+        "1 / 0",
+    ],
+)
+def test_anything_but_a_number_is_refused(code: str) -> None:
+    with pytest.raises(UserError, match="failed"):
+        counting.count(DIGITS, 0, 4, "", saying(code))
+
+
+def test_an_endless_answer_is_refused() -> None:
+    with pytest.raises(UserError, match=str(1 << 16)):
+        counting.count(DIGITS, 0, 4, "", saying("while True: say(b'1' * 60000)"))
+
+
+@pytest.mark.parametrize(
+    "code", ["time.sleep(600)", "while True:\n say(b'1'); time.sleep(0.05)", "os.fork(); time.sleep(600)"]
+)
+def test_the_gate_waits_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(counting, "SECONDS", 0.5)
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"0\.5 seconds"):
+        counting.count(DIGITS, 0, 4, "", saying(code))
+    assert time.monotonic() - begun < 30
+
+
+def test_a_lock_that_an_application_holds_ends_the_count_and_not_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path))
+    assert counting.count(DIGITS, 0, 4, "") == 30
+    (locked,) = (tmp_path / "datasets").glob(".*.lock")
+    shutil.rmtree(locked.with_name(locked.stem[1:]))
+    monkeypatch.setattr(counting, "SECONDS", 5.0)
+    with lock(locked, wait=False), pytest.raises(UserError, match="5 seconds"):
+        counting.count(DIGITS, 0, 4, "")
+
+
+def test_a_process_that_cannot_start_is_no_answer() -> None:
+    def start(command: Sequence[str], file: int) -> counting.Process:
+        raise OSError("confine: a named path leads elsewhere")
+
+    with pytest.raises(UserError, match="named path"):
+        counting.count(DIGITS, 0, 4, "", start)
+
+
+@needs_bubblewrap
+def test_it_counts_behind_the_walls_of_applications(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the data is reached, and a file of the account that code in the data asks for is not there."""
+    walls = bubblewrap.find()
+    assert walls is not None
+    x, y = np.zeros((20, 3), np.float32), np.arange(20) % 2
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    secret = str(tmp_path / "secret")
+    Path(secret).write_text("secret")
+    for name in ("site", "data"):
+        (tmp_path / name).mkdir()
+    writable = {"COROLLA_SITE_DIR": str(tmp_path / "site"), "COROLLA_DATA_DIR": str(tmp_path / "data")}
+    inside = Confinement((*confine.installation(), str(tmp_path / "own.npz")), tuple(writable.values()), ())
+
+    def starting(change: Callable[[Sequence[str]], Sequence[str]]) -> counting.Start:
+        def start(command: Sequence[str], file: int) -> counting.Process:
+            environment = confine.cleaned(os.environ) | writable
+            return walls.start(inside, change(command), str(tmp_path / "data"), environment, [file])
+
+        return start
+
+    config: dict[str, Scalar] = {"dataset": "node", "classes": "0,1"}
+    count = functools.partial(counting.count, config, 0, 1, str(tmp_path / "own.npz"))
+    assert count(starting(lambda command: command)) == 20
+    tries = f"import os, sys; n = int(sys.argv[1]); os.read(n, 9999); os.write(n, b'%d' % os.path.exists({secret!r}))"
+    assert count(starting(lambda command: [sys.executable, "-c", tries, command[-1]])) == 0
+
+
+def test_a_method_that_trains_on_some_samples_declares_the_key_that_says_on_which() -> None:
+    """A site counts what any key can reduce training to: each use of these two has such a key."""
+    for name in METHODS:
+        source = Path(sys.modules[METHOD_PARAMS[name].__module__].__file__ or "")
+        text = source.read_text(encoding="utf-8")
+        limits = "max_batches=" in text or "leave_out(" in text
+        assert limits == any(spec.trains_on for spec in specs(METHOD_PARAMS[name])), name
+
+
+def test_a_socket_is_not_left_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    counting.count(DIGITS, 0, 4, "", saying("say(b'3')"))
+    assert len(os.listdir("/proc/self/fd")) == before
