@@ -17,7 +17,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+import time
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import foreign_files
 from fl_app.errors import UserError
 from fl_app.files import expanded, make_directory, publish
 from fl_app.site import user_state
@@ -37,7 +39,8 @@ SUFFIX = ".state"
 _NOISY = "dp-epsilon"
 # clients below _DIRECT have a directory directly in the experiment's; others are grouped by _GROUP
 _DIRECT, _GROUP = 500, 1000
-_EVERY_CLIENT = ("client-*", "clients-*/client-*")
+_EXPERIMENT = re.compile(r"[\w-]{1,64}", re.ASCII)
+_GENERATION = re.compile(rf"[^/]+/(?:clients-[^/]*/)?client-[^/]*/[^/]*{re.escape(SUFFIX)}")
 
 
 class _Damaged(UserError):
@@ -178,15 +181,20 @@ class StoredExperiment:
 
 
 def stored(root: Path) -> list[StoredExperiment]:
-    """List the experiments with client state under a state directory, oldest first."""
+    """List the experiments with client state under a state directory, oldest first. Raises UserError if there is too much.
+
+    Applications write the directory: what is no experiment's name and no client's file is left out, and links are not
+    followed (fl_app/foreign_files.py).
+    """
     found = []
-    for directory in root.iterdir() if root.is_dir() else []:
-        files = [file for client in _clients(directory) for file in client.glob(f"*{SUFFIX}")]
-        if not files:
+    for entry in foreign_files.entries(root):
+        if not entry.is_directory or not _EXPERIMENT.fullmatch(entry.path):
             continue
-        stats = [file.stat() for file in files]
-        nbytes, modified = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
-        found.append(StoredExperiment(directory.name, len({file.parent for file in files}), nbytes, modified))
+        files = [file for file in foreign_files.walk(root, entry.path) if _GENERATION.fullmatch(file.path)]
+        if files:
+            nbytes, modified = sum(file.nbytes for file in files), max(file.modified for file in files)
+            clients = {file.path.rpartition("/")[0] for file in files}
+            found.append(StoredExperiment(entry.path, len(clients), nbytes, min(modified, time.time())))
     return sorted(found, key=lambda e: e.modified)
 
 
@@ -199,16 +207,10 @@ def missing_clients(root: Path, experiment: str, versions: Mapping[int, str]) ->
 
 
 def remove(root: Path, experiment: str) -> None:
-    """Delete one experiment's client state, as `StateStore.forget` does. Raises UserError if there is none."""
+    """Delete one experiment's directory. Raises UserError if it has no client state. Links are not followed."""
     if experiment not in {e.experiment for e in stored(root)}:
         raise UserError(f"no client state of experiment {experiment!r} under {root}")
-    _clear(_clients(root / experiment))
-
-
-def _clients(experiment: Path) -> Iterator[Path]:
-    """Yield the directories of an experiment's clients."""
-    for pattern in _EVERY_CLIENT:
-        yield from experiment.glob(pattern)
+    foreign_files.remove(root, experiment)
 
 
 def _clear(clients: Iterable[Path]) -> None:

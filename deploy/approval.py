@@ -9,13 +9,17 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fl_app.errors import MALFORMED, UserError
+from fl_app import foreign_files
+from fl_app.errors import MALFORMED, UserError, describe
 from fl_app.files import make_directory, publish_text
 from fl_app.keys import Scalar
+
+log = logging.getLogger("corolla")
 
 WAITING, DECIDED = "waiting", "decided"
 
@@ -56,18 +60,36 @@ def ask(directory: Path, request: Request) -> None:
 def answer(directory: Path, request: Request) -> Answer | None:
     """Return the answer to a request, or None. An answer for another application or config does not count."""
     try:
-        found = Answer(**json.loads((directory / DECIDED / f"{request.run}.json").read_text(encoding="utf-8")))
-    except (OSError, *MALFORMED):
+        found = Answer(**json.loads(foreign_files.read(directory, f"{DECIDED}/{request.run}.json")))
+    except (OSError, UserError, *MALFORMED):
         return None
-    return found if found.digest == request.digest else None
+    return found if found.digest == request.digest and found.approved in (True, False) else None
 
 
 def waiting(directory: Path) -> list[Request]:
-    """List the runs that wait for an answer."""
-    found = [
-        Request(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted((directory / WAITING).glob("*.json"))
-    ]
+    """List the runs that wait for an answer. A file that is no request is named in the log and left out."""
+    found = []
+    for entry in foreign_files.entries(directory, WAITING):
+        if entry.path.endswith(".json") and not entry.is_directory:
+            try:
+                request = _request(foreign_files.read(directory, entry.path))
+            except (UserError, OSError, *MALFORMED) as error:
+                log.warning("%s: is no request of a run (%s)", directory / entry.path, describe(error))
+                continue
+            # the answer is kept under the run's name
+            if entry.path == f"{WAITING}/{request.run}.json":
+                found.append(request)
     return [request for request in found if answer(directory, request) is None]
+
+
+def _request(content: bytes) -> Request:
+    """Return the request in a file. Raises one of MALFORMED."""
+    request = Request(**json.loads(content))
+    values = request.config.items()
+    texts = isinstance(request.run, str) and isinstance(request.application, str)
+    if not texts or not all(isinstance(name, str) and isinstance(value, Scalar) for name, value in values):
+        raise ValueError("its fields have other types")
+    return request
 
 
 def decide(directory: Path, run: str, approved: bool) -> Request:

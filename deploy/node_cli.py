@@ -207,21 +207,18 @@ def application() -> None:
 
 
 def _directory(name: str) -> Path:
-    from deploy.supernode import sites_directory
+    from deploy.supernode import OF_APPLICATIONS, sites_directory
 
-    if not name or any(part in ("", ".", "..") for part in name.split("/")):
+    if not name or any(part in ("", ".", "..", *OF_APPLICATIONS) for part in name.split("/")):
         raise UserError(f"{name!r}: is not a site's name")
     return sites_directory() / name
 
 
 def _sites(name: str | None) -> dict[str, Path]:
     """Return the sites that ran on this machine, by name, or only the named one. Raises UserError if none did."""
-    from deploy.audit import FILE
-    from deploy.supernode import sites_directory
+    from deploy.supernode import sites_directory, sites_in
 
-    found = {
-        str(path.parent.relative_to(sites_directory())): path.parent for path in sorted(sites_directory().rglob(FILE))
-    }
+    found = {name: sites_directory() / name for name in sites_in(sites_directory())}
     if name is not None:
         found = {site: path for site, path in found.items() if site == name}
     if not found:

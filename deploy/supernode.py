@@ -33,7 +33,7 @@ from deploy.processes import NODE_ID, state_home
 from deploy.shared_warm import OWN, SHARED
 from deploy.site import Site
 from deploy.unanswered import Answering, Process, keep_running
-from fl_app import log_format
+from fl_app import foreign_files, log_format
 from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
@@ -51,6 +51,8 @@ Receive = Callable[[], tuple[Message, ObjectTree] | None]
 _COMMAND = "flwr.supernode.cli.flower_supernode"
 # option of flower-superexec: the process with which it ends
 _PARENT = "--parent-pid"
+OF_APPLICATIONS = ("tmp", "state", "flwr")
+"""Directories in a site's own that its applications may write. No part of a site's name is one."""
 # least seconds between two polls for a message
 _SHORTEST = 0.1
 
@@ -58,6 +60,18 @@ _SHORTEST = 0.1
 def sites_directory() -> Path:
     """Return the directory with the keys, audits and approvals of the sites on this machine."""
     return state_home() / "sites"
+
+
+def sites_in(directory: Path) -> list[str]:
+    """Return the names of the sites with an audit below a directory. What applications may write there is not looked at."""
+    found, rest = [], [""]
+    while rest:
+        above = rest.pop()
+        entries = foreign_files.entries(directory, above)
+        found += [above for entry in entries if above and entry.path == f"{above}/{FILE}" and not entry.is_directory]
+        below = [entry.path for entry in entries if entry.is_directory]
+        rest += [path for path in below if path.rpartition("/")[2] not in OF_APPLICATIONS]
+    return sorted(found)
 
 
 def main() -> None:

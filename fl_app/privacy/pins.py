@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from fl_app import foreign_files
 from fl_app.errors import UserError
-from fl_app.files import lock, make_directory, publish_text
+from fl_app.files import lock, make_directory
 
 _DIRECTORY = "peers"
 
@@ -22,7 +23,7 @@ def agreed(site: Path, own: str) -> str:
     """
     path = site / _DIRECTORY / own
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return foreign_files.read_text(site, f"{_DIRECTORY}/{own}").strip()
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
@@ -30,9 +31,9 @@ def agreed(site: Path, own: str) -> str:
 
 
 def accept(site: Path, own: str, listed: str) -> None:
-    """Note the list that a site agrees to from now on. Raises OSError."""
-    make_directory(site / _DIRECTORY)
-    publish_text(site / _DIRECTORY / own, listed + "\n")
+    """Note the list that a site agrees to from now on. Raises OSError, and UserError if the note would lie elsewhere."""
+    make_directory(site)
+    foreign_files.write(site, f"{_DIRECTORY}/{own}", f"{listed}\n".encode())
 
 
 def require(site: Path, own: str, peers: Path) -> None:

@@ -1,0 +1,123 @@
+"""What an application put into directories that it may write, as commands without walls find it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from client_app import state
+from deploy import approval, node_cli, supernode
+from deploy.approval import Request
+from deploy.audit import FILE, Audit
+from fl_app.errors import UserError
+from fl_app.privacy import pins
+
+pytestmark = pytest.mark.timeout(60)
+HASH = "ab" * 32
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
+    directory = supernode.sites_directory() / "lab" / "bern"
+    Audit(directory).append("start")
+    return directory
+
+
+@pytest.mark.parametrize("inside", ["tmp", "state", "flwr"])
+def test_a_false_site_is_none(site: Path, inside: str, capsys: pytest.CaptureFixture[str]) -> None:
+    false = site / inside / "zurich"
+    Audit(false).append("start")
+    approval.ask(false, Request("7", HASH, {}))
+    (site / "link").symlink_to(false)
+    assert supernode.sites_in(supernode.sites_directory()) == ["lab/bern"]
+    node_cli.approve(None, False, None)
+    node_cli.audit(None, "")
+    shown = capsys.readouterr().out
+    assert "no run waits" in shown and "zurich" not in shown and "lab/bern: 1 lines, intact" in shown
+    for command in (lambda: node_cli.approve("7", False, None), lambda: node_cli.join(f"lab/bern/{inside}/zurich")):
+        with pytest.raises(UserError):
+            command()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{",
+        "[" * 100_000,
+        json.dumps({"run": "7"}),
+        json.dumps({"run": "8", "application": HASH, "config": {}}),
+        json.dumps({"run": 7, "application": HASH, "config": {}}),
+        json.dumps({"run": "7", "application": HASH, "config": []}),
+        json.dumps({"run": "7", "application": HASH, "config": {"a": {"b": 1}}}),
+    ],
+)
+def test_a_malformed_request_is_none_and_others_stay(site: Path, content: str) -> None:
+    approval.ask(site, Request("9", HASH, {}))
+    (site / "waiting" / "7.json").write_text(content)
+    os.mkfifo(site / "waiting" / "6.json")
+    (site / "waiting" / "5.json").symlink_to("9.json")
+    assert [request.run for request in approval.waiting(site)] == ["9"]
+    approval.decide(site, "9", True)
+    for name in ("9.json", "7.json"):
+        (site / "decided" / name).unlink(missing_ok=True)
+        os.mkfifo(site / "decided" / name)
+        assert approval.answer(site, Request(name[:-5], HASH, {})) is None
+
+
+def test_state_is_listed_and_removed_without_links_or_waiting(tmp_path: Path) -> None:
+    root, outside = tmp_path / "state", tmp_path / "outside"
+    for place in (root / "aa" / "client-0000", outside / "client-0000"):
+        place.mkdir(parents=True)
+        (place / "000001-0.state").write_bytes(b"x" * 9)
+    os.utime(root / "aa" / "client-0000" / "000001-0.state", (1e11, 1e11))
+    # an experiment and a client that lie elsewhere, a pipe, and a name that a terminal would follow
+    (root / "bb").symlink_to(outside)
+    (root / "cc").mkdir()
+    (root / "cc" / "client-0000").symlink_to(outside / "client-0000")
+    (root / "dd" / "client-0000").mkdir(parents=True)
+    os.mkfifo(root / "dd" / "client-0000" / "000001-0.state")
+    (root / "\x1b[2Jee" / "client-0000").mkdir(parents=True)
+    (root / "\x1b[2Jee" / "client-0000" / "000001-0.state").touch()
+    os.mkfifo(root / "ff")
+    (root / "aa" / "client-0001").symlink_to(outside / "client-0000")
+    (root / "aa" / "client-0000" / "more").symlink_to(outside)
+    (found,) = state.stored(root)
+    assert (found.experiment, found.clients, found.nbytes) == ("aa", 1, 9) and found.modified < 1e10
+    for name in ("bb", "cc", "dd", "..", "."):
+        with pytest.raises(UserError):
+            state.remove(root, name)
+    state.remove(root, "aa")
+    assert not (root / "aa").exists() and (outside / "client-0000" / "000001-0.state").read_bytes() == b"x" * 9
+
+
+def test_an_audit_is_a_file_of_the_sites_own(site: Path) -> None:
+    other = supernode.sites_directory() / "other"
+    other.mkdir()
+    (other / FILE).symlink_to(site / FILE)
+    os.mkfifo(supernode.sites_directory() / "pipe")
+    assert supernode.sites_in(supernode.sites_directory()) == ["lab/bern"]
+
+
+def test_a_note_of_agreed_keys_is_read_and_written_in_the_sites_own_directory_alone(tmp_path: Path) -> None:
+    kept, outside = tmp_path / "site", tmp_path / "outside"
+    for place in (kept, outside):
+        place.mkdir()
+    (outside / "own").write_text("secret")
+    (kept / "peers").symlink_to(outside)
+    for work in (lambda: pins.agreed(kept, "own"), lambda: pins.accept(kept, "own", "new")):
+        with pytest.raises(UserError):
+            work()
+    assert (outside / "own").read_text() == "secret" and os.listdir(outside) == ["own"]
+    (kept / "peers").unlink()
+    (kept / "peers").mkdir()
+    os.mkfifo(kept / "peers" / "own")
+    with pytest.raises(UserError):
+        pins.agreed(kept, "own")
+    pins.accept(kept, "own", "new")
+    assert pins.agreed(kept, "own") == "new"
