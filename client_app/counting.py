@@ -1,7 +1,7 @@
 """A process that counts the training samples of a client in a run: `python -m client_app.counting FILE`.
 
-A site's gate starts it (deploy/counting.py), behind the walls of its applications: data are read by code that can run
-what a file of them says, and applications may write some of these files. FILE is the number of an open socket. A JSON
+A site's gate starts it (deploy/counting.py), behind the walls of its applications: some readers of data run code that a
+file names, and applications may write some of these files. FILE is the number of an open socket. A JSON
 object comes from it, with the arguments of `train_samples`. The answer is a number, or `!` and the text of a UserError.
 """
 

@@ -183,8 +183,8 @@ class StoredExperiment:
 def stored(root: Path) -> list[StoredExperiment]:
     """List the experiments with client state under a state directory, oldest first. Raises UserError if there is too much.
 
-    Applications write the directory: what is no experiment's name and no client's file is left out, and links are not
-    followed (fl_app/foreign_files.py).
+    Applications write the directory: anything without an experiment's name, or no client's file, is left out, and links
+    are not followed (fl_app/foreign_files.py).
     """
     found = []
     for entry in foreign_files.entries(root):
