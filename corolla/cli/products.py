@@ -110,17 +110,17 @@ def node_export(
 ) -> None:
     """Write this site's own model of a run, which stays here, with its card. Its directory: $COROLLA_SITE_DIR, or site.toml's."""
     # it imports flwr, which takes seconds
+    from deploy import exporting
     from deploy import site as rules
     from deploy.supernode import use_rules
 
-    use_rules(rules.find())
-    held = {path.parent: path.stat().st_mtime for path in (site_directory() / MODELS).glob(f"*/*/{SUMMARY}")}
-    known = {folder.name for folder in held} | {folder.parent.name.rpartition("-")[0] for folder in held}
-    chosen = {folder for folder in held if run in (None, folder.name, folder.parent.name.rpartition("-")[0])}
-    if not chosen:
-        there = f"; there are {', '.join(sorted(known))}" if known else ""
-        raise UserError(f"{site_directory()}: this site keeps no model of {run or 'any run'}{there}")
-    last = max(chosen, key=lambda folder: held[folder])
+    found = use_rules(rules.find())
+    if found.confine and not exporting.is_inside():
+        words = [*([run] if run else []), "--name", name, *["--onnx"] * onnx]
+        for path in exporting.export_inside(found, words, to):
+            console.print(escape(str(path)), soft_wrap=True)
+        return
+    last = _kept_of(run)
     look_for_plugins(last / PLUGINS)
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
@@ -134,6 +134,17 @@ def node_export(
         written, _ = export_each(last, METHODS, client, to, onnx=onnx)
     for path, card in written:
         _show(path, card, own_files(path))
+
+
+def _kept_of(run: str | None) -> Path:
+    """Return the folder of the last run that this site keeps a model of. run: its name or experiment id, or None for any."""
+    held = {path.parent: path.stat().st_mtime for path in (site_directory() / MODELS).glob(f"*/*/{SUMMARY}")}
+    known = {folder.name for folder in held} | {folder.parent.name.rpartition("-")[0] for folder in held}
+    chosen = {folder for folder in held if run in (None, folder.name, folder.parent.name.rpartition("-")[0])}
+    if not chosen:
+        there = f"; there are {', '.join(sorted(known))}" if known else ""
+        raise UserError(f"{site_directory()}: this site keeps no model of {run or 'any run'}{there}")
+    return max(chosen, key=lambda folder: held[folder])
 
 
 def _name_code(files: Sequence[Path]) -> None:

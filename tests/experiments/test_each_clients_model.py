@@ -11,10 +11,11 @@ import pytest
 
 from corolla.experiments.exported import loading, predict, run_models
 from corolla.experiments.exported.export import export
+from deploy import bubblewrap
 from fl_app import data, model_card
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.server.run_folder import read_config, read_metrics
+from fl_app.server.run_folder import PLUGINS, read_config, read_metrics
 from fl_app.site import site_directory
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
@@ -154,3 +155,50 @@ def test_a_finished_run_collects_its_models_later(run: Run, tmp_path: Path, comm
     assert (folder.path / "metrics.jsonl").read_text() == before
     code, out, _ = command("run", "--in-process", "--resume", folder.path, "--set", "collect-personal-models=true")
     assert code == 0 and "nothing to resume" in out
+
+
+CODE = """
+import os
+from pathlib import Path
+
+from torch import nn
+
+Path({seen!r}).parent.mkdir(exist_ok=True)
+Path({seen!r}).open("a").write(str(os.path.exists({secret!r})))
+
+
+def mlp(in_channels, num_classes, image_size):
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+"""
+
+
+@pytest.mark.skipif(bubblewrap.find() is None, reason=bubblewrap.why_not() or "bubblewrap makes its walls here")
+def test_an_export_at_a_confined_site_runs_the_runs_own_files_behind_walls(
+    run: Run, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, site_dir: Path
+) -> None:
+    """Applications write the site's directory, the plugins of its kept models included."""
+    secret, seen = tmp_path / "secret", site_dir / "seen"
+    secret.write_text("secret")
+    own = tmp_path / "code"
+    own.mkdir()
+    (own / "walled.py").write_text(CODE.format(seen=str(seen), secret=str(secret)))
+    monkeypatch.syspath_prepend(own)
+    monkeypatch.chdir(own)
+    files = [cancer(tmp_path / f"{k}.csv", slice(k, None, 3)) for k in range(3)]
+    run(
+        **SITES,
+        model="walled:mlp",
+        run_name="june",
+        node_configs={k: {"data-path": str(p)} for k, p in enumerate(files)},
+    )
+    seen.unlink()
+    for folder in site_dir.glob("models/*/june"):
+        (folder / PLUGINS).mkdir(exist_ok=True)
+        (folder / PLUGINS / "walled.py").write_text((own / "walled.py").read_text())
+    rules = tmp_path / "site.toml"
+    rules.write_text("confine = true\n")
+    monkeypatch.setenv("COROLLA_SITE", str(rules))
+    code, out, err = command("node", "export", "june", "--to", tmp_path / "own", "--name", "celle")
+    assert code == 0, err
+    assert seen.read_text() == "False"
+    assert model_card.read(tmp_path / "own" / "celle.pt")["client"] == "celle"  # type: ignore[typeddict-item]
