@@ -85,11 +85,11 @@ class Walls:
         command: Sequence[str],
         home: str,
         environment: Mapping[str, str],
-        files: Sequence[int] = (),
+        given: Sequence[int] = (),
     ) -> Inside:
         """Start a command behind the walls.
 
-        home: the directory in which it runs, one of those that it may write. files: open files that it gets. Raises
+        home: the directory in which it runs, one of those that it may write. given: open files that it gets. Raises
         OSError.
         """
         confinement = replace(confinement, write=(*confinement.write, "/tmp"))
@@ -103,7 +103,7 @@ class Walls:
                     *confine.confined_command(confinement, command, channel),
                 ],
                 {**environment, "HOME": home, "USER": _NAME, "LOGNAME": _NAME},
-                [theirs.fileno(), *files],
+                [theirs.fileno(), *files, *given],
                 ours,
                 confinement.ports,
             )

@@ -63,7 +63,8 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
         ]
         # the rules' file, which may lie below HOME, is not there
         more = {_INSIDE: "1", "COROLLA_SITE": "", "HOME": made, "TMPDIR": made, VARIABLE: str(site_directory())}
-        environment = confine.cleaned(os.environ) | more
+        inside.refuse_led_out()
+        environment = confine.cleaned(os.environ, inside.write) | more
         if walls is None:
             process = bubblewrap.Inside(confine.confined_command(inside, command), environment)
         else:

@@ -13,7 +13,6 @@ import functools
 import importlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import types
@@ -24,8 +23,20 @@ from typing import Any
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import bubblewrap, confine, counting, expiry, log_size, objects, outage, shared_warm, site, slow_start, superexec
-from deploy.audit import Audit
+from deploy import (
+    bubblewrap,
+    confine,
+    counting,
+    expiry,
+    log_size,
+    objects,
+    outage,
+    shared_warm,
+    site,
+    slow_start,
+    superexec,
+)
+from deploy.audit import FILE, Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
 from deploy.pace import Pace
@@ -51,6 +62,7 @@ Receive = Callable[[], tuple[Message, ObjectTree] | None]
 _COMMAND = "flwr.supernode.cli.flower_supernode"
 # option of flower-superexec: the process with which it ends
 _PARENT = "--parent-pid"
+_HOME = "flwr"
 OF_APPLICATIONS = ("tmp", "state", "flwr")
 """Directories in a site's own that its applications may write. No part of a site's name is one."""
 # least seconds between two polls for a message
@@ -224,6 +236,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             words = superexec_command(words, warm if warm != SHARED or not rules.confine else OWN)
             if confinement is None:
                 return subprocess.Popen(words)
+            # what earlier applications left there is not for the next ones
+            foreign_files.remove(writable["TMPDIR"], _HOME)
             return confined(confinement, words if walls is None else of_parent(words, bubblewrap.FIRST))
 
         def start_superexec(words: Sequence[str]) -> None:
@@ -315,16 +329,13 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
 
 
 def own_variables(writable: Mapping[str, Path]) -> dict[str, str]:
-    """Return the environment variables of confined applications, with a home of Flower's that is theirs and empty.
+    """Return the environment variables of confined applications, with a home of Flower's that is theirs.
 
     Code and settings in this process's own home are also read by processes without walls. writable: the directories that
     they may write, by their variables.
     """
-    home = writable["TMPDIR"] / "flwr"
-    # a link of theirs is no directory, and stays
-    shutil.rmtree(home, ignore_errors=True)
     names = {name: str(place) for name, place in writable.items()}
-    return confine.cleaned(os.environ, writable.values()) | names | {"FLWR_HOME": str(home)}
+    return confine.cleaned(os.environ, writable.values()) | names | {"FLWR_HOME": str(writable["TMPDIR"] / _HOME)}
 
 
 def refuse_secrets(places: Iterable[str | Path]) -> None:

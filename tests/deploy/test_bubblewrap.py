@@ -404,12 +404,16 @@ def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start
     monkeypatch.setattr(supernode, "walls_for", lambda rule: Made())
     monkeypatch.setattr(command, "start_client_internal", lambda **given: loop.subprocess.Popen(["flower-superexec"]))
     supernode.install(Site(confine=True, readable_paths=(str(named),)), Audit(tmp_path / "node"), tmp_path / "node")
+    (tmp_path / "node" / "tmp" / "flwr").mkdir()
+    (tmp_path / "node" / "tmp" / "flwr" / "left").touch()
     store = InMemoryObjectStore()
     factory = SimpleNamespace(
         objectstore_factory=SimpleNamespace(store=lambda: store), state=lambda: InMemoryNodeState(store)
     )
     command.start_client_internal(node_config={}, state_factory=factory, runtime_api_address="127.0.0.1:9")
     assert refused.wait(30) and len(started) == 1
+    # an application may have left code there
+    assert not (tmp_path / "node" / "tmp" / "flwr").exists()
 
 
 @needs_bubblewrap
