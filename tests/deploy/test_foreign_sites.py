@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
 from client_app import state
 from deploy import approval, node_cli, supernode
 from deploy.approval import Request
 from deploy.audit import FILE, Audit
+from deploy.gate import Gate, Node
+from deploy.site import Site
 from fl_app.errors import UserError
 from fl_app.privacy import pins
+from tests.deploy.test_gate import SuperLink
 
 pytestmark = pytest.mark.timeout(60)
 HASH = "ab" * 32
@@ -121,3 +126,46 @@ def test_a_note_of_agreed_keys_is_read_and_written_in_the_sites_own_directory_al
         pins.agreed(kept, "own")
     pins.accept(kept, "own", "new")
     assert pins.agreed(kept, "own") == "new"
+
+
+WATCHED = list[str]()
+"""Directories that applications write, while a test watches them."""
+SEEN = list[tuple[str, str]]()
+
+
+def watch(event: str, given: tuple[object, ...]) -> None:
+    """Note whatever reaches a path below a watched directory by its name. The door names only parts of a path."""
+    for place in WATCHED:
+        SEEN.extend((event, name) for name in map(str, given) if event != "import" and name.startswith(f"{place}/"))
+
+
+sys.addaudithook(watch)
+
+
+def test_no_command_and_no_judgement_reaches_what_applications_write_past_the_door(
+    site: Path, tmp_path: Path, site_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, prepared = tmp_path / "client-state", tmp_path / "prepared"
+    monkeypatch.setenv("COROLLA_DATA_DIR", str(prepared))
+    for place in (root / "aa" / "client-0000", prepared, site_dir, site / "tmp" / "zurich"):
+        place.mkdir(parents=True)
+    (root / "aa" / "client-0000" / "000001-0.state").touch()
+    Audit(site / "tmp" / "zurich").append("start")
+    link = SuperLink({7: {"private": True}})
+    rules = Site(min_samples=30, max_evaluations=5, approval="ask")
+    made = Gate(rules, Audit(tmp_path / "gate"), tmp_path / "gate", Node(0, 4), InMemoryObjectStore())
+    opened = made.around(link.connection())
+    link.ask("get_properties", 7)
+    monkeypatch.setattr(sys.modules[__name__], "WATCHED", [str(p) for p in (root, prepared, site_dir, site / "tmp")])
+    SEEN.clear()
+    assert opened.receive() is None
+    approval.decide(tmp_path / "gate", "7", True)
+    assert opened.receive() is not None and link.sent == []
+    assert supernode.sites_in(supernode.sites_directory()) == ["lab/bern"]
+    node_cli.audit(None, "")
+    pins.accept(site_dir, "own", "new")
+    assert pins.agreed(site_dir, "own") == "new"
+    state.remove(root, state.stored(root)[0].experiment)
+    assert SEEN == [] and list(prepared.glob("datasets/*/info.json"))
+    # the hook sees such a way: the search above was one
+    assert SEEN
