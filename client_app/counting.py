@@ -41,8 +41,13 @@ def train_samples(config: Mapping[str, Scalar], client_id: int, num_clients: int
 
 
 def limits_of(config: Mapping[str, Scalar]) -> list[tuple[KeySpec, Scalar]]:
-    """Return those keys of a run's method that limit the samples it trains on, with their values. Raises UserError."""
+    """Return those keys of a run's method that limit the samples it trains on, with their values. Raises UserError.
+
+    An own method has none: it would be imported, and its name can be that of any module of the site.
+    """
     method, problems, found = str(config.get("method", "")), list[str](), []
+    if is_reference(method):
+        return []
     for spec in specs(METHOD_PARAMS.get(method, NoParams), table_of(method)):
         if spec.trains_on is not None:
             found.append((spec, spec.read(config.get(spec.name, spec.default), problems)))
