@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import types
@@ -236,8 +237,11 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             words = superexec_command(words, warm if warm != SHARED or not rules.confine else OWN)
             if confinement is None:
                 return subprocess.Popen(words)
-            # what earlier applications left there is not for the next ones
-            foreign_files.remove(writable["TMPDIR"], _HOME)
+            # what earlier applications left there is not for the next ones, which get another home
+            try:
+                foreign_files.remove(writable["TMPDIR"], _HOME)
+            except (UserError, OSError) as error:
+                log.warning("confine: what applications have left could not be removed: %s", error)
             return confined(confinement, words if walls is None else of_parent(words, bubblewrap.FIRST))
 
         def start_superexec(words: Sequence[str]) -> None:
@@ -329,23 +333,22 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
 
 
 def own_variables(writable: Mapping[str, Path]) -> dict[str, str]:
-    """Return the environment variables of confined applications, with a home of Flower's that is theirs.
+    """Return the environment variables of confined applications, with a home of Flower's that is theirs and new.
 
     Code and settings in this process's own home are also read by processes without walls. writable: the directories that
     they may write, by their variables.
     """
+    home = writable["TMPDIR"] / _HOME / secrets.token_hex(8)
     names = {name: str(place) for name, place in writable.items()}
-    return confine.cleaned(os.environ, writable.values()) | names | {"FLWR_HOME": str(writable["TMPDIR"] / _HOME)}
+    return confine.cleaned(os.environ, writable.values()) | names | {"FLWR_HOME": str(home)}
 
 
 def refuse_secrets(places: Iterable[str | Path]) -> None:
     """Raise UserError if one of the places that confined applications read contains the secrets of shared warm processes."""
-    secrets = shared_warm.directory().resolve()
+    kept = shared_warm.directory().resolve()
     for place in places:
-        if secrets.is_relative_to(Path(place).resolve()):
-            raise UserError(
-                f"confine: applications would read {secrets}, which lies in {place}; choose another directory"
-            )
+        if kept.is_relative_to(Path(place).resolve()):
+            raise UserError(f"confine: applications would read {kept}, which lies in {place}; choose another directory")
 
 
 def confinement_of(

@@ -15,7 +15,6 @@ error if the reply's parts are not there.
 from __future__ import annotations
 
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -128,7 +127,8 @@ def _keep_running(start: Callable[[], Process], ended: Callable[[], None]) -> No
         began = time.monotonic()
         try:
             how = f"has ended with exit code {start().wait()}"
-        except (OSError, subprocess.SubprocessError) as error:
+        # without this thread no application would start any more
+        except Exception as error:
             how = f"cannot be started ({error})"
         ended()
         wait = _FIRST_WAIT if time.monotonic() - began > _IN_ORDER else min(2 * wait, _MOST_WAIT)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from deploy.audit import Audit
 from deploy.bubblewrap import Walls
 from deploy.confine import Confinement
 from deploy.site import Site
+from fl_app import foreign_files
 from fl_app.errors import UserError
 
 needs_bubblewrap = pytest.mark.skipif(
@@ -371,49 +372,86 @@ def test_no_file_of_an_application_runs_before_the_walls_inside_are_closed(
     assert capfd.readouterr().err == "1\n"
 
 
-def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An application can replace what lies in a directory that it writes, and end the process that starts applications."""
-    named, outside, started = tmp_path / "state" / "a" / "named", tmp_path / "outside", list[Confinement]()
-    for directory in (named, outside / "named", tmp_path / "node"):
-        directory.mkdir(parents=True)
+def start_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: Site, at_end: Callable[[int], object]
+) -> list[dict[str, str]]:
+    """Start a SuperNode whose process that starts applications ends at once.
+
+    at_end: called at each end with the number of starts. Return their environments so far, a list that grows.
+    """
+    started = list[dict[str, str]]()
 
     class Ended:
         def wait(self) -> int:
-            if len(started) == 1:
-                named.parent.rename(tmp_path / "state" / "b")
-                named.parent.symlink_to(outside)
+            at_end(len(started))
             return 0
 
     class Made:
-        def start(self, confinement: Confinement, *given: Any) -> Ended:
-            started.append(confinement)
+        def start(
+            self, confinement: Confinement, words: object, home: str, environment: dict[str, str], *_: Any
+        ) -> Ended:
+            started.append(environment)
             return Ended()
 
     command, loop = map(
         importlib.import_module, ("flwr.supernode.cli.flower_supernode", "flwr.supernode.start_client_internal")
     )
-    refused = threading.Event()
     for name in ("_init_connection", "subprocess", "time"):
         monkeypatch.setattr(loop, name, getattr(loop, name))
     for variable, name in (("COROLLA_STATE_DIR", "state"), ("COROLLA_DATA_DIR", "data"), ("FLWR_HOME", "flwr")):
         monkeypatch.setenv(variable, str(tmp_path / name))
     monkeypatch.setattr(unanswered, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(unanswered.log, "warning", lambda text, how: "(confine: " in how and refused.set())
     monkeypatch.setattr(supernode, "walls_for", lambda rule: Made())
     monkeypatch.setattr(command, "start_client_internal", lambda **given: loop.subprocess.Popen(["flower-superexec"]))
-    supernode.install(Site(confine=True, readable_paths=(str(named),)), Audit(tmp_path / "node"), tmp_path / "node")
-    (tmp_path / "node" / "tmp" / "flwr").mkdir()
-    (tmp_path / "node" / "tmp" / "flwr" / "left").touch()
+    (tmp_path / "node" / "tmp").mkdir(parents=True)
+    supernode.install(rules, Audit(tmp_path / "node"), tmp_path / "node")
     store = InMemoryObjectStore()
     factory = SimpleNamespace(
         objectstore_factory=SimpleNamespace(store=lambda: store), state=lambda: InMemoryNodeState(store)
     )
     command.start_client_internal(node_config={}, state_factory=factory, runtime_api_address="127.0.0.1:9")
+    return started
+
+
+def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application can replace what lies in a directory that it writes, and end the process that starts applications."""
+    named, outside, left = tmp_path / "state" / "a" / "named", tmp_path / "outside", tmp_path / "node" / "tmp" / "flwr"
+    for directory in (named, outside / "named"):
+        directory.mkdir(parents=True)
+
+    def replace(number: int) -> None:
+        if number == 1:
+            named.parent.rename(tmp_path / "state" / "b")
+            named.parent.symlink_to(outside)
+            left.mkdir()
+
+    refused = threading.Event()
+    monkeypatch.setattr(unanswered.log, "warning", lambda text, how: "(confine: " in how and refused.set())
+    started = start_anew(tmp_path, monkeypatch, Site(confine=True, readable_paths=(str(named),)), replace)
     assert refused.wait(30) and len(started) == 1
     # an application may have left code there
-    assert not (tmp_path / "node" / "tmp" / "flwr").exists()
+    assert not left.exists()
+
+
+def test_nothing_that_an_application_leaves_keeps_the_next_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, deep = threading.Event(), tmp_path / "node" / "tmp" / "flwr"
+    for _ in range(foreign_files.MOST_DEPTH + 2):
+        deep /= "d"
+
+    def leave(number: int) -> None:
+        deep.mkdir(parents=True, exist_ok=True)
+        if number == 2:
+            again.set()
+            threading.Event().wait()
+
+    started = start_anew(tmp_path, monkeypatch, Site(confine=True), leave)
+    assert again.wait(30)
+    homes = [Path(one["FLWR_HOME"]) for one in started]
+    assert homes[0] != homes[1] and not homes[1].exists()
 
 
 @needs_bubblewrap
