@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from deploy import bubblewrap, confine
@@ -27,9 +27,10 @@ from fl_app.site import VARIABLE, site_directory
 SECONDS = 600.0
 """Most seconds of an export."""
 MOST_BYTES = 8 << 30
-"""Most bytes of a file that an export writes."""
+"""Most bytes of all files that an export writes."""
 _INSIDE = "COROLLA_EXPORT_INSIDE"
 # a model, its card, its plugins (corolla/experiments/exported/export.py)
+_MODEL = re.compile(r"[\w-][\w.-]*\.(?:pt|onnx)")
 _WRITTEN = re.compile(r"[\w-][\w.-]*\.(?:pt|onnx)(?:\.json|\.plugins(?:/[\w-][\w.-]*)+)?")
 
 
@@ -42,7 +43,7 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
     """Export behind walls, and move what was written into a directory. Return the new files.
 
     words: the command's arguments but its directory. Raises UserError if the export fails, takes too long, or a file of
-    this name is no regular file of a fair size.
+    this name exists, or is no regular file of a fair size.
     """
     assert rules.confine
     walls = walls_for(rules.confine)
@@ -78,18 +79,38 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
             raise UserError(
                 f"node export: failed behind the walls of applications (exit code {code}), for the reason above"
             )
-        return list(_taken(fresh, "out", to))
+        return _taken(fresh, "out", to)
 
 
-def _taken(root: Path, below: str, to: Path) -> Iterator[Path]:
-    """Copy an export's files from below a directory, and yield their new paths. Raises UserError for any other file."""
-    for entry in foreign_files.walk(root, below):
-        if entry.is_directory:
-            continue
-        path = entry.path.removeprefix(f"{below}/")
+def _taken(root: Path, below: str, to: Path) -> list[Path]:
+    """Copy an export's files from below a directory, and return their new paths.
+
+    There is one model, a new one. Raises UserError for any other file, and if the model or a file of it exists already: the
+    files of another model in the directory are the person's, and some of them are code.
+    """
+    found = {
+        entry.path.removeprefix(f"{below}/"): entry
+        for entry in foreign_files.walk(root, below)
+        if not entry.is_directory
+    }
+    for path in found:
         # a directory of the person's may have files that programs read by their names
         if not _WRITTEN.fullmatch(path):
             raise UserError(f"node export: must write a model, its card and its own Python files, wrote {plain(path)}")
-        make_directory(to)
-        foreign_files.write(to, path, foreign_files.read(root, entry.path, MOST_BYTES))
-        yield to / path
+    models = sorted(path for path in found if _MODEL.fullmatch(path))
+    own = [path for path in found if models and path.startswith((f"{models[0]}.json", f"{models[0]}.plugins/"))]
+    if len(models) != 1 or len(own) + 1 != len(found):
+        raise UserError(
+            f"node export: must write one model and its own files, wrote {', '.join(sorted(found)) or 'none'}"
+        )
+    if (size := sum(entry.nbytes for entry in found.values())) > MOST_BYTES:
+        raise UserError(f"node export: may write {MOST_BYTES} bytes, wrote {size}")
+    for name in (models[0], f"{models[0]}.json", f"{models[0]}.plugins"):
+        if os.path.lexists(to / name):
+            raise UserError(
+                f"node export: {to / name} exists already, and is not overwritten; choose another --to or --name"
+            )
+    make_directory(to)
+    for path, entry in found.items():
+        foreign_files.write(to, path, foreign_files.pieces(root, entry.path, entry.nbytes))
+    return [to / path for path in found]

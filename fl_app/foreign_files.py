@@ -19,7 +19,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -71,16 +71,21 @@ class _Budget:
 
 def read(root: Path, path: str, most: int = MOST_BYTES) -> bytes:
     """Return a file's bytes. Raises FileNotFoundError if there is none, and Refused."""
+    return b"".join(pieces(root, path, most))
+
+
+def pieces(root: Path, path: str, most: int) -> Iterator[bytes]:
+    """Yield a file's bytes, in pieces of a MB at most. Raises FileNotFoundError if there is none, and Refused."""
     with open_file(root, path, most) as file:
-        content, end = bytearray(), time.monotonic() + MOST_SECONDS
-        while piece := file.read(min(_PIECE, most + 1 - len(content))):
-            content += piece
+        rest, end = most, time.monotonic() + MOST_SECONDS
+        while piece := file.read(min(_PIECE, rest + 1)):
+            rest -= len(piece)
             # it can grow meanwhile
-            if len(content) > most:
+            if rest < 0:
                 raise Refused(f"{root / path}: may have {most} bytes, it has more")
             if time.monotonic() > end:
                 raise Refused(f"{root / path}: could not be read in {MOST_SECONDS:g} seconds")
-    return bytes(content)
+            yield piece
 
 
 def read_text(root: Path, path: str, most: int = MOST_BYTES) -> str:
@@ -157,8 +162,11 @@ def _entries(root: Path, path: str, budget: _Budget) -> list[Entry]:
 # Changing -------------------------------------------------------------------------------------------------------------
 
 
-def write(root: Path, path: str, content: bytes) -> None:
-    """Write a file, which appears with all its content, and the missing directories above it. Raises OSError and Refused."""
+def write(root: Path, path: str, content: bytes | Iterable[bytes]) -> None:
+    """Write a file, which appears with all its content, and the missing directories above it. Raises OSError and Refused.
+
+    content: its bytes, or their pieces, one after the other.
+    """
     above, name = _split(root, path)
     for k in range(1, len(parts := above.split("/")) + 1 if above else 1):
         upper, last = _split(root, "/".join(parts[:k]))
@@ -169,7 +177,7 @@ def write(root: Path, path: str, content: bytes) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, FILE_MODE, dir_fd=directory)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
+                file.writelines([content] if isinstance(content, bytes) else content)
                 file.flush()
                 os.fsync(descriptor)
             os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from deploy import exporting
 from deploy.exporting import _taken
 from fl_app.errors import UserError
 
@@ -32,3 +34,48 @@ def test_no_other_file_is_taken(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError):
         list(_taken(tmp_path, "out", tmp_path / "to"))
     assert not any(path.is_file() for path in tmp_path.glob("to/**/*"))
+
+
+@pytest.mark.parametrize(
+    ("there", "written"),
+    [
+        # the person's other model gets code, or another content
+        (["other.pt"], ["own.pt", "other.pt.plugins/evil.py"]),
+        (["other.pt"], ["other.pt.plugins/evil.py"]),
+        (["other.pt"], ["own.pt", "other.pt"]),
+        (["other.pt"], ["other.pt", "other.pt.json"]),
+        (["other.pt.json"], ["other.pt", "other.pt.json"]),
+        (["other.pt.plugins/own.py"], ["other.pt"]),
+        ([], ["own.pt", "other.onnx"]),
+        ([], []),
+    ],
+)
+def test_one_new_model_is_taken_and_nothing_of_another(tmp_path: Path, there: list[str], written: list[str]) -> None:
+    to = tmp_path / "to"
+    for name in there:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_text("the person's")
+    for name in written:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("evil")
+    with pytest.raises(UserError):
+        list(_taken(tmp_path, "out", to))
+    assert {path.relative_to(to).as_posix() for path in to.rglob("*") if path.is_file()} == set(there)
+    assert all((to / name).read_text() == "the person's" for name in there)
+
+
+def test_a_file_of_any_size_is_copied_with_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    size = 64 << 20
+    with (tmp_path / "out" / "own.pt").open("wb") as file:
+        file.truncate(size)
+    tracemalloc.start()
+    try:
+        (written,) = _taken(tmp_path, "out", tmp_path / "to")
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+    finally:
+        tracemalloc.stop()
+    assert written.stat().st_size == size
+    monkeypatch.setattr(exporting, "MOST_BYTES", size - 1)
+    with pytest.raises(UserError, match=str(size)):
+        _taken(tmp_path, "out", tmp_path / "again")
