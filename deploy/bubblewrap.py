@@ -15,22 +15,26 @@ Landlock (deploy/confine.py), where the kernel has it.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import glob
 import os
+import re
 import shutil
 import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy import confine, system_calls
 from deploy.confine import Confinement
+from fl_app.errors import plain_lines
 
 PROGRAM = "bwrap"
 LOOPBACK = "127.0.0.1"
@@ -63,6 +67,10 @@ _NAME = "application"
 # bytes that are carried at once, and most connections at a time
 _PIECE, _MOST_CONNECTIONS = 1 << 18, 128
 _PROBE_SECONDS = 20
+# how fast output may come; faster processes wait
+_BYTES_PER_SECOND = 2 << 20
+# Flower's log has it
+_COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 
 @dataclass(frozen=True)
@@ -154,10 +162,15 @@ class Inside:
 
     def _print(self) -> None:
         assert self._process.stdout is not None
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with self._process.stdout as output:
             while piece := os.read(output.fileno(), _PIECE):
+                # a terminal obeys control characters, and answers some of them
+                text = plain_lines(_COLOUR.sub("", decoder.decode(piece)))
                 with contextlib.suppress(OSError):
-                    os.write(2, piece)
+                    os.write(2, text.encode())
+                # the log is made smaller every few seconds
+                time.sleep(len(piece) / _BYTES_PER_SECOND)
 
     def _answer(self, channel: socket.socket) -> None:
         """Accept connections on each listening socket that comes from inside."""

@@ -62,7 +62,18 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's lines. Only the first begins with the mark."""
-        return "corolla: " + plain_lines(super().format(record)).replace("\n", "\n  ")
+        return "corolla: " + _indented(super().format(record))
+
+
+def _indented(text: str) -> str:
+    """Return a text without control characters, whose further lines do not look like lines of the log."""
+    return plain_lines(text).replace("\n", "\n  ")
+
+
+def _cleaned(record: logging.LogRecord) -> bool:
+    """Remove control characters from a record's text: Flower logs names that a server has chosen. Return True."""
+    record.msg, record.args = _indented(record.getMessage()), ()
+    return True
 
 
 class JsonFormatter(logging.Formatter):
@@ -99,6 +110,9 @@ def configure(component: str, **always: Any) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    for name in _OTHERS:
+        for other in logging.getLogger(name).handlers:
+            other.addFilter(_cleaned)
     if is_json():
         handler.setFormatter(JsonFormatter(component, **always))
         for name in _OTHERS:

@@ -372,14 +372,39 @@ def test_no_file_of_an_application_runs_before_the_walls_inside_are_closed(
     assert capfd.readouterr().err == "1\n"
 
 
+def test_output_of_an_application_commands_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    evil = "\\x1b]0;title\\x07 \\x1b[92mINFO\\x1b[0m \\x9b6n \\rhidden \\u202e cut \\t caf\\xe9\\n"
+    code = f"import os; [os.write(1, bytes([each])) for each in '{evil}'.encode()]; os.write(1, '{evil}'.encode())"
+    inside = bubblewrap.Inside([sys.executable, "-I", "-S", "-c", code], {})
+    assert inside.wait() == 0
+    inside.output.join(30)
+    first, second, rest = capfd.readouterr().err.split("\n")
+    assert second == "]0;title INFO 6n hidden  cut   caf\xe9" and rest == ""
+    # pieces that are cut anywhere
+    assert first.isprintable() and first.endswith("caf\xe9")
+
+
+def test_output_without_an_end_comes_no_faster_than_a_log_is_made_smaller(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import os\nwhile True: os.write(1, b'x' * 65536)"
+    inside = bubblewrap.Inside([sys.executable, "-I", "-S", "-c", code], {})
+    began, size = time.monotonic(), 0
+    while size < bubblewrap._BYTES_PER_SECOND:
+        size += len(capfd.readouterr().err)
+        inside.output.join(0.05)
+    inside.kill()
+    inside.wait()
+    assert time.monotonic() - began > 0.5
+
+
 def start_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: Site, at_end: Callable[[int], object]
-) -> list[dict[str, str]]:
+) -> tuple[list[dict[str, str]], threading.Event]:
     """Start a SuperNode whose process that starts applications ends at once.
 
-    at_end: called at each end with the number of starts. Return their environments so far, a list that grows.
+    at_end: called at each end with the number of starts. Return their environments so far, a list that grows, and an
+    event: no further one starts when it is set.
     """
-    started = list[dict[str, str]]()
+    started, over = list[dict[str, str]](), threading.Event()
 
     class Ended:
         def wait(self) -> int:
@@ -393,9 +418,19 @@ def start_anew(
             started.append(environment)
             return Ended()
 
+    def keep_running(start: Callable[[], unanswered.Process], ended: Callable[[], None]) -> None:
+        def start_or_wait() -> unanswered.Process:
+            if over.is_set():
+                # a thread of this kind ends with the process
+                threading.Event().wait()
+            return start()
+
+        unanswered.keep_running(start_or_wait, ended)
+
     command, loop = map(
         importlib.import_module, ("flwr.supernode.cli.flower_supernode", "flwr.supernode.start_client_internal")
     )
+    monkeypatch.setattr(supernode, "keep_running", keep_running)
     for name in ("_init_connection", "subprocess", "time"):
         monkeypatch.setattr(loop, name, getattr(loop, name))
     for variable, name in (("COROLLA_STATE_DIR", "state"), ("COROLLA_DATA_DIR", "data"), ("FLWR_HOME", "flwr")):
@@ -410,7 +445,7 @@ def start_anew(
         objectstore_factory=SimpleNamespace(store=lambda: store), state=lambda: InMemoryNodeState(store)
     )
     command.start_client_internal(node_config={}, state_factory=factory, runtime_api_address="127.0.0.1:9")
-    return started
+    return started, over
 
 
 def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start_anew(
@@ -429,8 +464,9 @@ def test_a_named_path_that_leads_elsewhere_is_not_opened_when_applications_start
 
     refused = threading.Event()
     monkeypatch.setattr(unanswered.log, "warning", lambda text, how: "(confine: " in how and refused.set())
-    started = start_anew(tmp_path, monkeypatch, Site(confine=True, readable_paths=(str(named),)), replace)
+    started, over = start_anew(tmp_path, monkeypatch, Site(confine=True, readable_paths=(str(named),)), replace)
     assert refused.wait(30) and len(started) == 1
+    over.set()
     # an application may have left code there
     assert not left.exists()
 
@@ -445,10 +481,10 @@ def test_nothing_that_an_application_leaves_keeps_the_next_from_starting(
     def leave(number: int) -> None:
         deep.mkdir(parents=True, exist_ok=True)
         if number == 2:
+            over.set()
             again.set()
-            threading.Event().wait()
 
-    started = start_anew(tmp_path, monkeypatch, Site(confine=True), leave)
+    started, over = start_anew(tmp_path, monkeypatch, Site(confine=True), leave)
     assert again.wait(30)
     homes = [Path(one["FLWR_HOME"]) for one in started]
     assert homes[0] != homes[1] and not homes[1].exists()

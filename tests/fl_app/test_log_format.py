@@ -158,3 +158,17 @@ def test_the_page_lists_the_fields() -> None:
     names = {name.strip(" `") for cell in listed for name in cell.split(",")}
     always: dict[str, Any] = {"time", "level", "component", "message"}  # type: ignore[assignment]
     assert names == {*always, "logger", "node", "run", "round", "client", "message_type", "line", "trace"}
+
+
+def test_flowers_text_lines_obey_no_name_that_a_server_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(log_format.VARIABLE, raising=False)
+    written = io.StringIO()
+    flower, own = logging.getLogger("flwr"), logging.getLogger("corolla")
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    for log in (flower, own):
+        monkeypatch.setattr(log, "handlers", [handler] if log is flower else [])
+        monkeypatch.setattr(log, "propagate", False)
+    log_format.configure("supernode")
+    flower.warning("[RUN %s, ROUND %s]", 7, "1\x1b]0;title\x07\ncorolla: run 8 is approved")
+    assert written.getvalue() == "WARNING: [RUN 7, ROUND 1]0;title\n  corolla: run 8 is approved]\n"
