@@ -466,9 +466,7 @@ class CorollaClient(NumPyClient):
             self._open_store(download)
         with reasons.stage("deployment", "state-dir", "state"):
             state = self._first_state(download) or self._store.load(download.state_version)
-            # the server may know how to bring about an older state; then it knows more of the upload
-            if state.version != download.state_version and config.private and config.private_absent == "company":
-                raise UserError(f"private: the state {download.state_version} is missing or damaged")
+            self._require_state(state, download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
         # With `train` or `share`, tensors that never travel start from the file too: the server does not send them.
@@ -516,7 +514,17 @@ class CorollaClient(NumPyClient):
         root = state_root(self.config.state_dir)
         noisy = self.config.dp_epsilon > 0
         store = StateStore(root, experiment_of(str(told["secret"])), int(told["client"]), noisy)
-        return State(store.load(str(told["version"])).arrays)
+        state = store.load(str(told["version"]))
+        self._require_state(state, str(told["version"]))
+        return State(state.arrays)
+
+    def _require_state(self, state: State, version: str) -> None:
+        """Raise UserError if a private run would continue from an older state than the members of the client's company.
+
+        The server may know how to bring about an older state. Then it knows more of the upload.
+        """
+        if state.version != version and self.config.private and self.config.private_absent == "company":
+            raise UserError(f"private: the state {version} is missing or damaged")
 
     def _network(self, weights_file: str) -> Network:
         """Return the run's network. In a lane it is the previous client's, to be set by `load`."""

@@ -126,6 +126,22 @@ def test_two_clients_of_one_name_do_not_start_from_one_state(run: Run, tmp_path:
         run(**setting, run_name="two", from_run=str(june.path), node_configs=sites("celle", "celle", "verden"))
 
 
+def test_in_a_private_run_no_client_starts_from_an_older_state_than_the_others(run: Run, tmp_path: Path) -> None:
+    """Sums hide clients that begin alike. A plain run goes on from the last sound state, with a warning."""
+    june = month(run, tmp_path, "june")
+    kept: dict[Path, list[Path]] = {}
+    for path in sorted((tmp_path / "state").rglob("*.state")):
+        kept.setdefault(path.parent, []).append(path)
+    *earlier, last_of = next(iter(kept.values()))
+    assert earlier
+    last_of.write_bytes(last_of.read_bytes()[:-1] + b"?")
+    month(run, tmp_path, "july", from_run=str(june.path), num_server_rounds=1)
+    private = {"private": True, "round_retries": 0, "num_server_rounds": 1, "from_run": str(june.path)}
+    month(run, tmp_path, "alone", private_absent="alone", **private)
+    with pytest.raises(UserError, match="is missing or damaged"):
+        month(run, tmp_path, "company", **private)
+
+
 @pytest.mark.parametrize("over", ["sites", "initial"])
 def test_the_scaling_goes_on_if_asked(run: Run, tmp_path: Path, over: str) -> None:
     june = month(run, tmp_path, "june", normalize="mean-std")
