@@ -129,8 +129,9 @@ class Masker:
         except (KeyError, ValueError):
             raise UserError("private: the server does not name the clients to mask with") from None
         _check_members(members, me, keys.ring.num_clients)
-        if not len(members) == len(announced) == len(sent) or not (most == 0 or 1 <= most < math.inf):
+        if not len(members) == len(announced) == len(sent):
             raise UserError("private: the server does not say what each member of the sum is sent")
+        _check_bound(most, config.max_size_weight)
         mine = sent[members.index(me)]
         if mine != SentHashes(config.private_absent == "company").of(download, {}) or sent.count(mine) < GROUP_MIN:
             raise UserError(
@@ -236,6 +237,15 @@ def _mask_key(keys: RunKeys, public: bytes, other: int, label: str) -> bytes:
     It names both: two members that announce the same key must not have the same masks with a third one.
     """
     return derived(exchange(keys.masks, public), "mask", label, *sorted((keys.ring.client_id, other)))
+
+
+def _check_bound(most: float, factor: float) -> None:
+    """Raise UserError unless a bound on sample counts goes with the key `max-size-weight`, which is 0 for none.
+
+    Sums under several bounds show how many members have more samples than each.
+    """
+    if not (1 <= most < math.inf if factor else most == 0):
+        raise UserError(f"private: with max-size-weight = {factor:g} the server's bound on counts cannot be {most:g}")
 
 
 def _check_members(members: tuple[int, ...], me: int, num_clients: int) -> None:
