@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterable, Iterator
@@ -167,13 +166,15 @@ def write(root: Path, path: str, content: bytes | Iterable[bytes]) -> None:
 
     content: its bytes, or their pieces, one after the other.
     """
+    from fl_app.privacy import secure_random
+
     above, name = _split(root, path)
     for k in range(1, len(parts := above.split("/")) + 1 if above else 1):
         upper, last = _split(root, "/".join(parts[:k]))
         with _opened(root, upper) as directory, contextlib.suppress(FileExistsError):
             os.mkdir(last, DIRECTORY_MODE, dir_fd=directory)
     with _opened(root, above) as directory:
-        temporary = f".{name}.{secrets.token_hex(8)}.tmp"
+        temporary = f".{name}.{secure_random.secret(8).hex()}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, FILE_MODE, dir_fd=directory)
         try:
             with os.fdopen(descriptor, "wb") as file:
