@@ -195,7 +195,7 @@ def run(
                     config.model,
                     listed(unused),
                 )
-            rounds.run()
+            strategy.start(exchange)
             # again, for clients that came later
             folder.write_clients(_facts(roster.properties, counted))
             if strategy.round < config.num_server_rounds and not rounds.ended_early:

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fl_app.server.exchange import Exchange, Reply
 from strategies.base.server_half import ServerHalf
-from strategies.engine.attempt import Attempt
+from strategies.engine.attempt import TooFewResults
 from strategies.engine.plain import PlainRounds
 from strategies.engine.private import PrivateRounds
 from strategies.engine.rounds import RoundProtocol, Rounds
@@ -21,7 +21,7 @@ P = TypeVar("P")
 
 
 class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
-    """The server half of a method as a Flower Strategy. strategies/engine/rounds.py runs its rounds.
+    """The server half of a method as a Flower Strategy: `start` runs the rounds, whose steps are in strategies/engine/rounds.py.
 
     The hooks are methods of `ServerHalf` (strategies/base/server_half.py):
 
@@ -56,21 +56,39 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run all rounds (`Rounds.run`).
+        """Run all rounds, then evaluate all clients. Every round is recorded when it ends.
 
-        The run config gives the model, the number of rounds and the timeouts. Flower's other arguments are ignored.
+        A round with fewer usable uploads than `min-results` is repeated, up to `round-retries` times, from the same models.
+        The run ends after the current round if the user asks it to stop. The run config gives the model, the number of
+        rounds and the timeouts. Flower's other arguments are ignored. Raises RoundFailed after the last attempt at a round.
         """
-        self.rounds(grid).run()
+        rounds, arrays, config = self.rounds(grid), initial_arrays or ArrayRecord(), train_config or ConfigRecord()
+        for number in rounds.numbers():
+            for _ in rounds.attempts(number):
+                try:
+                    messages = self.configure_train(number, arrays, config, grid)  # type: ignore[arg-type]
+                    self.aggregate_train(number, rounds.replies(messages))
+                    break
+                except TooFewResults as error:
+                    rounds.spoil(error)
+            if rounds.close_round():
+                messages = self.configure_evaluate(number, arrays, config, grid)  # type: ignore[arg-type]
+                self.aggregate_evaluate(number, rounds.replies(messages))
+                rounds.close_evaluation()
+            rounds.write_round()
         return Result()
 
-    # Flower's hooks, for callers that run rounds with them. `grid` is an Exchange, and replies are its replies.
+    # Flower's hooks, the steps of the loop. `grid` is an Exchange, and replies are its replies.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Choose the round's clients by id. Return an iterator that builds their messages one at a time, as they are sent."""
+        """Choose the round's clients by id. Return an iterator that builds their messages one at a time, as they are sent.
+
+        Raises TooFewResults if too few clients are there, UserError if a disk has no room for the round.
+        """
         rounds = self._over(grid)
-        rounds.begin(Attempt(server_round, generation=rounds.generation()))
+        rounds.begin_training(server_round)
         return rounds.messages(rounds.sample(), "train")
 
     def aggregate_train(  # type: ignore[override]
@@ -81,8 +99,7 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
         Raises TooFewResults if fewer uploads than `min-results` are usable. Nothing has changed then.
         """
         rounds = self._over()
-        for reply in replies:
-            rounds.receive(reply)
+        rounds.take_in(replies)
         rounds.personalize(rounds.screen())
         return None, None
 
@@ -91,8 +108,7 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     ) -> Iterable[Message]:
         """Return an iterator over the evaluation messages to all connected clients."""
         rounds = self._over(grid)
-        rounds.begin(Attempt(server_round, generation=rounds.attempt.generation))
-        return rounds.messages(rounds.exchange.client_ids, "evaluate")
+        return rounds.messages(rounds.begin_evaluation(server_round), "evaluate")
 
     def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
         """Collect each client's metrics and the hashes of its model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fl_app.errors import DIVERGED, describe
@@ -31,20 +31,28 @@ Questions = tuple[str, Mapping[int, Numbers]]
 
 @dataclass
 class Attempt(RoundState):
-    """One attempt at a round, or one evaluation: all state that ends with it.
+    """One attempt at a round, or one step that asks clients about their models: all state that ends with it.
 
-    generation: distinguishes the client states of different attempts. began: second of the monotonic clock. intake: the
-    stacks or sums that uploads are decoded into. sent: bytes sent to each client. received: bytes of each client's upload,
-    dropped ones included. failures: all failures. causes: each client's last cause. heads: how the logged causes begin.
-    far: far uploads that are used. works: by client, its work on the round. connected: the clients that it could ask.
-    states: by client, the state that it is told to continue from. working: clients that still worked for an earlier round
-    when it began. held: bytes of the models that wait to arrive. ended: clients whose work has ended. missed: works that
-    have not. arrivals: the ends of works. clients: an evaluation's entries. hashes: of the arrays it sent, where clients
-    send no hashes of their models. between: the method's notes between clients, after `record`. earlier: attempts at the
-    same round that do not count. spoilt_by: why this attempt does not count. without: clients that the repetition of a
-    private round does not ask.
+    - `name`: in the display of progress.
+    - `generation`: distinguishes the client states of different attempts.
+    - `began`: second of the monotonic clock.
+    - `intake`: the stacks or sums that uploads are decoded into.
+    - `sent`: bytes sent to each client that is asked. `received`: bytes of each client's upload, dropped ones included.
+    - `failures`: all failures. `causes`: each client's last cause. `heads`: how the logged causes begin.
+    - `far`: far uploads that are used.
+    - `arrivals`: the ends of works.
+    - `connected`: the clients that it could ask.
+    - `states`: by client, the state that it is told to continue from.
+    - `working`: clients that still worked for an earlier round when it began. `held`: bytes of the models that wait to arrive.
+    - `works`: by client, its work on the round. `ended`: clients whose work has ended. `missed`: works that have not.
+    - `clients`: an evaluation's entries. `hashes`: of the arrays it sent, where clients send no hashes of their models.
+    - `between`: the method's notes between clients, after `record`.
+    - `earlier`: attempts at the same round that do not count. `spoilt_by`: why this one does not count.
+    - `without`: clients that a private round does not ask. `absent`: those that its repetition leaves out as well.
+    - `may_close`: returns whether the attempt has enough answers. None: it waits for all.
     """
 
+    name: str = ""
     generation: int = 0
     began: float = field(default_factory=time.monotonic)
     intake: Intake = field(default_factory=lambda: Intake.of([], Expected.of(NO_TENSORS)))
@@ -67,6 +75,8 @@ class Attempt(RoundState):
     between: dict[str, Between] = field(default_factory=dict)
     earlier: list[Attempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+    may_close: Callable[[], bool] | None = None
     spoilt_by: str = ""
 
     def fail(self, client_id: int, step: str, became: str, error: Exception) -> None:

@@ -1,8 +1,8 @@
-"""The rounds of a run on the server, its evaluations, and its last messages to clients.
+"""The steps of a run's rounds on the server, its evaluations, and its last messages to clients.
 
 A round samples clients, sends, receives and checks, screens, personalizes and records. It is repeated if too few
-uploads are usable. `RoundProtocol` lists the steps in which plain and private rounds differ. A method's changes are in
-its server half (strategies/base).
+uploads are usable. `PersonalizedStrategy.start` (strategies/base/strategy.py) is the loop over these steps. `RoundProtocol`
+lists those in which plain and private rounds differ. A method's changes are in its server half (strategies/base).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Replay, clock_of
 from fl_app.server.checkpoint import LATE
 from fl_app.server.clock import Answer, Clock, may_close
 from fl_app.server.exchange import Exchange, Reply
+from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
 from fl_app.stopping import StopRule
@@ -127,7 +128,9 @@ class Rounds:
     that durable checkpoints name. first: by client, scalars of its messages until it has kept a state of this run.
     spent: by client, the most epsilon that its records have spent so far. ended_early: why the run ends before its
     last round (`stop-when`); "" if it does not. clock: simulated time; None if uploads arrive when they come.
-    working: by client, the work of earlier rounds that has not arrived.
+    working: by client, the work of earlier rounds that has not arrived. spoilt: attempts at the round that do not count.
+    watched: what `stop-when` reads, one record per round. recorded, between: the round's record, and the method's notes
+    between clients. asked_to_stop: whether the user ends the run after this round.
     """
 
     def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
@@ -146,7 +149,12 @@ class Rounds:
         self.first: dict[int, dict[str, Scalar]] = {}
         self.client_files = checkpoint.client_files_of(folder.path)
         self.attempt = Attempt()
-        self.ended_early = ""
+        self.spoilt: list[Attempt] = []
+        self.watch, self.rule = Stopwatch(), stopping.rule_of(self.config)
+        self.watched: list[Record] = []
+        self.recorded: Record = {}
+        self.between: Mapping[str, Between] = {}
+        self.ended_early, self.asked_to_stop = "", False
 
     @cached_property
     def disks(self) -> disk.Disks:
@@ -157,114 +165,84 @@ class Rounds:
         """Return the client's name from its data; its id if there is none."""
         return name_of(self.exchange.roster.properties.get(int(client_id), {})) or client_id
 
-    # A run
+    # A run: PersonalizedStrategy.start is the loop over these steps
 
-    def run(self) -> None:
-        """Run all rounds, then evaluate all clients. Every round is recorded when it ends.
-
-        The run ends after the current round if the user asks it to stop.
-        """
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers of the rounds that are left, until `stop-when` or the user ends the run."""
         self.server.summary()
         for line in self.protocol.announcements():
             log.info("%s", line)
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
-        total, headline = self.config.num_server_rounds, self.measured[0]
-        watch, rule = Stopwatch(), stopping.rule_of(self.config)
         # a resumed run's earlier rounds count too
-        watched = [_watched(record, rule) for record in read_metrics(self.folder.path)] if rule else []
-        self._end_by(rule, watched)
-        for round in range(self.server.round + 1, total + 1):
-            if self.ended_early:
+        self.watched = [_watched(record, self.rule) for record in read_metrics(self.folder.path)] if self.rule else []
+        self._end_by_rule()
+        for round in range(self.server.round + 1, self.config.num_server_rounds + 1):
+            if self.ended_early or self.asked_to_stop:
                 break
-            # The time since the last lap went into the previous round's checkpoint and metrics.
-            watch.laps = {}
-            watch.lap("record")
-            record = self.train(round, watch)
-            between = self.attempt.between
-            watched.append(_watched(record, rule))
-            self._end_by(rule, watched)
-            if self.ended_early or self.config.evaluates_after(round):
-                record["evaluation"] = self.evaluate(round)
-                watch.lap("evaluate")
-            record["seconds"] = {"round": sum(watch.laps.values()), **watch.laps}
-            is_last = bool(self.ended_early) or round == total
-            asked = not is_last and self.folder.asked_to_stop()
-            if is_last or round % self.config.record_matrices == 0:
-                self.folder.keep_matrices(round, [int(i) for i in record["clients"]], between)
-            if self.config.keep_uploads and not is_last and not self.config.keeps_uploads_of(round):
-                kept_uploads.remove(self.folder.path, round)
-            if asked or is_last or round % self.config.checkpoint_every == 0:
-                self.save_checkpoint(record)
-            self.folder.append(record)
-            log.info(
-                "%s",
-                progress_protocol.round_line(
-                    record, total, headline.name, headline.ratio, partial(record, headline, self._called)
-                ),
-            )
-            if asked:
-                break
+            yield round
         if self.ended_early:
             log.info("%s", self.ended_early)
 
-    def _end_by(self, rule: StopRule | None, watched: list[Record]) -> None:
-        """Set `ended_early` if the rounds so far end the run. watched: the values that the rule reads, one record per round."""
-        if rule is not None and watched:
-            self.ended_early = rule.ended(watched)
+    def attempts(self, round: int) -> Iterator[int]:
+        """Yield the numbers of the attempts at a round, from 1, all from the same models.
 
-    # A round, and its repetitions
-
-    def train(self, round: int, watch: Stopwatch) -> Record:
-        """Run one round and return its record.
-
-        With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
-        models. Raises RoundFailed after the last attempt.
+        The caller stops at the one that counts. Raises RoundFailed after the last one, of `round-retries` + 1.
         """
+        # The time since the last lap went into the previous round's checkpoint and metrics.
+        self.watch.laps = {}
+        self.watch.lap("record")
         self._began = time.monotonic()
         if self.clock:
             self.clock.begin(round)
-        spoilt: list[Attempt] = []
-        without: frozenset[int] = frozenset()
-        for retry in range(self.config.round_retries + 1):
-            attempt = Attempt(round, generation=self.generation(retry), earlier=[*spoilt], without=without)
-            try:
-                return self.train_once(attempt, watch)
-            except TooFewResults as error:
-                attempt.spoilt_by, without = str(error), without | error.absent
-                self.exchange.abandon(attempt.works.keys() - attempt.ended)
-                for client_id in attempt.working:
-                    # the repetition counts the bytes of earlier rounds' uploads
-                    attempt.received.pop(client_id, None)
-                spoilt.append(attempt)
-                log.error("round %d, attempt %d: %s", round, retry + 1, error)
-        raise RoundFailed(self._why_it_failed(round, spoilt))
+        self.spoilt = []
+        yield from range(1, self.config.round_retries + 2)
+        raise RoundFailed(self._why_it_failed(round, self.spoilt))
 
-    def train_once(self, attempt: Attempt, watch: Stopwatch) -> Record:
-        """Make one attempt at a round and return the round's record.
+    def spoil(self, error: TooFewResults) -> None:
+        """Note that the attempt does not count. Nothing has changed."""
+        attempt = self.attempt
+        attempt.spoilt_by, attempt.absent = str(error), error.absent
+        self.exchange.abandon(attempt.works.keys() - attempt.ended)
+        for client_id in attempt.working:
+            # the repetition counts the bytes of earlier rounds' uploads
+            attempt.received.pop(client_id, None)
+        self.spoilt.append(attempt)
+        log.error("round %d, attempt %d: %s", attempt.round, len(self.spoilt), error)
 
-        Raises TooFewResults if it does not count; nothing has changed then. Raises UserError if a disk has no room for it.
-        """
-        self.disks.refuse_messages()
-        self.disks.warn()
-        self.exchange.refresh()
-        self.begin(attempt)
-        watch.lap("prepare")
+    def close_round(self) -> bool:
+        """Make the record of the round whose attempt counts. Return whether an evaluation follows."""
+        self.recorded, self.between = self.record(), self.attempt.between
+        self.watched.append(_watched(self.recorded, self.rule))
+        self._end_by_rule()
+        return bool(self.ended_early) or self.config.evaluates_after(self.server.round)
 
-        ids = self.sample()
-        self._ask_questions(self.protocol.before(attempt))
-        messages, timeout = self.messages(ids, "train"), self.config.round_timeout
-        ends = None if self.clock or not self.config.closes_early else self._may_close
-        for reply in self.exchange.ask(self._name(), messages, timeout, len(ids), ends):
-            watch.lap("wait")
-            self.receive(reply)
-            # free its arrays before the next one is read
-            del reply
-            watch.lap("take-in")
-        watch.lap("wait")
-        self.personalize(self.screen())
-        watch.lap("personalize")
-        return self.record()
+    def close_evaluation(self) -> None:
+        """Put the evaluation into the round's record."""
+        self.recorded["evaluation"] = self.evaluation()
+        self.watch.lap("evaluate")
+
+    def write_round(self) -> None:
+        """Write the round's record, and with it everything that the next round depends on."""
+        round, record = self.server.round, self.recorded
+        total, headline = self.config.num_server_rounds, self.measured[0]
+        record["seconds"] = {"round": sum(self.watch.laps.values()), **self.watch.laps}
+        is_last = bool(self.ended_early) or round == total
+        self.asked_to_stop = not is_last and self.folder.asked_to_stop()
+        if is_last or round % self.config.record_matrices == 0:
+            self.folder.keep_matrices(round, [int(i) for i in record["clients"]], self.between)
+        if self.config.keep_uploads and not is_last and not self.config.keeps_uploads_of(round):
+            kept_uploads.remove(self.folder.path, round)
+        if self.asked_to_stop or is_last or round % self.config.checkpoint_every == 0:
+            self.save_checkpoint(record)
+        self.folder.append(record)
+        without = partial(record, headline, self._called)
+        log.info("%s", progress_protocol.round_line(record, total, headline.name, headline.ratio, without))
+
+    def _end_by_rule(self) -> None:
+        """Set `ended_early` if the rounds so far end the run."""
+        if self.rule is not None and self.watched:
+            self.ended_early = self.rule.ended(self.watched)
 
     # Its steps
 
@@ -281,10 +259,50 @@ class Rounds:
         attempt.declared = self.exchange.roster.properties
         self.attempt = self.server.attempt = attempt
 
+    def begin_training(self, round: int) -> None:
+        """Begin an attempt at a round. Raises UserError if a disk has no room for it."""
+        self.disks.refuse_messages()
+        self.disks.warn()
+        self.exchange.refresh()
+        earlier = [attempt for attempt in self.spoilt if attempt.round == round]
+        without = frozenset().union(*(attempt.absent for attempt in earlier))
+        name = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {len(earlier) + 1}" if earlier else "")
+        generation = self.generation(len(earlier))
+        self.begin(Attempt(round, name=name, generation=generation, earlier=earlier, without=without))
+        self.watch.lap("prepare")
+
+    def begin_evaluation(self, round: int, name: str = "evaluation") -> list[int]:
+        """Begin a step that asks every connected client about its models. Return the clients."""
+        self.exchange.refresh()
+        self.begin(Attempt(round, name=name, generation=self.attempt.generation))
+        self.exchange.meet(self.exchange.client_ids)
+        ids = self.exchange.client_ids
+        self.attempt.sent = dict.fromkeys(ids, 0)
+        return ids
+
+    def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
+        """Send the attempt's messages, and yield the replies as they come."""
+        attempt = self.attempt
+        return self.exchange.ask(
+            attempt.name, messages, self.config.round_timeout, len(attempt.sent), attempt.may_close
+        )
+
+    def take_in(self, replies: Iterable[Reply]) -> None:
+        """Take in the uploads of an attempt as they come."""
+        for reply in replies:
+            self.watch.lap("wait")
+            self.receive(reply)
+            # free its arrays before the next one is read
+            del reply
+            self.watch.lap("take-in")
+        self.watch.lap("wait")
+
     def sample(self) -> list[int]:
-        """Return the clients that the attempt asks, and prepare for their uploads."""
+        """Return the clients that the attempt asks, and prepare for their uploads. A private round asks its questions first."""
         attempt = self.attempt
         ids = self._drawn()
+        if self.config.closes_early and not self.clock:
+            attempt.may_close = self._may_close
         attempt.working = frozenset(self.working)
         attempt.held = sum(work.size for work in self.working.values())
         attempt.states = {i: {wire.STATE_VERSION: self.versions.get(i, ""), **self._first(i)} for i in ids}
@@ -295,6 +313,7 @@ class Rounds:
             for work in self.working.values():
                 if work.cause or work.upload is not None:
                     self._arrive(work)
+        self._ask_questions(self.protocol.before(attempt))
         return ids
 
     def _ask_questions(self, questions: Iterable[Questions]) -> None:
@@ -304,7 +323,7 @@ class Rounds:
         for task, asked in questions:
             contents = ((i, wire.encode_query(Download(task, *facts, method=said))) for i, said in asked.items())
             messages = (self.exchange.message(i, content, wire.QUERY, attempt.round) for i, content in contents)
-            name = f"{self._name()}, {task}"
+            name = f"{attempt.name}, {task}"
             with closing(self.exchange.ask(name, messages, self.config.round_timeout, len(asked))) as replies:
                 for reply in replies:
                     try:
@@ -538,6 +557,7 @@ class Rounds:
             if self.server.round + 1 - work.round > self.config.staleness:
                 # no round can use it
                 work.upload, work.sent = None, Sent(NOTHING, {})
+        self.watch.lap("personalize")
 
     def _arrivals(self) -> Record:
         """Return the round's line of arrivals.jsonl."""
@@ -567,15 +587,8 @@ class Rounds:
 
     # Evaluation
 
-    def evaluate(self, round: int) -> Record:
-        """Evaluate every connected client's personalized model, without training. Return the record."""
-        self.exchange.refresh()
-        self.begin(Attempt(round, generation=self.attempt.generation))
-        self.exchange.meet(self.exchange.client_ids)
-        ids = self.exchange.client_ids
-        messages = self.messages(ids, "evaluate")
-        for reply in self.exchange.ask("evaluation", messages, self.config.round_timeout, len(ids)):
-            self.receive_evaluation(reply)
+    def evaluation(self) -> Record:
+        """Return the record of an evaluation, whose replies have come."""
         record = records.evaluation_record(
             self.attempt.clients,
             self.config.num_clients,
@@ -619,13 +632,10 @@ class Rounds:
         """Ask every client for its personal model (all tensors, as exported). Return the models by client id; failures
         are logged.
         """
-        self.begin(Attempt(round, generation=self.attempt.generation))
-        self.exchange.meet(self.exchange.client_ids)
-        ids = self.exchange.client_ids
+        ids = self.begin_evaluation(round, "collecting models")
         expected = Expected.of(self.server.exported_layout(self.server.full_layout), dtype=wire.WHOLE)
         models: dict[int, Model] = {}
-        messages = self.messages(ids, "collect")
-        for reply in self.exchange.ask("collecting models", messages, self.config.round_timeout, len(ids)):
+        for reply in self.replies(self.messages(ids, "collect")):
             try:
                 upload = wire.decode_upload(reply.usable(), expected)
                 self._warn_of(reply.client_id, records.known(upload.metrics))
@@ -712,11 +722,6 @@ class Rounds:
         server.round = saved.meta["round"]
 
     # Messages
-
-    def _name(self) -> str:
-        """Return the attempt's name for the display of its progress."""
-        name, repeated = f"round {self.attempt.round}/{self.config.num_server_rounds}", len(self.attempt.earlier)
-        return f"{name}, attempt {repeated + 1}" if repeated else name
 
     def _why_it_failed(self, round: int, spoilt: list[Attempt]) -> str:
         lines = [f"  {line}" for line in failure_lines(spoilt)]

@@ -40,6 +40,28 @@ def test_a_round_by_flower_s_hooks(run: Run, raw_config: dict[str, Any], private
     assert sorted(strategy.rounds(exchange).attempt.clients) == [0, 1, 2]
 
 
+def test_a_run_goes_through_flower_s_hooks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, int]] = []
+
+    def noting(name: str) -> Any:
+        hook = getattr(PersonalizedStrategy, name)
+
+        def noted(self: Any, server_round: int, *rest: Any) -> Any:
+            called.append((name, server_round))
+            if called.count(("aggregate_train", 2)) == 1 and name == "aggregate_train":
+                raise TooFewResults("the first attempt at round 2 does not count")
+            return hook(self, server_round, *rest)
+
+        return noted
+
+    for name in ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate"):
+        monkeypatch.setattr(PersonalizedStrategy, name, noting(name))
+    run(method="fedavg", num_clients=3, num_server_rounds=2, evaluate_every=2)
+    train = ["configure_train", "aggregate_train"]
+    rounds = [(name, round) for round in (1, 2, 2) for name in train]
+    assert called == [*rounds, ("configure_evaluate", 2), ("aggregate_evaluate", 2)]
+
+
 def test_a_round_without_replies_changes_nothing(raw_config: dict[str, Any]) -> None:
     strategy, exchange = by_hand(raw_config | flat({"method": "fedavg", "num_clients": 3}))
     before = strategy.global_model
