@@ -27,6 +27,7 @@ from fl_app.metrics import Reports
 from fl_app.privacy.secure_random import secret
 from fl_app.server import checkpoint, disk, run_log, trackers
 from fl_app.server.arrivals import clock_of
+from fl_app.server.client_registry import ClientRegistry
 from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
 from fl_app.server.inprocess import InProcessGrid
@@ -43,7 +44,6 @@ from fl_app.server.progress_protocol import (
 )
 from fl_app.server.properties import INPUT, NORMALIZATION, SAMPLES, Properties, input_facts, normalization
 from fl_app.server.record import lacking, one_class_line, summarize
-from fl_app.server.roster import Roster
 from fl_app.server.run_folder import (
     DATA,
     DATA_HASH,
@@ -126,33 +126,33 @@ def run(
     tasks.measured(config)
     flower_patches.install()
     exchange = Exchange(grid, config, progress, in_flight, hears)
-    roster = exchange.roster
-    roster.expect(clients_to_meet(grid, config, method.needs_all))
+    registry = exchange.registry
+    registry.expect(clients_to_meet(grid, config, method.needs_all))
     if config.resume:
-        roster.recorded = read_hashes(Path(config.resume))
-    progress("clients connected", 0, roster.minimum)
-    roster.wait()
+        registry.recorded = read_hashes(Path(config.resume))
+    progress("clients connected", 0, registry.minimum)
+    registry.wait()
     config = dataclasses.replace(
-        config, num_clients=roster.num_clients, resolved={**config.resolved, "num-clients": roster.num_clients}
+        config, num_clients=registry.num_clients, resolved={**config.resolved, "num-clients": registry.num_clients}
     )
     # again: the number of clients is known here
     method.check(config)
-    assert roster.shape is not None
+    assert registry.shape is not None
     # for the run's log, which begins with its folder
-    remarks: list[str] = roster.notes_on_software()
-    scaled = _told_scaling(roster)
-    start = start_of(config, roster, tuple(scaled["target-shift"]) if scaled else ())
+    remarks: list[str] = registry.notes_on_software()
+    scaled = _told_scaling(registry)
+    start = start_of(config, registry, tuple(scaled["target-shift"]) if scaled else ())
     module = method.network(
         config,
-        **roster.shape._asdict(),
+        **registry.shape._asdict(),
         initial_weights=config.initial_weights,
         told=remarks.append,
         names=start.names if start else None,
     )
     remarks += start.remarks if start else []
     layout, initial = Layout.of(module), weights.read(module)
-    origin = _origin(config, roster, layout)
-    remarks += [goes_on_line(origin, config, normalization_of(config, roster))] if origin else []
+    origin = _origin(config, registry, layout)
+    remarks += [goes_on_line(origin, config, normalization_of(config, registry))] if origin else []
     # its values are in `initial`, which the strategy keeps as long as it needs it
     del module
     shared = method.travelling(config, layout)
@@ -163,14 +163,14 @@ def run(
     place = Path(config.resume) if config.resume else folder_of(config, config.run_name)
     disk.Disks(place, needed_on_disk(trial, trial.protocol.expected())).refuse()
     del trial
-    folder, agreed = _opened_folder(config, roster, layout, start, origin)
+    folder, agreed = _opened_folder(config, registry, layout, start, origin)
     logs = run_log.begin(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
         for line in remarks:
             log.warning("%s", line)
         counted = method.reports_counts(config)
-        folder.write_clients(_facts(roster.properties, counted))
+        folder.write_clients(_facts(registry.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         del initial
         strategy.reports = Reports(method.reports)
@@ -197,7 +197,7 @@ def run(
                 )
             strategy.start(exchange)
             # again, for clients that came later
-            folder.write_clients(_facts(roster.properties, counted))
+            folder.write_clients(_facts(registry.properties, counted))
             if strategy.round < config.num_server_rounds and not rounds.ended_early:
                 log.info("%s", stopped_line(strategy.round))
                 return folder
@@ -263,7 +263,7 @@ def _fitted(
 
 
 def _opened_folder(
-    config: RunConfig, roster: Roster, layout: Layout, start: Start | None, origin: Origin | None
+    config: RunConfig, registry: ClientRegistry, layout: Layout, start: Start | None, origin: Origin | None
 ) -> tuple[RunFolder, dict[str, list[float]] | None]:
     """Return the run's folder, new or resumed, and the mean and std to send: those that sites agreed on, or the model's own.
 
@@ -271,19 +271,19 @@ def _opened_folder(
     """
     if config.resume:
         folder = RunFolder.resume(config)
-        return folder, _recorded_scaling(folder, roster, start)
-    assert roster.shape is not None
-    method, agreed = METHODS[config.method], _sent_scaling(roster, start)
+        return folder, _recorded_scaling(folder, registry, start)
+    assert registry.shape is not None
+    method, agreed = METHODS[config.method], _sent_scaling(registry, start)
     if origin and config.normalizes_by_initial:
         agreed = recorded_scaling(origin.path)
     facts = {
-        SHAPE: roster.shape._asdict(),
+        SHAPE: registry.shape._asdict(),
         SPLIT: layout.parts,
         FROZEN: layout.constants,
         TESTED: method.tested(config),
         **({FROM: origin.recorded} if origin else {}),
         **({INITIAL: start.names._asdict()} if start else {}),
-        **_data_facts(roster, agreed),
+        **_data_facts(registry, agreed),
     }
     return RunFolder.create(config, secret().hex(), method.drawn, facts), agreed
 
@@ -337,26 +337,28 @@ def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, 
     return {i: {name: said[name] for name in said if counted or name not in SAMPLES} for i, said in properties.items()}
 
 
-def _origin(config: RunConfig, roster: Roster, layout: Layout) -> Origin | None:
+def _origin(config: RunConfig, registry: ClientRegistry, layout: Layout) -> Origin | None:
     """Return the run that a new run goes on from. All clients introduce themselves for this, to be known by name."""
     if not config.from_run or config.resume:
         return None
-    roster.meet(roster.client_ids)
-    assert roster.shape is not None
-    return origin_of(config, roster.properties, roster.shape, names_of_data(config, roster), layout)
+    registry.query(registry.client_ids)
+    assert registry.shape is not None
+    return origin_of(config, registry.properties, registry.shape, names_of_data(config, registry), layout)
 
 
-def _sent_scaling(roster: Roster, start: Start | None) -> dict[str, list[float]] | None:
+def _sent_scaling(registry: ClientRegistry, start: Start | None) -> dict[str, list[float]] | None:
     """Return the scaling that a run's server sends: the model's own, or that which sites agreed on. None: it sends none."""
-    return (start.scaling if start else None) or roster.agreed_scaling()
+    return (start.scaling if start else None) or registry.agreed_scaling()
 
 
-def _recorded_scaling(folder: RunFolder, roster: Roster, start: Start | None) -> dict[str, list[float]] | None:
+def _recorded_scaling(
+    folder: RunFolder, registry: ClientRegistry, start: Start | None
+) -> dict[str, list[float]] | None:
     """Return the scaling that the server of a resumed run sent when it started; None if it sends none.
 
     Raises UserError if the run's folder does not have it.
     """
-    if not roster.config.normalizes_by_initial and _sent_scaling(roster, start) is None:
+    if not registry.config.normalizes_by_initial and _sent_scaling(registry, start) is None:
         return None
     recorded = normalization(json.dumps(read_about(folder.path).get(DATA, {}).get(NORMALIZED_BY)))
     if recorded is None:
@@ -366,25 +368,25 @@ def _recorded_scaling(folder: RunFolder, roster: Roster, start: Start | None) ->
     return recorded
 
 
-def _data_facts(roster: Roster, agreed: dict[str, list[float]] | None) -> dict[str, Any]:
+def _data_facts(registry: ClientRegistry, agreed: dict[str, list[float]] | None) -> dict[str, Any]:
     """Return run.json's facts about data: hashes of shared data, and the normalization where it is known.
 
     agreed: the scaling that the server sends.
     """
-    known = [input_facts(properties.get(INPUT)) for _, properties in sorted(roster.properties.items())]
+    known = [input_facts(properties.get(INPUT)) for _, properties in sorted(registry.properties.items())]
     first = next((facts for facts in known if facts), None)
     read_by = {READ_BY: first} if first else {}
-    if roster.hashes is None:
+    if registry.hashes is None:
         found = ({NORMALIZED_BY: agreed} if agreed else {}) | read_by
         return {DATA: found} if found else {}
-    constants = agreed or _told_scaling(roster)
-    facts = {DATA_HASH: roster.hashes.data, PARTITION_HASH: roster.hashes.partition}
+    constants = agreed or _told_scaling(registry)
+    facts = {DATA_HASH: registry.hashes.data, PARTITION_HASH: registry.hashes.partition}
     return {DATA: facts | ({NORMALIZED_BY: constants} if constants else {}) | read_by}
 
 
-def _told_scaling(roster: Roster) -> dict[str, list[float]] | None:
+def _told_scaling(registry: ClientRegistry) -> dict[str, list[float]] | None:
     """Return the scaling of the data that clients share; None if none of them sends it."""
-    told = (properties.get(NORMALIZATION) for _, properties in sorted(roster.properties.items()))
+    told = (properties.get(NORMALIZATION) for _, properties in sorted(registry.properties.items()))
     return normalization(next((text for text in told if text), None))
 
 

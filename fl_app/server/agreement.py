@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 from fl_app import wire
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig
-from fl_app.server.properties import Names, Shape, Told
+from fl_app.server.properties import ClientReport, Names, Shape
 from fl_app.sources import NODE
 
 T = TypeVar("T", bound=Hashable)
@@ -28,7 +28,7 @@ class Agreed(NamedTuple):
     sums_kind: tuple[int, int] | None = None
     key_list: str | None = None
     hashes: DataHashes | None = None
-    like: Told | None = None
+    like: ClientReport | None = None
 
 
 class Majority(Generic[T]):
@@ -67,7 +67,7 @@ class Agreement:
         self._key_list = Majority[str]()
         self._hashes = Majority[DataHashes]()
 
-    def add(self, told: Told) -> None:
+    def add(self, told: ClientReport) -> None:
         """Count a client's answer."""
         self._num_clients.add(told.num_clients)
         self._shape.add(told.shape)
@@ -90,7 +90,7 @@ class Agreement:
         )
 
 
-def most_alike(several: Iterable[Told]) -> Told | None:
+def most_alike(several: Iterable[ClientReport]) -> ClientReport | None:
     """Return the answer of the client with the most common names, by their tags; None if no answer has tags.
 
     The first client with the same names as more than half is taken. So few comparisons suffice if sites agree.

@@ -14,9 +14,9 @@ from fl_app import debugging, wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.server import disk, superlink
+from fl_app.server.client_registry import POLL_SECONDS, ClientRegistry
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.replies import Answer, Inbox
-from fl_app.server.roster import POLL_SECONDS, Roster
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,51 @@ class Reply:
         if self.content is None:
             raise wire.WireError(self.cause)
         return self.content
+
+
+class _Pending:
+    """The messages of one `ask` that have no reply yet.
+
+    total: number of messages. most_bytes, most: bytes and number of unanswered messages beyond which none is sent.
+    waiting: by id of a sent message, its client and its bytes.
+    """
+
+    def __init__(self, total: int, most_bytes: float, most: float) -> None:
+        self.total, self.unsent, self._most_bytes, self._most = total, total, most_bytes, most
+        self.waiting: dict[str, tuple[int, int]] = {}
+        self._bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.unsent)
+
+    @property
+    def done(self) -> int:
+        """Number of messages that need no reply any more."""
+        return self.total - self.unsent - len(self.waiting)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another message can be sent now."""
+        return self.unsent > 0 and self._bytes < self._most_bytes and len(self.waiting) < self._most
+
+    def sent(self, message_id: str | None, client_id: int, size: int) -> None:
+        """Note that a message was sent. No id: it could not be delivered."""
+        self.unsent -= 1
+        if message_id:
+            self.waiting[message_id] = client_id, size
+            self._bytes += size
+
+    def answered(self, message_id: str) -> int:
+        """Note that a message has its reply. Return its client."""
+        client_id, size = self.waiting.pop(message_id)
+        self._bytes -= size
+        return client_id
+
+    def given_up(self) -> dict[str, int]:
+        """Wait for none any more. Return the client of each message that has no reply, by the message's id."""
+        clients = {message_id: client_id for message_id, (client_id, _) in self.waiting.items()}
+        self.waiting = {}
+        return clients
 
 
 class Exchange:
@@ -64,25 +109,25 @@ class Exchange:
         self._kept: list[Reply] = []
         link = superlink.connect(grid)
         self.inbox = Inbox(grid, link)
-        self.roster = Roster(grid, config, progress, link)
+        self.registry = ClientRegistry(grid, config, progress, link)
 
     @property
     def client_ids(self) -> list[int]:
         """Ids of connected clients, sorted."""
-        return self.roster.client_ids
+        return self.registry.client_ids
 
-    def meet(self, client_ids: Sequence[int]) -> bool:
+    def query(self, client_ids: Sequence[int]) -> bool:
         """Query those of the clients that have not answered yet. Return whether all of them take part."""
-        return self.roster.meet(client_ids)
+        return self.registry.query(client_ids)
 
     def refresh(self) -> None:
         """Take in nodes that came or went since the last round. Wait only if too few clients are left."""
-        self.roster.refresh()
+        self.registry.refresh()
 
     def message(self, client_id: int, content: RecordDict, kind: str, round: int) -> Message:
         """Address a message to a client."""
         return Message(
-            content, self.roster.node(client_id), kind, group_id=str(round), ttl=self.config.round_timeout + 60
+            content, self.registry.node(client_id), kind, group_id=str(round), ttl=self.config.round_timeout + 60
         )
 
     def ask(
@@ -101,65 +146,51 @@ class Exchange:
         the SuperLink's database is full.
         """
         requests = iter(requests)
-        # message id -> client id, bytes
-        waiting: dict[str, tuple[int, int]] = {}
-        done, unsent, in_flight = 0, total, 0
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            self.progress(what, done, total)
-
-        self.progress(what, done, total)
+        pending = _Pending(total, self.in_flight, self.useful_messages)
+        self.progress(what, pending.done, total)
         try:
-            while waiting or unsent:
+            while pending:
                 while ends and self._kept:
                     yield self._kept.pop(0)
-                if ends and not unsent and ends():
-                    self._late |= {message_id: client_id for message_id, (client_id, _) in waiting.items()}
-                    waiting.clear()
+                if ends and not pending.unsent and ends():
+                    self._late |= pending.given_up()
                     break
-                while unsent and in_flight < self.in_flight and len(waiting) < self.useful_messages:
+                while pending.has_room:
                     message = next(requests)
-                    unsent -= 1
-                    client_id = self.roster.client(message.metadata.dst_node_id)
+                    client_id = self.registry.client(message.metadata.dst_node_id)
                     size = wire.payload_bytes(message.content) if self.in_flight < math.inf else 0
                     message_id = next(iter(self.grid.push_messages([message])), None)
-                    if message_id:
-                        waiting[message_id] = client_id, size
-                        in_flight += size
-                        self.inbox.expect(message_id, timeout)
-                    else:
-                        count()
-                        yield Reply(client_id, None, "the message could not be delivered")
                     # free its arrays: the SuperLink has them
                     del message
-                answers: deque[Answer] = deque(self.inbox.take(POLL_SECONDS) if waiting else [])
+                    pending.sent(message_id, client_id, size)
+                    if message_id:
+                        self.inbox.expect(message_id, timeout)
+                    else:
+                        self.progress(what, pending.done, total)
+                        yield Reply(client_id, None, "the message could not be delivered")
+                answers: deque[Answer] = deque(self.inbox.take(POLL_SECONDS) if pending.waiting else [])
                 if not answers:
-                    self.progress(what, done, total)
+                    self.progress(what, pending.done, total)
                 # free each answer before the next one
                 while answers:
                     answer = answers.popleft()
-                    late = answer.message_id in self._late
-                    if late:
-                        client_id = self._late.pop(answer.message_id)
-                    else:
-                        client_id, size = waiting.pop(answer.message_id)
-                        in_flight -= size
-                        count()
-                    reply = Reply(client_id, answer.content, answer.cause, late)
+                    late = self._late.pop(answer.message_id, None)
+                    client_id = pending.answered(answer.message_id) if late is None else late
+                    if late is None:
+                        self.progress(what, pending.done, total)
+                    reply = Reply(client_id, answer.content, answer.cause, late is not None)
                     if answer.content is None and (full := disk.full_database()):
                         # the SuperLink lost this reply, and will lose the others
                         raise UserError(full)
                     del answer
                     self._hear(reply)
-                    if late and not ends:
+                    if reply.late and not ends:
                         self._kept.append(reply)
                     else:
                         yield reply
                     del reply
         finally:  # also if the caller stops early
-            for message_id in waiting:
+            for message_id in pending.waiting:
                 self.inbox.forget(message_id)
 
     def abandon(self, client_ids: Iterable[int]) -> None:

@@ -123,7 +123,7 @@ class Names(NamedTuple):
     classes: tuple[str, ...] | None
 
 
-class Told:
+class ClientReport:
     """A client's answer. Parts that are compared with other clients' answers are parsed once."""
 
     def __init__(self, answer: Properties) -> None:
@@ -194,7 +194,7 @@ class Told:
             return WireError(f"property {SUMS}: {error}")
 
 
-def check_names(told: Told, agreed: Names | None) -> None:
+def check_names(told: ClientReport, agreed: Names | None) -> None:
     """Raise WireError, with both lists, unless a site names its features and classes as most do, in the same order."""
     for what, mine, theirs in zip(Names._fields, told.names, agreed or (), strict=False):
         if mine == theirs:
@@ -274,7 +274,7 @@ def input_facts(text: Scalar | None) -> dict[str, Any] | None:
         return None
 
 
-def check_sums(told: Told, agreed: tuple[int, int] | None, validation: bool = False) -> None:
+def check_sums(told: ClientReport, agreed: tuple[int, int] | None, validation: bool = False) -> None:
     """Raise WireError unless a site's sums can be added to those of most sites.
 
     validation: whether sites keep samples for validation. The sums include these; `train-samples` does not.
@@ -307,7 +307,7 @@ def describe(shape: Shape | None) -> str:
     return "no known shape" if shape is None else str(shape)
 
 
-def differing_shapes(clients: Iterable[Told]) -> str:
+def differing_shapes(clients: Iterable[ClientReport]) -> str:
     """Return a line for each shape with its clients, "" if all clients have the same shape."""
     shapes: dict[Shape, list[int]] = {}
     for told in clients:

@@ -14,8 +14,8 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.model_names import ModelCard, ModelNames, names_in, read_card, scaling_line
-from fl_app.server.properties import INPUT, MODEL_NAMES, Told, input_facts
-from fl_app.server.roster import Roster
+from fl_app.server.client_registry import ClientRegistry
+from fl_app.server.properties import INPUT, MODEL_NAMES, ClientReport, input_facts
 from fl_app.sources import NODE
 from fl_app.wire import FEATURES
 
@@ -34,7 +34,7 @@ class Start:
     told: Mapping[str, Scalar]
 
 
-def start_of(config: RunConfig, roster: Roster, target_shift: tuple[float, ...]) -> Start | None:
+def start_of(config: RunConfig, registry: ClientRegistry, target_shift: tuple[float, ...]) -> Start | None:
     """Return the start of a run with `initial-weights`, None for other runs.
 
     target_shift: what the data's targets are stored less. Raises UserError for a card that is damaged, or that lacks the
@@ -42,11 +42,11 @@ def start_of(config: RunConfig, roster: Roster, target_shift: tuple[float, ...])
     """
     if not config.initial_weights:
         return None
-    names = names_of_data(config, roster)._replace(target_shift=target_shift)
+    names = names_of_data(config, registry)._replace(target_shift=target_shift)
     source = f"initial-weights {config.initial_weights}"
     card = read_card(source, Path(config.initial_weights))
     scaling = own_scaling(config, source, card, names) if config.normalizes_by_initial else None
-    line = scaling_line(source, card, normalization_of(config, roster), config.normalize_over) if card else ""
+    line = scaling_line(source, card, normalization_of(config, registry), config.normalize_over) if card else ""
     hides = config.private and card is not None
     compared = {"features": card.names.features, "classes": names.outputs or card.names.outputs} if card else {}
     return Start(names, scaling, [line] if line else [], {MODEL_NAMES: json.dumps(compared)} if hides else {})
@@ -66,12 +66,12 @@ def own_scaling(config: RunConfig, source: str, card: ModelCard | None, names: M
     return card.for_features(source, names)
 
 
-def names_of_data(config: RunConfig, roster: Roster) -> ModelNames:
+def names_of_data(config: RunConfig, registry: ClientRegistry) -> ModelNames:
     """Return the names of the clients' data. The sites of a private run keep their features' names."""
     if config.dataset == NODE:
-        agreed = roster.agreed.names
+        agreed = registry.agreed.names
         return ModelNames(agreed.features, agreed.classes) if agreed else ModelNames()
-    told = [Told(properties) for _, properties in sorted(roster.properties.items())]
+    told = [ClientReport(properties) for _, properties in sorted(registry.properties.items())]
     features = next((one.names.features for one in told if FEATURES in one.answer), None)
     if features is None:
         facts = next((found for one in told if (found := input_facts(one.answer.get(INPUT)))), None)
@@ -79,9 +79,9 @@ def names_of_data(config: RunConfig, roster: Roster) -> ModelNames:
     return ModelNames(features, next((one.names.classes for one in told if one.names.classes), None))
 
 
-def normalization_of(config: RunConfig, roster: Roster) -> str:
+def normalization_of(config: RunConfig, registry: ClientRegistry) -> str:
     """Return how inputs are scaled. If no client sends their dtype, square images count as 8-bit ones."""
-    facts = (input_facts(properties.get(INPUT)) for properties in roster.properties.values())
-    images = roster.shape is not None and len(roster.shape.input_shape) in (0, 3)
+    facts = (input_facts(properties.get(INPUT)) for properties in registry.properties.values())
+    images = registry.shape is not None and len(registry.shape.input_shape) in (0, 3)
     dtype = next((found["dtype"] for found in facts if found), "uint8" if images else "float32")
     return tasks.normalization(config, np.dtype(dtype))

@@ -163,7 +163,7 @@ class Rounds:
 
     def _called(self, client_id: str) -> str:
         """Return the client's name from its data; its id if there is none."""
-        return name_of(self.exchange.roster.properties.get(int(client_id), {})) or client_id
+        return name_of(self.exchange.registry.properties.get(int(client_id), {})) or client_id
 
     # A run: PersonalizedStrategy.start is the loop over these steps
 
@@ -174,6 +174,7 @@ class Rounds:
             log.info("%s", line)
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
+        self.disks.warn()
         # a resumed run's earlier rounds count too
         self.watched = [_watched(record, self.rule) for record in read_metrics(self.folder.path)] if self.rule else []
         self._end_by_rule()
@@ -255,8 +256,8 @@ class Rounds:
 
     def begin(self, attempt: Attempt) -> None:
         """Begin an attempt at a round, or a step that follows the round. The method sees the attempt too."""
-        # the roster's own dictionary: clients that introduce themselves later are in it too
-        attempt.declared = self.exchange.roster.properties
+        # the registry's own dictionary: clients that introduce themselves later are in it too
+        attempt.declared = self.exchange.registry.properties
         self.attempt = self.server.attempt = attempt
 
     def begin_training(self, round: int) -> None:
@@ -275,7 +276,7 @@ class Rounds:
         """Begin a step that asks every connected client about its models. Return the clients."""
         self.exchange.refresh()
         self.begin(Attempt(round, name=name, generation=self.attempt.generation))
-        self.exchange.meet(self.exchange.client_ids)
+        self.exchange.query(self.exchange.client_ids)
         ids = self.exchange.client_ids
         self.attempt.sent = dict.fromkeys(ids, 0)
         return ids
@@ -357,7 +358,7 @@ class Rounds:
                 if isinstance(self.clock, Clock) and self.clock.goes_on(connected, entered):
                     continue
                 raise
-            if self.exchange.meet(ids):
+            if self.exchange.query(ids):
                 self.attempt.began = time.monotonic()
                 return ids
 
@@ -575,7 +576,7 @@ class Rounds:
     def record(self) -> Record:
         """Return the round's record."""
         record = self.attempt.record(self.table, self.server.reports, self.folder.figures)
-        if left_out := self.exchange.roster.left_out:
+        if left_out := self.exchange.registry.left_out:
             record["left-out"] = left_out
         if self.config.is_timed and self.clock:
             record[records.VIRTUAL] = records.short(self.clock.lasted)

@@ -189,22 +189,22 @@ def test_a_deployment_asks_all_as_nobody_knows_which_node_is_which_client(caplog
 def test_a_node_that_says_it_is_another_client_is_refused() -> None:
     e = exchange(three())
     # nodes 50, 77 and 91 are clients 2, 0 and 1
-    e.roster.expect({0: 77, 1: 50, 2: 91})
+    e.registry.expect({0: 77, 1: 50, 2: 91})
     with pytest.raises(UserError, match="client 2: its node is another client's"):
-        e.roster.wait()
-        e.meet([1])
+        e.registry.wait()
+        e.query([1])
 
 
 def test_a_silent_client_is_left_out_by_name_and_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
     e = exchange(three() | {50: SILENT}, available_timeout=0.2, round_timeout=60.0, min_available_clients=1)
     # nodes 50, 77 and 91 are clients 2, 0 and 1
-    e.roster.expect({0: 77, 1: 91, 2: 50})
+    e.registry.expect({0: 77, 1: 91, 2: 50})
     with caplog.at_level("WARNING", "corolla"):
-        e.roster.wait()
-        assert not e.meet([0, 2])
+        e.registry.wait()
+        assert not e.query([0, 2])
     assert e.client_ids == [0, 1]
     assert caplog.messages[-1] == "client 2 has not answered within 0 s: the run goes on without it"
     caplog.clear()
     started = time.monotonic()
-    assert e.meet([0, 1])
+    assert e.query([0, 1])
     assert time.monotonic() - started < 0.15 and not caplog.messages

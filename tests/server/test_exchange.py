@@ -22,7 +22,7 @@ def poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def connected(nodes: dict[int, Any], **changes: Any) -> Exchange:
     e = exchange(nodes, **changes)
-    e.roster.wait()
+    e.registry.wait()
     return e
 
 

@@ -12,10 +12,10 @@ from flwr.app import Message, RecordDict
 
 from fl_app.errors import UserError
 from fl_app.layout import NO_TENSORS
-from fl_app.server import roster as roster_module
+from fl_app.server import client_registry as registry_module
+from fl_app.server.client_registry import ClientRegistry
 from fl_app.server.exchange import Exchange
 from fl_app.server.identity import Holders
-from fl_app.server.roster import Roster
 from fl_app.wire import Expected
 from strategies.base.uploads import Intake
 from tests.conftest import config
@@ -29,7 +29,7 @@ MOST = 12.0
 @pytest.fixture(autouse=True)
 def look_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes are looked at again after some time, and how often must not depend on how busy the machine is."""
-    monkeypatch.setattr(roster_module, "POLL_SECONDS", 1000.0)
+    monkeypatch.setattr(registry_module, "POLL_SECONDS", 1000.0)
 
 
 class OneAtATime(FakeGrid):
@@ -85,7 +85,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, where: type, name: str) -> list[int
 def test_a_start_costs_the_same_for_each_client() -> None:
     def started(n: int) -> int:
         e = exchange({k + 1: properties(k, n) for k in range(n)})
-        cost = calls(e.roster.wait)
+        cost = calls(e.registry.wait)
         assert e.client_ids == list(range(n))
         return cost
 
@@ -94,9 +94,9 @@ def test_a_start_costs_the_same_for_each_client() -> None:
 
 @pytest.mark.parametrize("n", [FEW, MANY])
 def test_who_is_settled_is_not_looked_at_again(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seated, claimed = counted(monkeypatch, Roster, "_seat"), counted(monkeypatch, Holders, "claim")
+    seated, claimed = counted(monkeypatch, ClientRegistry, "_assign_client_id"), counted(monkeypatch, Holders, "claim")
     e = exchange({k + 1: properties(k, n) for k in range(n)})
-    e.roster.wait()
+    e.registry.wait()
     assert seated == claimed == [n]
     assert e.grid.looked_at == n  # type: ignore[attr-defined]
     for _ in range(3):
@@ -106,20 +106,20 @@ def test_who_is_settled_is_not_looked_at_again(n: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("n", [FEW, MANY])
 def test_a_majority_that_changes_with_each_answer_costs_little_more(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seated = counted(monkeypatch, Roster, "_seat")
+    seated = counted(monkeypatch, ClientRegistry, "_assign_client_id")
     # 0, then twice 1, then twice 0, ...: the lead changes with every second answer
     sizes = [8 + (k + 1) // 2 % 2 for k in range(n)]
     e = exchange({k + 1: properties(k, n, **{"image-size": size}) for k, size in enumerate(sizes)})
     with pytest.raises(UserError, match="clients cannot take part|must have the same channels"):
-        e.roster.config = config(num_clients=n, available_timeout=0.01, round_timeout=0.01)
-        e.roster.wait()
+        e.registry.config = config(num_clients=n, available_timeout=0.01, round_timeout=0.01)
+        e.registry.wait()
     assert seated[0] <= 4 * n
 
 
 def test_messages_to_all_cost_the_same_for_each_client() -> None:
     def asked(n: int) -> int:
         e = exchange({k + 1: properties(k, n) for k in range(n)})
-        e.roster.wait()
+        e.registry.wait()
         messages = (e.message(i, RecordDict(), "get_properties", 1) for i in e.client_ids)
         return calls(lambda: [reply.client_id for reply in e.ask("round", messages, 100.0, n)])
 
@@ -134,8 +134,8 @@ def test_uploads_of_all_are_taken_in_by_their_row() -> None:
 def test_meeting_those_who_are_drawn_costs_the_same_for_each_client() -> None:
     def met(n: int) -> int:
         e = exchange({k + 1: properties(k, n) for k in range(n)})
-        e.roster.expect({k: k + 1 for k in range(n)})
-        e.roster.wait()
-        return calls(lambda: [e.meet([k, k + 1]) for k in range(0, n, 2)])
+        e.registry.expect({k: k + 1 for k in range(n)})
+        e.registry.wait()
+        return calls(lambda: [e.query([k, k + 1]) for k in range(0, n, 2)])
 
     assert growth(met) < MOST

@@ -226,7 +226,7 @@ def test_sums_that_cannot_be_are_refused_by_name(told: str, message: str) -> Non
     nodes = {k: properties(k, sums=honest if k else told) for k in range(3)}
     asked = exchange(nodes, dataset="node", classes="0,1")
     with pytest.raises(UserError, match=f"client 0: .*{message}"):
-        asked.roster.wait()
+        asked.registry.wait()
 
 
 def test_one_class_everywhere_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fl_app import software
 from fl_app.data.moments import Sums, added
 from fl_app.known_names import SCALING
-from fl_app.server.properties import Told, input_facts, normalization
+from fl_app.server.properties import ClientReport, input_facts, normalization
 from fl_app.server.run_folder import class_names_of
 
 ENCODING = {"column": "a", "kind": "number", "words": [], "fill": None, "own_fill": False}
@@ -77,7 +77,7 @@ def test_any_software_and_names_are_read_or_refused(told: object) -> None:
     text = json.dumps(told)
     software.told(text)
     class_names_of({"class-names": text, "num-classes": 1})
-    assert Told({"class-names": text, "features": text}).names.features is None or isinstance(told, list)
+    assert ClientReport({"class-names": text, "features": text}).names.features is None or isinstance(told, list)
 
 
 @pytest.mark.parametrize("told", ["[" * 100_000, "9" * 5000, '{"encodings": "\ud800"}'])

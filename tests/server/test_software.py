@@ -153,12 +153,12 @@ def answer(client_id: int, **facts: str) -> dict[str, Any]:
 def test_clients_with_other_software_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     nodes = {50: answer(2, torch="1.0"), 77: answer(0, torch="1.0"), 91: answer(1)}
     e = exchange(nodes, min_available_clients=2)
-    e.roster.wait()
+    e.registry.wait()
     torch = software.used()["torch"]
-    assert e.roster.notes_on_software() == [
+    assert e.registry.notes_on_software() == [
         f"clients 0, 2: torch 1.0, not {torch} as the server: results may differ in bits"
     ]
-    assert e.roster.notes_on_software() == []
+    assert e.registry.notes_on_software() == []
     # one that comes back with another version is named again
     del nodes[91]
     e.refresh()
@@ -172,15 +172,15 @@ def test_clients_with_other_software_are_named_once(caplog: pytest.LogCaptureFix
 def test_a_client_that_sends_no_versions_takes_part_unnamed() -> None:
     for text in ("{", "[1]", '{"torch": 1}', "null"):
         e = exchange(three() | {91: properties(1, software=text)})
-        e.roster.wait()
-        assert e.client_ids == [0, 1, 2] and e.roster.notes_on_software() == []
+        e.registry.wait()
+        assert e.client_ids == [0, 1, 2] and e.registry.notes_on_software() == []
 
 
 def test_a_client_whose_messages_have_another_version_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     e = exchange(three() | {91: answer(1, wire="2", corolla="9.9")}, min_available_clients=2)
-    e.roster.wait()
+    e.registry.wait()
     assert e.client_ids == [0, 2]
-    assert e.roster.left_out == [
+    assert e.registry.left_out == [
         {
             "who": "client 1",
             "cause": "it writes messages of version 2, the server of version 1: install the same Corolla on both (it has 9.9)",

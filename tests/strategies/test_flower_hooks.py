@@ -77,9 +77,9 @@ def by_hand(raw: dict[str, Any]) -> tuple[Any, Any]:
     method = METHODS[config.method]
     flower_patches.install()
     exchange = Exchange(InProcessGrid(app, raw, config.num_clients), config, lambda what, done, total: None)
-    exchange.roster.wait()
-    assert exchange.roster.shape is not None
-    module = method.network(config, **exchange.roster.shape._asdict())
+    exchange.registry.wait()
+    assert exchange.registry.shape is not None
+    module = method.network(config, **exchange.registry.shape._asdict())
     layout = Layout.of(module)
     folder = RunFolder.create(config, uuid.uuid4().hex[:12])
     shared = method.travelling(config, layout)

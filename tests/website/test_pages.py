@@ -137,7 +137,7 @@ def test_every_source_file_is_listed() -> None:
     page = pages.files_page()
     for package in ("fl_app", "strategies", "client_app", "deploy", "corolla"):
         assert f"## {package}\n" in page
-    assert "| `server/roster.py` | " in page
+    assert "| `server/client_registry.py` | " in page
     files = [path for package in PACKAGES for path in (pages.ROOT / package).rglob("*.py")]
     assert page.count("\n| `") == len(files)
 

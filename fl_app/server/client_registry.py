@@ -1,8 +1,8 @@
-"""The roster: which SuperNode is which client. Each new node is asked once for its properties.
+"""The registry of clients: which SuperNode is which client. Each new node is queried once for its report.
 
 Flower's node ids are random and change when a SuperNode restarts. Only this module and the exchange of messages use
-them. All other code uses client ids (a SuperNode's partition-id). Each answer is examined once, at a cost that does not
-grow with the number of earlier answers.
+them. All other code uses client ids (a SuperNode's partition-id). Each report is examined once, at a cost that does not
+grow with the number of earlier reports.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -25,7 +27,7 @@ from fl_app.server import properties
 from fl_app.server.agreement import Agreed, Agreement, most_alike
 from fl_app.server.identity import Holders, Identity
 from fl_app.server.progress_protocol import left_out_line
-from fl_app.server.properties import Properties, Shape, Told
+from fl_app.server.properties import ClientReport, Properties, Shape
 from fl_app.server.replies import Answer, Inbox
 from fl_app.server.superlink import SuperLink, has_fixed_nodes
 from fl_app.sources import NODE
@@ -47,8 +49,58 @@ _REST = 9
 _MOST_SHOWN = 50
 
 
-class Roster:
-    """The clients of a run: each client's node (`node_of`) and its answer to the query (`properties`).
+class Stage(Enum):
+    """What is known of a connected node (`ClientRegistry` has the diagram)."""
+
+    FOUND = auto()
+    ASKED = auto()
+    PAUSED = auto()
+    ANSWERED = auto()
+    CLIENT = auto()
+    CONTESTED = auto()
+    REFUSED = auto()
+
+
+@dataclass(eq=False)
+class Node:
+    """A connected SuperNode.
+
+    - `who`: its identity.
+    - `queries`: number of queries to it. `due`: time of the next one, if it is PAUSED.
+    - `report`: its answer to the query.
+    - `client_id`: the client that it is, or that it is known to be before it answers.
+    - `left_out`: the client that it claims to be, and why it takes no part.
+    """
+
+    id: int
+    stage: Stage = Stage.FOUND
+    who: Identity = Identity(b"")
+    queries: int = 0
+    due: float = 0.0
+    report: ClientReport | None = None
+    client_id: int = -1
+    left_out: tuple[str, str] = ("", "")
+
+    @property
+    def name(self) -> str:
+        """Its registered name, or its number."""
+        return plain(self.who.name) if self.who.name else f"SuperNode {self.id}"
+
+
+class ClientRegistry:
+    """The clients of a run: each client's node (`node_of`) and its report (`properties`).
+
+    A connected node is at one of these stages. A node that goes is forgotten, and those it stood in the way of are tried again:
+
+        FOUND ── query ──► ASKED ── report ──► ANSWERED ──────────► CLIENT
+          ▲               │  ▲  │                │  ▲ │                │
+          └─ undelivered ─┘  │  │ error, late    │  │ └─ its id is     │ another node has
+                             │  ▼                │  │    another's ─►  ▼ its id now
+                           PAUSED ─ the last ─►  │  └─ a node went ─ CONTESTED
+                                     query       ▼
+                                      └─────► REFUSED
+
+    Before the start, a new majority for the facts of `agreed` makes every node with a report ANSWERED again.
 
     progress(what, done, total) is called as clients connect, and while none does. link: the grid's access to single
     replies, None if it has none.
@@ -62,47 +114,36 @@ class Roster:
         self.progress = progress
         # The facts that a client must share to get its id. Before the start, a new majority can change them.
         self.agreed = Agreed(config.num_clients)
-        self._agreement = Agreement(config)
-        # number of answers when all ids were last assigned
-        self._seated_among = 0
         # Hashes of the data that the run started with: by client id if each client has its own data, else under None.
         self.recorded: dict[int | None, DataHashes] = {}
         self.properties: dict[int, Properties] = {}
-        self.node_of: dict[int, int] = {}  # client id -> node id
-        # node id -> client id, of all connected nodes
-        self._client_of: dict[int, int] = {}
-        # client id -> node id, if known before the clients answer (`expect`): of all clients, and of those not asked yet
-        self._known: Mapping[int, int] = {}
-        self._unmet: dict[int, int] = {}
+        # client id -> node id
+        self.node_of: dict[int, int] = {}
+        self._agreement = Agreement(config)
+        # number of reports when all ids were last assigned
+        self._assigned_among = 0
+        self._nodes: dict[int, Node] = {}
+        # nodes by stage, each in the order in which they came to it; those with a report, in the order of their reports
+        self._at: dict[Stage, dict[int, Node]] = {stage: {} for stage in Stage}
+        self._reported: dict[int, Node] = {}
+        # id of a pending query -> node
+        self._queries: dict[str, Node] = {}
+        # nodes by client id, if known before the clients answer (`expect`): of all clients, and of those not queried yet
+        self._known: dict[int, Node] = {}
+        self._unmet: dict[int, Node] = {}
         self._inbox = Inbox(grid, link)
-        self._online: set[int] = set()
         # time of the next scan of all nodes
         self._next_look = 0.0
-        # nodes to be queried
-        self._unasked: set[int] = set()
-        # id of a pending query -> node id
-        self._asked: dict[str, int] = {}
-        # node id -> number of queries
-        self._queries: dict[int, int] = {}
-        # node id -> its answer, of connected nodes in the order of their answers
-        self._answers: dict[int, Told] = {}
-        # nodes with an answer and no client id: not tried yet; refused because another node holds the client id or the key
-        self._unseated: list[int] = []
-        self._contested: set[int] = set()
-        # whether a client id or a key may have become free, so that refused nodes are tried again
+        self._holders = Holders()
+        # whether a client id or a key may have become free, so that contested nodes are tried again
         self._vacated = False
-        self._who: dict[int, Identity] = {}
-        # node id -> the client it claims to be, why it cannot take part
-        self._refused: dict[int, tuple[str, str]] = {}
-        self._logged: set[tuple[int, str]] = set()  # refusals that were logged
-        # nodes that had not answered when a meeting ended
-        self._silent: set[int] = set()
-        self._unlogged: list[int] = []
+        # refusals to be logged, and those that were
+        self._unlogged: list[Node] = []
+        self._logged: set[tuple[int, str]] = set()
+        # nodes that had not answered when a wait ended
+        self._silent: set[Node] = set()
         # clients whose software was not compared with the server's yet
         self._uncompared: list[int] = []
-        # node id -> time of the next query, after an error
-        self._again: dict[int, float] = {}
-        self._holders = Holders()
         self._started = False
 
     @property
@@ -122,7 +163,7 @@ class Roster:
 
     @property
     def client_ids(self) -> list[int]:
-        """Ids of connected clients, sorted. A client may not have sent its properties yet (see `meet`)."""
+        """Ids of connected clients, sorted. A client may not have sent its properties yet (see `query`)."""
         return sorted([*self.node_of, *self._unmet])
 
     @property
@@ -132,16 +173,18 @@ class Roster:
 
     def node(self, client_id: int) -> int:
         """Return the node id of a connected client."""
-        return self.node_of[client_id] if client_id in self.node_of else self._unmet[client_id]
+        return self.node_of[client_id] if client_id in self.node_of else self._unmet[client_id].id
 
     def client(self, node: int) -> int:
         """Return the client id of a connected node."""
-        return self._client_of[node]
+        return self._nodes[node].client_id
 
     def expect(self, nodes: Mapping[int, int]) -> None:
-        """Query each client only when it is first needed (`meet`). nodes: node id by client id."""
-        self._known, self._unmet = nodes, dict(nodes)
-        self._client_of = {node: client_id for client_id, node in nodes.items()}
+        """Query each client only when it is first needed (`query`). nodes: node id by client id."""
+        self._known = {client_id: self._found(node) for client_id, node in nodes.items()}
+        for client_id, node in self._known.items():
+            node.client_id = client_id
+        self._unmet = dict(self._known)
 
     def wait(self) -> None:
         """Wait until `minimum` clients are connected, and every connected node has answered or has had its time.
@@ -151,7 +194,7 @@ class Roster:
         the limit is at least `round-timeout`.
         """
         if self._known and not self._started:
-            self._meet_first()
+            self._query_first()
             return
         started = time.monotonic()
         hinted = False
@@ -167,17 +210,17 @@ class Roster:
                 self._start()
                 return
             self.progress("clients connected", len(self.node_of), self.minimum)
-            if self._asked and waited > _SILENT_SECONDS and not self._started and not hinted:
+            if self._queries and waited > _SILENT_SECONDS and not self._started and not hinted:
                 hinted = True
                 why = "the machine is busy" if os.environ.get(wire.SIMULATION) else "a site may have to approve the run"
-                log.info("%d SuperNodes have not answered yet: %s", len(self._asked), why)
+                log.info("%d SuperNodes have not answered yet: %s", len(self._queries), why)
             limit = max(self.config.available_timeout, self.config.round_timeout if pending else 0)
             if waited > limit or (not pending and self._all_refused):
                 raise UserError(self._too_few(waited))
             if not answered:
                 time.sleep(POLL_SECONDS)
 
-    def meet(self, client_ids: Sequence[int]) -> bool:
+    def query(self, client_ids: Sequence[int]) -> bool:
         """Query those of the clients that were not asked yet. Return when they have answered or have had their time.
 
         Return whether all of the clients take part. Refused and silent clients leave `client_ids`, and the log names
@@ -204,7 +247,7 @@ class Roster:
 
     def agreed_scaling(self) -> dict[str, list[float]] | None:
         """Return the scaling of raw numbers over all connected sites, as in run.json; None if no site sends sums."""
-        told = [self._answers[node].sums for _, node in sorted(self.node_of.items())]
+        told = [report.sums for _, node in sorted(self.node_of.items()) if (report := self._nodes[node].report)]
         known = [sums for sums in told if sums is not None]
         if not known:
             return None
@@ -218,7 +261,7 @@ class Roster:
         self._take_in()
         until = time.monotonic() + _ARRIVAL
         # a node that has answered takes part in this round
-        while self._asked and self._inbox.arriving and time.monotonic() < until:
+        while self._queries and self._inbox.arriving and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 10)
             self._take_in()
         self._warn_of_refused()
@@ -228,38 +271,44 @@ class Roster:
     # Missing clients, and the causes
 
     def _too_few(self, waited: float) -> str:
-        if (self._started and not self._known) or not self._refused:
+        if (self._started and not self._known) or not self._left_out:
             ids = self.client_ids
             shown = str(ids) if len(ids) <= _MOST_SHOWN else f"{str(ids[:_MOST_SHOWN])[:-1]}, ...]"
             return (
                 f"min-available-clients: {self.minimum} clients must be connected, {len(ids)} were after "
                 f"{waited:.0f} s (client ids {shown})"
             )
-        told = {told.names for told in self._answers.values()}
-        shapes = properties.differing_shapes(self._answers.values())
-        if shapes and (self.config.dataset != NODE or len(told) == 1):
+        reports = [node.report for node in self._reported.values() if node.report]
+        shapes = properties.differing_shapes(reports)
+        if shapes and (self.config.dataset != NODE or len({report.names for report in reports}) == 1):
             return f"clients' data must have the same channels, classes and image size:\n{shapes}"
         return "clients that cannot take part:\n" + "\n".join(
-            f"  {who}: {why}" for who, why in sorted(self._refused.values())
+            f"  {who}: {why}" for who, why in sorted(node.left_out for node in self._left_out)
         )
 
     @property
     def _all_refused(self) -> bool:
         """Whether waiting has no use before the start: every client has refused, or one has and no node can join."""
-        if self._started or not self._refused:
+        if self._started or not self._left_out:
             return False
         everyone = max(self.num_clients, self.minimum)
-        return has_fixed_nodes(self.grid) or (not self.node_of and len(self._refused) >= everyone)
+        return has_fixed_nodes(self.grid) or (not self.node_of and len(self._left_out) >= everyone)
 
-    def _refuse(self, node: int, who: str, why: str) -> None:
-        self._refused[node] = who, why
+    @property
+    def _left_out(self) -> list[Node]:
+        """Nodes that take no part, each with the cause."""
+        return [*self._at[Stage.REFUSED].values(), *self._at[Stage.CONTESTED].values()]
+
+    def _leave_out(self, node: Node, stage: Stage, who: str, why: str) -> None:
+        self._move(node, stage)
+        node.left_out = who, why
         self._unlogged.append(node)
 
     def _warn_of_refused(self) -> None:
         for node in self._unlogged:
-            who, why = self._refused.get(node, ("", ""))
-            if why and (node, why) not in self._logged:
-                self._logged.add((node, why))
+            who, why = node.left_out
+            if node.stage in (Stage.REFUSED, Stage.CONTESTED) and (node.id, why) not in self._logged:
+                self._logged.add((node.id, why))
                 log.warning("%s", left_out_line(who, why))
         self._unlogged.clear()
         if self._started:
@@ -268,11 +317,13 @@ class Roster:
 
     def notes_on_software(self) -> list[str]:
         """Return a line for each software that differs from the server's, with its clients. Each client is named once."""
+        if not self._uncompared:
+            return []
         here, found = software.announced(), dict[str, list[int]]()
         for client_id in dict.fromkeys(self._uncompared):
             if client_id in self.node_of:
-                there = self._answers[self.node_of[client_id]].software
-                if differs := software.differences(here, there):
+                report = self._nodes[self.node_of[client_id]].report
+                if report and (differs := software.differences(here, report.software)):
                     found.setdefault(differs, []).append(client_id)
         self._uncompared = []
         return [
@@ -284,36 +335,41 @@ class Roster:
     @property
     def left_out(self) -> list[dict[str, str]]:
         """Connected nodes that take no part, each with the cause, for the record."""
-        return [{"who": who, "cause": why} for who, why in sorted(self._refused.values())]
+        return [{"who": who, "cause": why} for who, why in sorted(node.left_out for node in self._left_out)]
 
     def _warn_of_silent(self, waited: float) -> None:
         if silent := self._unanswered - self._silent:
             goes_on = "goes on" if self._started else "starts"
-            known = {node: f"client {client_id}" for client_id, node in self._known.items()}
-            for node in sorted(silent):
-                who = known.get(node) or self._name(node)
+            for node in sorted(silent, key=lambda node: node.id):
+                who = f"client {node.client_id}" if self._known else node.name
                 log.warning("%s has not answered within %.0f s: the run %s without it", who, waited, goes_on)
         self._silent = self._unanswered
 
-    def _name(self, node: int) -> str:
-        who = self._who.get(node)
-        return plain(who.name) if who and who.name else f"SuperNode {node}"
-
     # Connected nodes
+
+    def _found(self, node: int) -> Node:
+        """Return a new node, which is connected."""
+        found = self._nodes[node] = self._at[Stage.FOUND][node] = Node(node)
+        return found
+
+    def _move(self, node: Node, stage: Stage) -> None:
+        self._at[node.stage].pop(node.id, None)
+        node.stage = stage
+        self._at[stage][node.id] = node
 
     @property
     def _pending(self) -> bool:
         """Whether a node has yet to answer."""
-        return bool(self._asked or self._again)
+        return bool(self._at[Stage.ASKED] or self._at[Stage.PAUSED])
 
     @property
-    def _unanswered(self) -> set[int]:
+    def _unanswered(self) -> set[Node]:
         """Nodes that have yet to answer."""
-        return {*self._asked.values(), *self._again}
+        return {*self._at[Stage.ASKED].values(), *self._at[Stage.PAUSED].values()}
 
-    def _left_of(self, silent: set[int]) -> int:
+    def _left_of(self, silent: set[Node]) -> int:
         """Return the number of nodes that have yet to answer, without those that were silent before."""
-        left = len(self._asked) + len(self._again)
+        left = len(self._at[Stage.ASKED]) + len(self._at[Stage.PAUSED])
         return left - len(silent & self._unanswered) if silent else left
 
     def _start(self) -> None:
@@ -325,10 +381,10 @@ class Roster:
         for client_id in self.node_of:
             self._record_hashes(client_id)
 
-    def _meet_first(self) -> None:
+    def _query_first(self) -> None:
         """Query clients one by one until one answers: its facts are enough to start the run."""
         for client_id in self._known:
-            self.meet([client_id])
+            self.query([client_id])
             if self.node_of:
                 break
         self._start()
@@ -345,84 +401,71 @@ class Roster:
     def _look_around(self) -> None:
         """Find nodes that came or went, and query the new ones. The cost grows with the number of nodes."""
         started = time.monotonic()
-        if not (self._online and has_fixed_nodes(self.grid)):
+        if not (self._nodes and has_fixed_nodes(self.grid)):
             online = set(self.grid.get_node_ids())
-            if gone := self._online - online:
+            if gone := [node for node in self._nodes.values() if node.id not in online]:
                 self._leave(gone)
-            self._unasked = (self._unasked & online) | (online - self._online)
-            self._online = online
+            for node in online - self._nodes.keys():
+                self._found(node)
         now = time.monotonic()
         self._next_look = now + max(POLL_SECONDS, _REST * (now - started))
-        unasked, self._unasked = self._unasked, set()
-        self._ask(unasked)
+        self._ask([*self._at[Stage.FOUND].values()])
 
-    def _leave(self, gone: set[int]) -> None:
+    def _leave(self, gone: list[Node]) -> None:
         """Forget nodes that have gone. Before the start, the others are counted and given client ids anew."""
         for node in gone:
-            client_id = self._client_of.pop(node, None)
-            if client_id is not None:
-                log.warning("client %d is gone", client_id)
-                del self.node_of[client_id]
-        for message_id, node in list(self._asked.items()):
-            if node in gone:
-                del self._asked[message_id]
-                self._inbox.forget(message_id)
-        for node in gone:
-            self._answers.pop(node, None)
-            self._refused.pop(node, None)
-            self._again.pop(node, None)
-        self._contested -= gone
-        self._unseated = [node for node in self._unseated if node not in gone]
+            if node.stage is Stage.CLIENT:
+                log.warning("client %d is gone", node.client_id)
+                del self.node_of[node.client_id]
+            del self._nodes[node.id], self._at[node.stage][node.id]
+            self._reported.pop(node.id, None)
+        for message_id in [name for name, node in self._queries.items() if node.id not in self._nodes]:
+            del self._queries[message_id]
+            self._inbox.forget(message_id)
         self._vacated = True
         if not self._started:
             self._agreement = Agreement(self.config)
-            for told in self._answers.values():
-                self._agreement.add(told)
-            self._seat_anew()
+            for node in self._reported.values():
+                if node.report:
+                    self._agreement.add(node.report)
+            self._assign_anew()
 
-    def _ask(self, nodes: Iterable[int]) -> None:
-        new = [Message(wire.encode_query(), node, wire.QUERY) for node in sorted(nodes)]
+    def _ask(self, nodes: Iterable[Node]) -> None:
+        new = sorted(nodes, key=lambda node: node.id)
         if not new:
             return
         # nodes that are known from the start need no identity
         infos = () if self._known else self.grid.get_nodes()
         named = {info.node_id: Identity(info.public_key, info.name) for info in infos}
-        asked = [m.metadata.dst_node_id for m in new]
-        for node, message_id in zip(asked, self.grid.push_messages(new), strict=True):
-            who = named.get(node)
-            self._who[node] = who if who and who.key else Identity(f"node {node}".encode())
-            self._queries[node] = self._queries.get(node, 0) + 1
+        messages = [Message(wire.encode_query(), node.id, wire.QUERY) for node in new]
+        for node, message_id in zip(new, self.grid.push_messages(messages), strict=True):
+            who = named.get(node.id)
+            node.who = who if who and who.key else Identity(f"node {node.id}".encode())
+            node.queries += 1
+            # undelivered: asked again next time
+            self._move(node, Stage.ASKED if message_id else Stage.FOUND)
             if message_id:
-                self._asked[message_id] = node
+                self._queries[message_id] = node
                 self._inbox.expect(message_id, self.config.round_timeout)
-            else:
-                # undelivered: asked again next time
-                self._unasked.add(node)
-
-    def _ask_again(self) -> None:
-        now = time.monotonic()
-        due = [node for node, at in self._again.items() if at <= now]
-        for node in due:
-            del self._again[node]
-        self._ask(due)
 
     def _take_answers(self, late: bool = False) -> bool:
         """Take in answers and assign client ids. Return whether there were any answers. late: as in `_take_in`."""
-        if self._again:
-            self._ask_again()
-        answers = self._inbox.take(0) if self._asked else []
+        if paused := self._at[Stage.PAUSED]:
+            now = time.monotonic()
+            self._ask([node for node in paused.values() if node.due <= now])
+        answers = self._inbox.take(0) if self._queries else []
         for answer in answers:
-            self._receive(self._asked.pop(answer.message_id), answer)
-        self._seat_new(late)
+            self._receive(self._queries.pop(answer.message_id), answer)
+        self._assign_new(late)
         return bool(answers)
 
-    def _receive(self, node: int, answer: Answer) -> None:
-        """Take in a node's answer, or the reason why it has none. Schedule another query after an error."""
-        if answer.kind in ("error", "late") and self._queries[node] < _QUERIES:
-            pause = min(_PAUSE, self.config.available_timeout / 10)
-            self._again[node] = time.monotonic() + pause * self._queries[node]
+    def _receive(self, node: Node, answer: Answer) -> None:
+        """Take in a node's report, or the reason why it has none. Schedule another query after an error."""
+        if answer.kind in ("error", "late") and node.queries < _QUERIES:
+            node.due = time.monotonic() + min(_PAUSE, self.config.available_timeout / 10) * node.queries
+            self._move(node, Stage.PAUSED)
             return
-        who = "a node" if self._who[node].name == "" else self._name(node)
+        who = node.name if node.who.name else "a node"
         try:
             if answer.content is None:
                 raise wire.WireError(answer.cause if answer.kind == "malformed" else f"no properties: {answer.reason}")
@@ -430,35 +473,36 @@ class Roster:
             who = claimed(given)
             if error := wire.error_in(given):
                 raise wire.WireError(error)
-            told = Told(given)
-            properties.check_wire(told.software)
-            self._answers[node] = told
-            self._unseated.append(node)
-            if not self._started:
-                self._agreement.add(told)
+            report = ClientReport(given)
+            properties.check_wire(report.software)
         except wire.WireError as error:
-            self._refuse(node, who, str(error))
+            self._leave_out(node, Stage.REFUSED, who, str(error))
+            return
+        node.report = report
+        self._reported[node.id] = node
+        self._move(node, Stage.ANSWERED)
+        if not self._started:
+            self._agreement.add(report)
 
     # Which node is which client
 
-    def _seat_new(self, late: bool) -> None:
+    def _assign_new(self, late: bool) -> None:
         """Give every node that has answered the client id it claims, or record why not.
 
-        Before the start, a new majority makes all ids be assigned anew. The cost grows with the number of answers. So
-        this waits until the number of answers has doubled, no answer is pending, or `late` is set.
+        Before the start, a new majority makes all ids be assigned anew. The cost grows with the number of reports. So
+        this waits until the number of reports has doubled, no answer is pending, or `late` is set.
         """
-        if not self._started and self._unseated and self._outdated:
-            if self._pending and not late and len(self._answers) < 2 * self._seated_among:
-                return
-            self._seat_anew()
+        if not self._started and self._at[Stage.ANSWERED] and self._outdated:
+            if not self._pending or late or len(self._reported) >= 2 * self._assigned_among:
+                self._assign_anew()
             return
+        nodes = [*self._at[Stage.ANSWERED].values()]
         if self._vacated:
             self._vacated = False
-            waiting = self._contested | set(self._unseated)
-            self._unseated = [node for node in self._answers if node in waiting]
-        unseated, self._unseated = self._unseated, []
-        for node in unseated:
-            self._seat(node)
+            tried = (Stage.ANSWERED, Stage.CONTESTED)
+            nodes = [node for node in self._reported.values() if node.stage in tried]
+        for node in nodes:
+            self._assign_client_id(node)
 
     @property
     def _outdated(self) -> bool:
@@ -471,55 +515,52 @@ class Roster:
             return True
         return self._agreement.found != self.agreed
 
-    def _seat_anew(self) -> None:
+    def _assign_anew(self) -> None:
         """Assign all client ids anew, by the facts that most clients share."""
-        like = most_alike(self._answers.values()) if self.config.dataset == NODE else None
+        reports = [node.report for node in self._reported.values() if node.report]
+        like = most_alike(reports) if self.config.dataset == NODE else None
         self.agreed = self._agreement.found._replace(like=like)
-        self._seated_among = len(self._answers)
+        self._assigned_among = len(self._reported)
         self.node_of, self.properties, self._holders = {}, {}, Holders()
-        self._client_of = {node: client_id for client_id, node in self._unmet.items()}
-        self._contested, self._unseated, self._vacated = set(), [], False
-        self._uncompared = []
-        for node in self._answers:
-            self._seat(node)
+        self._vacated, self._uncompared = False, []
+        for node in self._reported.values():
+            self._move(node, Stage.ANSWERED)
+        for node in self._reported.values():
+            self._assign_client_id(node)
 
-    def _seat(self, node: int) -> None:
+    def _assign_client_id(self, node: Node) -> None:
         """Give a node that has answered the client id it claims, or record why not."""
-        told = self._answers[node]
-        self._refused.pop(node, None)
-        self._contested.discard(node)
+        report = node.report
+        assert report is not None, "only nodes with a report are given client ids"
+        stage = Stage.REFUSED
         try:
-            client_id = self._checked(node, told)
-            try:
-                self._holders.claim(client_id, self._who[node], client_id in self.node_of)
-            except wire.WireError:
-                self._contested.add(node)
-                raise
+            client_id = self._checked(node, report)
+            stage = Stage.CONTESTED
+            self._holders.claim(client_id, node.who, client_id in self.node_of)
         except wire.WireError as error:
-            self._refuse(node, claimed(told.answer), str(error))
+            self._leave_out(node, stage, claimed(report.answer), str(error))
             return
         if client_id in self.properties and self._started:
             log.warning("client %d is now another SuperNode", client_id)
             # the key of its last holder may be free
             self._vacated = True
         if client_id in self.node_of:
-            other = self.node_of[client_id]
-            self._refuse(other, f"client {client_id}", "two SuperNodes carry this partition-id")
-            self._contested.add(other)
-            del self._client_of[other]
-        self.node_of[client_id], self._client_of[node] = node, client_id
-        self.properties[client_id] = told.answer
+            other = self._nodes[self.node_of[client_id]]
+            self._leave_out(other, Stage.CONTESTED, f"client {client_id}", "two SuperNodes carry this partition-id")
+        self.node_of[client_id], node.client_id = node.id, client_id
+        self._move(node, Stage.CLIENT)
+        self.properties[client_id] = report.answer
         self._uncompared.append(client_id)
         if self._started:
             self._record_hashes(client_id)
 
-    def _checked(self, node: int, told: Told) -> int:
+    def _checked(self, node: Node, told: ClientReport) -> int:
         """Return the client id that a node claims.
 
         Raises WireError if its data differ from most clients' or from the run's.
         """
         client_id = properties.check(told.answer, self.num_clients)
-        if self._known and self._known.get(client_id) != node:
+        if self._known and self._known.get(client_id) is not node:
             raise wire.WireError("its node is another client's")
         if self.config.dataset == NODE:
             properties.check_names(told, self.agreed.names)
@@ -551,7 +592,8 @@ class Roster:
 
     def _record_hashes(self, client_id: int) -> None:
         """Keep the hashes of a client's data, to check them when the client returns."""
-        found = self._answers[self.node_of[client_id]].hashes
+        report = self._nodes[self.node_of[client_id]].report
+        found = report.hashes if report else None
         if found is not None:
             self.recorded.setdefault(None if found.partition else client_id, found)
 

@@ -9,33 +9,33 @@ import pytest
 from flwr.app import Error, RecordDict
 
 from fl_app.errors import UserError
-from fl_app.server import roster as roster_module
+from fl_app.server import client_registry as registry_module
 from fl_app.server.exchange import Exchange
 from tests.server.fake_grid import SILENT, UNDELIVERED, exchange, properties, three
 
 
 @pytest.fixture(autouse=True)
 def poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster_module, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr(registry_module, "POLL_SECONDS", 0.005)
 
 
 def refused(e: Exchange) -> str:
     with pytest.raises(UserError) as info:
-        e.roster.wait()
+        e.registry.wait()
     return str(info.value)
 
 
 def test_clients_are_known_by_their_ids() -> None:
     e = exchange(three())
-    e.roster.wait()
-    assert e.client_ids == [0, 1, 2] and e.roster.num_clients == 3
+    e.registry.wait()
+    assert e.client_ids == [0, 1, 2] and e.registry.num_clients == 3
     assert [e.message(i, RecordDict(), "train", 1).metadata.dst_node_id for i in e.client_ids] == [77, 91, 50]
-    assert e.roster.properties[2]["client-id"] == 2
+    assert e.registry.properties[2]["client-id"] == 2
 
 
 def test_every_node_is_asked_once() -> None:
     e = exchange(three())
-    e.roster.wait()
+    e.registry.wait()
     e.refresh()
     e.refresh()
     assert sorted(e.grid.asked) == [50, 77, 91]  # type: ignore[attr-defined]
@@ -43,15 +43,15 @@ def test_every_node_is_asked_once() -> None:
 
 def test_the_number_of_clients_comes_from_the_nodes_if_not_configured() -> None:
     e = exchange({1: properties(0, 2), 2: properties(1, 2)}, num_clients=0)
-    e.roster.wait()
-    assert e.roster.num_clients == 2 and e.roster.minimum == 2 and e.client_ids == [0, 1]
+    e.registry.wait()
+    assert e.registry.num_clients == 2 and e.registry.minimum == 2 and e.client_ids == [0, 1]
 
 
 def test_fewer_clients_than_there_are_may_be_enough() -> None:
     nodes = three()
     del nodes[91]
     e = exchange(nodes, min_available_clients=2)
-    e.roster.wait()
+    e.registry.wait()
     assert e.client_ids == [0, 2]
 
 
@@ -70,21 +70,21 @@ def test_clients_may_come_later() -> None:
         nodes.update(three())
 
     e = exchange(nodes, arrive, available_timeout=10)
-    e.roster.wait()
+    e.registry.wait()
     assert e.client_ids == [0, 1, 2] and polls[0] == ("clients connected", 0, 3)
 
 
 def test_a_slow_nodes_properties_are_waited_for() -> None:
     answers = iter([SILENT] * 5 + [properties(1)] * 5)
     e = exchange(three() | {91: lambda: next(answers)}, available_timeout=0.02, round_timeout=10)
-    e.roster.wait()
+    e.registry.wait()
     assert e.client_ids == [0, 1, 2]
 
 
 def test_a_query_that_could_not_be_delivered_is_sent_again() -> None:
     nodes = three() | {91: UNDELIVERED}
     e = exchange(nodes, lambda *a: nodes.update({91: properties(1)}), available_timeout=10)
-    e.roster.wait()
+    e.registry.wait()
     assert e.client_ids == [0, 1, 2] and e.grid.asked.count(91) == 2  # type: ignore[attr-defined]
 
 
@@ -123,7 +123,7 @@ def test_all_refusals_are_reported_together() -> None:
 @pytest.mark.parametrize("refusing, waits", [(3, False), (2, True)])
 def test_a_run_whose_sites_all_refuse_ends_at_once(monkeypatch: pytest.MonkeyPatch, refusing: int, waits: bool) -> None:
     # nodes of a deployment may come later
-    monkeypatch.setattr(roster_module, "has_fixed_nodes", lambda grid: False)
+    monkeypatch.setattr(registry_module, "has_fixed_nodes", lambda grid: False)
     nodes = {k: properties(k, error="refused//methods") for k in range(refusing)}
     clock = iter(range(10**6))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
@@ -136,10 +136,10 @@ def test_a_run_whose_sites_all_refuse_ends_at_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster_module.log, "propagate", True)
+    monkeypatch.setattr(registry_module.log, "propagate", True)
     nodes = three()
     e = exchange(nodes)
-    e.roster.wait()
+    e.registry.wait()
     del nodes[77]
     nodes[123] = properties(0)
     e.refresh()
@@ -150,20 +150,20 @@ def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     e.refresh()
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 91
     assert "client 1 cannot take part: two SuperNodes carry this partition-id" in caplog.text
-    assert e.roster.left_out == [{"who": "client 1", "cause": "two SuperNodes carry this partition-id"}]
+    assert e.registry.left_out == [{"who": "client 1", "cause": "two SuperNodes carry this partition-id"}]
     del nodes[91]
     e.refresh()
-    assert e.roster.left_out == []
+    assert e.registry.left_out == []
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 124
     assert "client 1 is now another SuperNode" in caplog.text
     assert e.grid.asked.count(124) == 1  # type: ignore[attr-defined]
 
 
 def test_a_client_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster_module.log, "propagate", True)
+    monkeypatch.setattr(registry_module.log, "propagate", True)
     nodes = three()
     e = exchange(nodes, min_available_clients=2)
-    e.roster.wait()
+    e.registry.wait()
     del nodes[50]
     e.refresh()
     assert e.client_ids == [0, 1] and "client 2 is gone" in caplog.text
@@ -175,10 +175,10 @@ def test_a_client_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.
 def test_a_refused_latecomer_does_not_stop_the_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roster_module.log, "propagate", True)
+    monkeypatch.setattr(registry_module.log, "propagate", True)
     nodes = three()
     e = exchange(nodes)
-    e.roster.wait()
+    e.registry.wait()
     nodes[99] = properties(2, 7)
     e.refresh()
     assert e.client_ids == [0, 1, 2] and "num-partitions must be the run's 3 clients, got 7" in caplog.text
@@ -224,14 +224,14 @@ def test_a_refused_latecomer_does_not_stop_the_run(
 def test_who_cannot_take_part_is_left_out_once_there_are_enough(
     answer: Any, first: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roster_module.log, "propagate", True)
+    monkeypatch.setattr(registry_module.log, "propagate", True)
     liar = {20: answer} if first else {99: answer}
     e = exchange(three() | liar, num_clients=3, round_timeout=0.5)
-    e.roster.wait()
+    e.registry.wait()
     # who answers with an error is asked again
     for _ in range(2):
         e.refresh()
-    assert e.client_ids == [0, 1, 2] and set(e.roster.node_of.values()) == {50, 77, 91}
+    assert e.client_ids == [0, 1, 2] and set(e.registry.node_of.values()) == {50, 77, 91}
     assert ("has not answered within" if answer is SILENT else "cannot take part") in caplog.text
     assert "\x1b" not in caplog.text
 
@@ -239,36 +239,36 @@ def test_who_cannot_take_part_is_left_out_once_there_are_enough(
 def test_a_silent_node_is_named_while_it_waits_to_be_asked_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roster_module.log, "propagate", True)
+    monkeypatch.setattr(registry_module.log, "propagate", True)
     e = exchange(
         three() | {99: SILENT}, num_clients=3, round_timeout=0.28, available_timeout=0.3
     )  # asked again at 0.31
-    e.roster.wait()
+    e.registry.wait()
     assert "has not answered within" in caplog.text
 
 
 def test_how_many_clients_there_are_is_what_most_say() -> None:
     e = exchange({20: properties(0, 1)} | three(), num_clients=0)
-    e.roster.wait()
-    assert e.roster.num_clients == 3 and e.client_ids == [0, 1, 2]
+    e.registry.wait()
+    assert e.registry.num_clients == 3 and e.client_ids == [0, 1, 2]
 
 
 def test_a_client_may_come_after_others_were_refused() -> None:
     nodes = {20: properties(5), 50: properties(2), 77: properties(0)}
     e = exchange(nodes, lambda *told: nodes.update(three()), available_timeout=10)
-    e.roster.wait()
+    e.registry.wait()
     assert e.client_ids == [0, 1, 2]
 
 
 def test_a_node_that_comes_back_as_another_client_is_refused() -> None:
     nodes = three()
     e = exchange(nodes, min_available_clients=1)
-    e.roster.wait()
+    e.registry.wait()
     del nodes[50]
     e.refresh()
     nodes[50] = properties(1)
     e.refresh()
-    assert e.client_ids == [0, 1] and e.roster.node_of[1] == 91
+    assert e.client_ids == [0, 1] and e.registry.node_of[1] == 91
     # not even when that one is gone
     del nodes[91]
     e.refresh()
@@ -281,5 +281,5 @@ def test_a_node_that_comes_back_as_another_client_is_refused() -> None:
 
 def test_only_what_was_asked_for_is_kept_of_properties() -> None:
     e = exchange(three() | {91: properties(1, **{"x" * 1000: "y", "class-names": "[]"})})
-    e.roster.wait()
-    assert set(e.roster.properties[1]) == {*properties(1), "class-names"}
+    e.registry.wait()
+    assert set(e.registry.properties[1]) == {*properties(1), "class-names"}
