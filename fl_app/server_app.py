@@ -393,8 +393,8 @@ def _told_scaling(registry: ClientRegistry) -> dict[str, list[float]] | None:
 def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> None:
     """Write the final models: the global one, and clients' models, collected or as the server holds them."""
     config = strategy.config
-    if strategy.has_global_model():
-        folder.save_model("global", strategy.exported_layout(strategy.layout), strategy.exported_global())
+    if (model := strategy.exported()) is not None:
+        folder.save_model("global", strategy.exported_layout(strategy.layout), model)
     if config.collect_personal_models:
         whole = strategy.exported_layout(strategy.full_layout)
         for client_id, model in rounds.collect(strategy.round).items():
@@ -402,7 +402,7 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
     else:
         layout = strategy.exported_layout(strategy.layout)
         for client_id in sorted(strategy.personal):
-            held = strategy.personal_model(client_id)
+            held = strategy.exported(client_id)
             if held is not None:
                 folder.save_model(f"client-{client_id}", layout, held)
         for client_id, held in _chosen_models(strategy, folder).items():

@@ -310,9 +310,9 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
         """Return the client's last personalized model, or the initial model if it has none."""
         return self.last_personal(client_id)
 
-    def has_global_model(self) -> bool:
-        """Return False: there is none."""
-        return False
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return the model that a client is sent. There is no global one."""
+        return None if client_id is None else super().exported(client_id)
 
 
 class FedDACUpdate(LocalUpdate[FedDACParams]):

@@ -348,20 +348,19 @@ class ServerHalf(ABC, Generic[P]):
 
     # Models that leave the run
 
-    def personal_model(self, client_id: int) -> Model | None:
-        """Return the server's copy of a client's personal model, for the run folder. None: only the client can make its model.
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return a model for the run folder: a client's personal one, or without a client the global one.
 
-        Default: the model that the client is sent.
+        None: the method has no such model, or only the client can make it. Default: the model that the client is sent, and
+        `global_model` if tensors travel.
         """
-        return self.model_for(client_id)
+        if client_id is not None:
+            return self.model_for(client_id)
+        return self.global_model if self.layout.d else None
 
     def held_models(self) -> Sequence[Model]:
         """Return models of which each client uses one unchanged, as exported. The run folder has each client's. Default: none."""
         return ()
-
-    def exported_global(self) -> Model:
-        """Return the global model for the run folder."""
-        return self.global_model
 
     def exported_layout(self, layout: Layout) -> Layout:
         """Return the layout of models that leave the run, in files and from clients (`LocalUpdate.export`). Default: unchanged.
@@ -369,10 +368,6 @@ class ServerHalf(ABC, Generic[P]):
         A method that wraps the user's network returns that network's layout.
         """
         return layout
-
-    def has_global_model(self) -> bool:
-        """Return whether `global_model` is a result of the method."""
-        return self.layout.d > 0
 
     # Functions that a method may call
 

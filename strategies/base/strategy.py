@@ -30,7 +30,7 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     - Late uploads: `not_late`, `reads_moves` and `sent_to`.
     - Requests and checks: `sample`, `expected`, `expected_from`, `check`, `complete`, `compared` and `compared_with`.
     - Private rounds: `sum_groups` and `personalize_sums`.
-    - Models that leave the run: `personal_model`, `exported_global`, `exported_layout` and `has_global_model`.
+    - Models that leave the run: `exported`, `held_models` and `exported_layout`.
     """
 
     _rounds: Rounds | None = None

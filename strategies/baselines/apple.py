@@ -178,12 +178,8 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         before = self.personal.get(client_id, {}).get(_SEEN, np.zeros(self.config.num_clients, bool))
         return before | np.isin(np.arange(len(before)), sent)
 
-    def personal_model(self, client_id: int) -> None:
-        """Return None: only the client makes its mixture."""
-
-    def has_global_model(self) -> bool:
-        """Return False: there is none."""
-        return False
+    def exported(self, client_id: int | None = None) -> None:
+        """Return None: there is no global model, and only the client makes its mixture."""
 
 
 class APPLEUpdate(LocalUpdate[APPLEParams]):

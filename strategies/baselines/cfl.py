@@ -190,9 +190,9 @@ class CFL(PersonalizedStrategy[CFLParams]):
         """Return the clusters' models."""
         return self.models()
 
-    def has_global_model(self) -> bool:
-        """Return True while there is one cluster."""
-        return len(self.models()) == 1
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return a client's model, and the global one while there is one cluster."""
+        return None if client_id is None and len(self.models()) > 1 else super().exported(client_id)
 
 
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "The cluster of each client's model."),)

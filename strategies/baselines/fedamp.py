@@ -272,13 +272,9 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
             return self.global_model
         return Model(mine["cloud-params"], mine["cloud-buffers"]) if "cloud-params" in mine else self._absent(client_id)
 
-    def personal_model(self, client_id: int) -> Model:
-        """Return the client's own model."""
-        return self.last_personal(client_id)
-
-    def has_global_model(self) -> bool:
-        """Return False: there is none."""
-        return False
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return a client's own model. There is no global one."""
+        return None if client_id is None else self.last_personal(client_id)
 
 
 class FedAMPUpdate(LocalUpdate[FedAMPParams]):

@@ -301,18 +301,12 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         """Return the layout of the concatenated network."""
         return components.concatenated(components.part(self.full_layout, MODEL), len(self.models()))
 
-    def exported_global(self) -> Model:
-        """Return all encoders and the classifier on them."""
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return all encoders and the classifier on them, once the encoders are fixed. No client has a model of its own."""
+        if client_id is not None or not self.grown:
+            return None
         bodies, statistics = self.encoders()
         return Model(np.concatenate([bodies.reshape(-1), self.classifier()]), statistics.reshape(-1))
-
-    def has_global_model(self) -> bool:
-        """Return True once the encoders are fixed."""
-        return self.grown
-
-    def personal_model(self, client_id: int) -> Model | None:
-        """Return None: no client has a model of its own."""
-        return None
 
 
 class FedConcatUpdate(LocalUpdate[FedConcatParams]):

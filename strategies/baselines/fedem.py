@@ -120,8 +120,10 @@ class FedEM(FedAvg[FedEMParams]):
         """Return the layout of the mixture with its weights."""
         return self.full_layout
 
-    def exported_global(self) -> Model:
-        """Return all components with equal weights: the model of a client that never took part."""
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return all components with equal weights, the model of a client that never took part. Only clients have their own."""
+        if client_id is not None:
+            return None
         pi = np.full(self.params.components, 1 / self.params.components, np.float32)
         return self.full_layout.model({**self.layout.tensors(self.global_model), WEIGHTS: pi})
 

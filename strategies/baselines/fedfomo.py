@@ -179,12 +179,8 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
                 client_id, "affinity", {str(i): float(np.round(affinity[i], 6)) for i in np.flatnonzero(affinity)}
             )
 
-    def personal_model(self, client_id: int) -> None:
-        """Return None: the client is evaluated with its mixture, which only the client can make."""
-
-    def has_global_model(self) -> bool:
-        """Return False: there is none."""
-        return False
+    def exported(self, client_id: int | None = None) -> None:
+        """Return None: there is no global model, and only the client can make its mixture."""
 
 
 class FedFomoUpdate(LocalUpdate[FedFomoParams]):

@@ -282,9 +282,13 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
             params[slot.start : slot.stop] = class_means(rows, uploads.counts(COUNTS)).reshape(-1)
         return Model(params, weighted_mean(B))
 
-    def has_global_model(self) -> bool:
-        """Return True after a full pass: within one the layers above the last round's are each client's own."""
-        return self.params.one_shot or (self.round > 0 and self.round % len(self.chain) == 0)
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return a client's model, and after a full pass the global one.
+
+        Within a pass the layers above the last round's are each client's own.
+        """
+        passed = self.params.one_shot or (self.round > 0 and self.round % len(self.chain) == 0)
+        return None if client_id is None and not passed else super().exported(client_id)
 
 
 def position(round: int, chain: Sequence[Layer]) -> int:

@@ -313,15 +313,15 @@ class FLOCO(FedAvg[FLOCOParams]):
         """Return the layout of the user's own model."""
         return collapsed_layout(layout)
 
-    def exported_global(self) -> Model:
-        """Return the model in the middle of the simplex."""
-        return collapse(self.global_model, self.layout, centre_of({}, self.params.endpoints)[0])
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return the global model at the middle of the simplex, or at the client's centre.
 
-    def personal_model(self, client_id: int) -> Model | None:
-        """Return the global model at the client's centre, None with FLOCO+: that model stays on the client."""
-        if self.params.personal_epochs:
+        With FLOCO+ a client's model stays on the client.
+        """
+        if client_id is not None and self.params.personal_epochs:
             return None
-        centre, _ = centre_of(self.download_extras(client_id), self.params.endpoints)
+        extras = {} if client_id is None else self.download_extras(client_id)
+        centre, _ = centre_of(extras, self.params.endpoints)
         return collapse(self.global_model, self.layout, centre)
 
 

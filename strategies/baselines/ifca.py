@@ -146,13 +146,9 @@ class IFCA(FedAvg[IFCAParams]):
         layout = self.layout
         return [layout.take(self.global_model, components.tensors_of(layout, k)) for k in range(self.params.clusters)]
 
-    def exported_global(self) -> Model:
-        """Return the first model; called only where it is the only one."""
-        return self.layout.take(self.global_model, components.tensors_of(self.layout, 0))
-
-    def has_global_model(self) -> bool:
-        """Return True if there is one model."""
-        return self.params.clusters == 1
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return the model if there is only one."""
+        return self.held_models()[0] if client_id is None and self.params.clusters == 1 else None
 
 
 class IFCAUpdate(LocalUpdate[IFCAParams]):

@@ -191,13 +191,9 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
         self.memory |= {_MOMENTUM + name: speed for name, speed in speeds.items() if speed is not None}
         self.global_model = Model(self.global_model.params, weighted_mean(uploads.B, self.weights(uploads)))
 
-    def personal_model(self, client_id: int) -> Model | None:
-        """Return the client's model; None if it keeps a part of it."""
-        return None if self.params.local_head else self.model_for(client_id)
-
-    def has_global_model(self) -> bool:
-        """Return False: there is none."""
-        return False
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return the client's model; None if it keeps a part of it. There is no global one."""
+        return None if client_id is None else (None if self.params.local_head else self.model_for(client_id))
 
 
 def shared(layout: Layout, params: Any) -> frozenset[str]:

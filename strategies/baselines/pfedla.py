@@ -170,9 +170,9 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
         for row, i in enumerate(uploads.ids):
             self.keep_for(i, params=uploads.W[row], buffers=uploads.B[row], **changed[i])
 
-    def has_global_model(self) -> bool:
-        """Return False: there is none."""
-        return False
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return the model that a client is sent. There is no global one."""
+        return None if client_id is None else super().exported(client_id)
 
 
 METHOD = Method(

@@ -141,9 +141,9 @@ class PFedSim(FedAvg[PFedSimParams]):
         np.fill_diagonal(cosines, 1)
         return cosines
 
-    def has_global_model(self) -> bool:
-        """Return whether the run ends in the warm-up."""
-        return not self.personal
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return a client's model, and the global one if the run ends in the warm-up."""
+        return None if client_id is None and self.personal else super().exported(client_id)
 
 
 FIGURES = (

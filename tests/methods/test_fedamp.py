@@ -131,7 +131,7 @@ def test_partial_participation() -> None:
     assert (strategy.model_for(0).params == before.params).all()
     np.testing.assert_allclose(strategy.model_for(1).params, [1 - E, 2 * E], rtol=1e-6)
     assert strategy.model_for(3).params.tolist() == [-1, -1]
-    assert not strategy.has_global_model()
+    assert strategy.exported() is None
 
 
 def test_an_absent_client_is_mixed_with_the_rounds_uploads() -> None:
@@ -188,7 +188,7 @@ def test_a_round_changes_only_its_clients_arrays() -> None:
 def test_what_is_exported_is_the_clients_own_model() -> None:
     strategy = server()
     play(strategy, 1, [0, 1, 2], [0, 1, 2])
-    assert [strategy.personal_model(i).params.tolist() for i in range(3)] == W.tolist()
+    assert [strategy.exported(i).params.tolist() for i in range(3)] == W.tolist()
 
 
 def test_alpha_decays() -> None:

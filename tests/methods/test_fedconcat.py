@@ -280,7 +280,7 @@ def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
         ctx, received = f.context(i)
         update = f.method.local_update()
         got = update.export(update.merge(received, f.states[i], ctx), f.states[i], ctx)
-        assert same(got, f.server.exported_global())
+        assert same(got, f.server.exported())
 
 
 def test_classifiers_are_screened_and_models_of_different_clusters_are_not(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> N
     play(strategy, 2, [1, 2])
     assert (strategy.model_for(0).params == before.params).all() and strategy.model_for(0).buffers.tolist() == [2, 15]
     assert strategy.model_for(9).params.tolist() == [-1] * 8 and strategy.model_for(9).buffers.tolist() == [-1, -1]
-    assert not strategy.has_global_model()
+    assert strategy.exported() is None
     client_arrays.settle(strategy.personal, [1, 2], 0, strategy.folder.path)
     # no earlier round's stack is kept alive by one row
     assert strategy.personal[0]["params"].base is None

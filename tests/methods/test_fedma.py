@@ -127,15 +127,15 @@ def test_a_pass_by_hand(tmp_path: Path, mean: str) -> None:
     close(server.global_model.params, average)
     weights = None if mean == "classes" else sizes
     close(server.global_model.buffers, np.average([m.buffers for m in sent], axis=0, weights=weights))
-    assert not server.has_global_model()
+    assert server.exported() is None
     # in the classifier's round the body stays
     body = server.model_for(0).params[lower].copy()
     uploads = fed.round(ids=[0, 1])
     assert all((w[lower] == body).all() for w in uploads.W)
     close(server.global_model.params, expected(uploads.W, [0, 1]))
-    assert not server.personal and server.has_global_model()
+    assert not server.personal and server.exported() is not None
     fed.round()
-    assert (server.model_for(0).params[lower] != body).any() and not server.has_global_model()
+    assert (server.model_for(0).params[lower] != body).any() and server.exported() is None
 
 
 def test_a_pass_keeps_its_clients(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_run_that_ends_within_a_pass_is_warned_of(tmp_path: Path, caplog: pyte
         with caplog.at_level(logging.WARNING, "corolla"):
             fed.server.summary()
         assert ("take a multiple of 2, got 3" in caplog.text) == warned
-        assert fed.server.has_global_model() == bool(own)
+        assert (fed.server.exported() is not None) == bool(own)
 
 
 def test_one_client_in_one_shot_is_fedavg_bit_for_bit(tmp_path: Path) -> None:

@@ -447,7 +447,7 @@ def test_the_golden_round_in_the_strategy() -> None:
     strategy.personalize(1, Uploads([0, 4, 7], stack, buffers, sizes, None, {}, [{}] * 3))
     np.testing.assert_allclose(strategy.global_model.params, [1, 3 / 2, 7 / 6, 1 / 2, 1], rtol=1e-6)
     assert strategy.global_model.buffers.tolist() == [4, 30]
-    assert strategy.model_for(4) is strategy.global_model and strategy.has_global_model()
+    assert strategy.model_for(4) is strategy.global_model and strategy.exported() is not None
     assert strategy.attempt.round_notes["high-dispersion"] == {"w0": 0.75, "w1": 0.0}
     assert strategy.attempt.round_notes["macro-classes"] == {"w0": 2, "w1": 0}
 

@@ -107,17 +107,17 @@ def test_what_the_server_exports(tmp_path: Path) -> None:
     layout, plain = strategy.exported_layout(strategy.full_layout), Layout.of(small())
     assert layout == plain
     ends = strategy.layout.tensors(strategy.global_model)["classifier.weight"]
-    middle = layout.tensors(strategy.exported_global())["classifier.weight"]
+    middle = layout.tensors(strategy.exported())["classifier.weight"]
     np.testing.assert_allclose(middle, ends.mean(axis=0), rtol=0, atol=1e-7)
     # before tau there are no regions
     strategy.round = 1
-    early, strategy.round = strategy.personal_model(1), 2
-    late = strategy.personal_model(1)
+    early, strategy.round = strategy.exported(1), 2
+    late = strategy.exported(1)
     assert early is not None and late is not None
     assert np.array_equal(layout.tensors(early)["classifier.weight"], middle)
     assert np.array_equal(layout.tensors(late)["classifier.weight"], ends[1])
     # FLOCO+: it is the client's alone
-    assert server(tmp_path, personal_epochs=1).personal_model(1) is None
+    assert server(tmp_path, personal_epochs=1).exported(1) is None
 
 
 # Whole runs -------------------------------------------------------------------------------------------------------------

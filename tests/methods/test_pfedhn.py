@@ -90,5 +90,5 @@ def test_two_rounds_by_hand(tmp_path: Path) -> None:
 def test_the_variant_keeps_the_classifier(tmp_path: Path) -> None:
     fed: Any = Federation(tmp_path, "pfedhn", pfedhn={"local_head": True, "hidden": 3})
     uploads = fed.round()
-    assert uploads.W.shape == (3, fed.layout.d - 18) and fed.server.personal_model(0) is None
+    assert uploads.W.shape == (3, fed.layout.d - 18) and fed.server.exported(0) is None
     assert all(set(state.arrays) == {"local.params", "local.buffers"} for state in fed.states)
