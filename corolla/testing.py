@@ -33,6 +33,7 @@ from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Drawings, Method, RoundContext, Uploads
 from strategies.base.method import AnyMethod
 from strategies.base.uploads import Intake
+from strategies.engine import steps
 from strategies.engine.attempt import Attempt
 
 __all__ = ["Federation", "Tiny", "federation", "local_round"]
@@ -168,7 +169,8 @@ class Federation:
         self.server.round = self.rounds
         sent = self.server.global_model
         self.server.personalize(self.rounds, uploads)
-        self.server.optimize(sent)
+        for step in steps.after(self.config):
+            step(self.server, sent)
         return kept
 
     def evaluated(self, client_id: int) -> Model:

@@ -19,6 +19,7 @@ from strategies.base.needs import FEATURES, Need, refuse
 from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.engine import late, private
+from strategies.engine.steps import server_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,7 +120,7 @@ class Method(Generic[P]):
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
-        if config.server_optimizer != "none" and not self.strategy.is_optimized():
+        if config.server_optimizer != "none" and not server_optimizer.fits(self.strategy):
             raise UserError(
                 f"server-optimizer: method {config.method} sets no mean global model that it could move, got "
                 f"{config.server_optimizer!r}"

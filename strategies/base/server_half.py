@@ -24,16 +24,12 @@ from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
 from strategies.base import hooks
 from strategies.base.uploads import Intake, Sums, Uploads
-from strategies.kernels import afo
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.parts import Part
 from strategies.kernels.robust import Averaging
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
-# the beginning of the names of the server optimizer's moments in `memory`
-_AFO = "server-optimizer."
-
 LATE, AGE, MOVED = "late", "age", "moved"
 """Uses of a late upload that a method may refuse (`ServerHalf.not_late`)."""
 
@@ -112,7 +108,7 @@ class ServerHalf(ABC, Generic[P]):
     # started from `model_for`: their own difference is added to it.
     reads_moves: ClassVar[bool] = False
     # True declares that `personalize` sets the global model's parameters to a mean of the uploads, and that clients are sent
-    # that model. The key `server-optimizer` may then move it (strategies/kernels/afo.py). A subclass that overrides
+    # that model. The key `server-optimizer` may then move it (strategies/engine/steps). A subclass that overrides
     # `personalize` or `model_for` must declare it again.
     averages: ClassVar[bool] = False
     # True declares that `model_for` makes a client's model from common arrays. The server then keeps no model per client.
@@ -190,34 +186,6 @@ class ServerHalf(ABC, Generic[P]):
         return (
             Averaging(self.config.robust, self.config.robust_liars) if uploads is None else self.averaging_of(uploads)
         )
-
-    @classmethod
-    def is_optimized(cls) -> bool:
-        """Return whether the class declares `averages`, and no later override may set another model."""
-        return cls.averages and declares(cls, "averages", ("personalize", "model_for"))
-
-    def optimize(self, sent: Model) -> None:
-        """Move the global model from the sent one towards the mean that `personalize` set (key `server-optimizer`).
-
-        The optimizer's moments are in `memory`. Statistics stay the mean's.
-        """
-        c, mean = self.config, self.global_model
-        if c.server_optimizer == "none":
-            return
-        rate = c.server_learning_rate or (afo.MOMENTUM if c.server_optimizer == "momentum" else afo.ADAPTIVE)
-        state = {name: self.memory[_AFO + name] for name in ("m", "v") if _AFO + name in self.memory}
-        params, state = afo.server_step(
-            sent.params,
-            mean.params,
-            state,
-            kind=c.server_optimizer,
-            learning_rate=rate,
-            beta1=c.server_beta1,
-            beta2=c.server_beta2,
-            tau=c.server_tau,
-        )
-        self.memory |= {_AFO + name: moment for name, moment in state.items()}
-        self.global_model = Model(params, mean.buffers)
 
     # From models to downloads
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -197,3 +197,10 @@ class Intake:
         """Drop the references to the stacks. From then on only the method holds them."""
         nothing = np.empty((0, 0), np.float32)
         self.W, self.B, self.bits, self.extras = nothing, nothing, None, {}
+
+
+StepBefore = Callable[[Uploads, Intake], Uploads]
+"""A step between the uploads and the method: (the uploads, what they came from) -> the uploads that the method gets."""
+
+StepAfter = Callable[[Any, Model], None]
+"""A step after the method: (its server half, the global model that was sent) changes the half's models."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
@@ -19,10 +17,10 @@ from fl_app.server import client_arrays, kept_uploads
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake, Uploads
+from strategies.engine import steps
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
 from strategies.engine.screening import USUAL, Outlier, Screening
 from strategies.engine.streaming import FoldedIntake, streams, why_kept
-from strategies.kernels.robust import capped
 
 log = logging.getLogger("corolla")
 
@@ -33,6 +31,7 @@ class PlainRounds:
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
         self.screening = Screening()
+        self.steps = steps.before(self.config)
         # far uploads of the last round that were used
         self.outliers: list[Outlier] = []
         # the sums of the round's uploads, if no stack is kept
@@ -104,13 +103,8 @@ class PlainRounds:
         self.screening.accept(attempt.round, intake.metrics, refused)
         uploads = intake.uploads()
         self._keep(attempt.round, uploads)
-        if self.config.max_size_weight:
-            sizes = capped(uploads.sizes, self.config.max_size_weight)
-            bounded = np.divide(sizes, uploads.sizes, out=np.ones_like(sizes), where=uploads.sizes > 0)
-            uploads = dataclasses.replace(uploads, sizes=sizes, bounded=bounded)
-        if intake.factors:
-            factors = np.array([intake.factors.get(i, 1.0) for i in uploads.ids])
-            uploads = dataclasses.replace(uploads, sizes=uploads.sizes * factors, factors=factors)
+        for step in self.steps:
+            uploads = step(uploads, intake)
         intake.forget_stacks()
         return uploads
 

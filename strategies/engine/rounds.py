@@ -37,7 +37,7 @@ from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.base import hooks
 from strategies.base.server_half import Sent, ServerHalf
 from strategies.base.uploads import Intake
-from strategies.engine import late
+from strategies.engine import late, steps
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults, cause_of, failure_lines
 from strategies.engine.disk import needed
 from strategies.engine.late import Work
@@ -150,6 +150,7 @@ class Rounds:
         self.client_files = checkpoint.client_files_of(folder.path)
         self.attempt = Attempt()
         self.spoilt: list[Attempt] = []
+        self.steps = steps.after(self.config)
         self.watch, self.rule = Stopwatch(), stopping.rule_of(self.config)
         self.watched: list[Record] = []
         self.recorded: Record = {}
@@ -549,7 +550,8 @@ class Rounds:
         hooks.check_kept(self.config.method, "memory", self.server.memory)
         for client_id, own in self.server.personal.items():
             hooks.check_kept(self.config.method, f"personal[{client_id}]", own)
-        self.server.optimize(sent)
+        for step in self.steps:
+            step(self.server, sent)
         self._settle(list(self.attempt.intake.metrics))
         for client_id, reported in self.attempt.intake.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))

@@ -25,7 +25,7 @@ from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import LATE as LATE_REASON
 from strategies.base.server_half import Sent
-from strategies.engine import late
+from strategies.engine import late, steps
 from strategies.engine.attempt import Attempt
 from strategies.engine.late import Work
 from strategies.engine.plain import PlainRounds
@@ -87,7 +87,8 @@ def test_the_servers_optimizer_moves_by_the_mean_with_late_uploads(tmp_path: Pat
     if rule == "fedbuff":
         target = np.average(w + (1 + np.arange(3)[:, None]) ** -0.5 * (after - w), axis=0, weights=[4, 8, 12])
     fed.server.personalize(4, uploads)
-    fed.server.optimize(sent)
+    (move,) = steps.after(fed.config)
+    move(fed.server, sent)
     np.testing.assert_allclose(fed.server.global_model.params, w + 0.5 * w + target - w, rtol=1e-5)
 
 

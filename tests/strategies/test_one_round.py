@@ -25,7 +25,7 @@ def example() -> dict[str, Any]:
 
 def test_it_needs_only_numpy_and_kernels() -> None:
     nodes = [node for node in ast.walk(ast.parse(TEXT)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    known = {"__future__", "dataclasses", "numpy", "numpy.typing", "strategies"}
+    known = {"__future__", "dataclasses", "numpy", "numpy.typing", "strategies.kernels"}
     assert {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes} == known
     assert len(TEXT.splitlines()) <= 200
 
