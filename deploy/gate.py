@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import logging
 import threading
 import time
@@ -61,6 +62,11 @@ _MAX_HELD = 1000
 _MAX_OPEN = 100
 # most bytes of an application's pyproject.toml
 _MAX_PROJECT = 64 * 1024
+# most bytes of a run's configuration, as JSON: the audit keeps it
+_MAX_CONFIG = 128 * 1024
+# most characters of a text of others in one line of the audit, and most lines for messages that nobody asked for between
+# two messages of the server
+_MAX_TEXT, _MAX_STRAYS = 2000, 10
 # Most runs whose judgement is kept, more than can be held, and most applications, of a few MB each, whose code is kept.
 _MAX_JUDGED, _MAX_FABS = 2 * _MAX_HELD, 4
 
@@ -147,6 +153,8 @@ class Gate:
     # the parts of the reply that leaves
     _leaving: set[str] = field(default_factory=set)
     _pulled: int = 0
+    # messages that nobody asked for, since the last message
+    _strays: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def around(self, inner: Connection) -> Connection:
@@ -199,7 +207,7 @@ class Gate:
             self._refuse(message, why)
             return None
         _keep_last(self._open, message.metadata.message_id, message, _MAX_OPEN)
-        self._pulled = 0
+        self._pulled = self._strays = 0
         return received
 
     def _used_up(self, judged: Judged, message: Message) -> str:
@@ -280,7 +288,10 @@ class Gate:
             yield object_id, content
 
     def _note_refusal(self, run_id: int, why: str) -> None:
-        """Note a refusal of a message that the site did not ask for."""
+        """Note a refusal of a message that the site did not ask for. An application may send any number of them."""
+        self._strays += 1
+        if self._strays > _MAX_STRAYS:
+            return
         log.warning("run %d: refused by its site: %s", run_id, why, extra=about(run=str(run_id)))
         application = judged.application if (judged := self._judged.get(run_id)) else ""
         with contextlib.suppress(UserError):
@@ -312,11 +323,15 @@ class Gate:
     def _send_error(self, message: Message, error: Error) -> tuple[set[str], str]:
         """Note Flower's report of an application that failed, and send it with a reason instead of the error's text."""
         judged = self._judge(message.metadata.run_id)
+        text = (error.reason or "")[:_MAX_TEXT]
         log.warning(
-            "run %d: its application failed: %s", message.metadata.run_id, error.reason, extra=self._about(message)
+            "run %d: its application failed: %s",
+            message.metadata.run_id,
+            text,
+            extra=self._about(message),
         )
         with contextlib.suppress(UserError):
-            self._note("failure", message.metadata.run_id, message, 0, "", why=error.reason)
+            self._note("failure", message.metadata.run_id, message, 0, "", why=text)
         told = error.reason if judged.way.details and judged.way.modes == OPEN else str(Reason("failed"))
         # an application may choose any number
         code = error.code if error.code in _ERRORS else ErrorCode.UNKNOWN
@@ -345,7 +360,8 @@ class Gate:
         )
 
     def _note(self, kind: str, run_id: int, message: Message, size: int, sha256: str, **more: Any) -> None:
-        about = {"message": message.metadata.message_type, "round": message.metadata.group_id}
+        asked = message.metadata
+        about = {"message": asked.message_type[:_MAX_TEXT], "round": asked.group_id[:_MAX_TEXT]}
         application = self._judge(run_id).application
         self.audit.append(kind, run=str(run_id), application=application, **about, bytes=size, sha256=sha256, **more)
 
@@ -373,6 +389,7 @@ class Gate:
             else:
                 judged.refusal = f"application: cannot be read ({describe(error)})"
         config = dict(judged.config)
+        judged.refusal = judged.refusal[:_MAX_TEXT]
         outcome = judged.refusal or ("waits for approval" if judged.waits else "")
         self.audit.append("run", run=str(run_id), application=judged.application, config=config, refusal=outcome)
         _keep_last(self._judged, run_id, judged, _MAX_JUDGED)
@@ -403,6 +420,8 @@ class Gate:
         found = get_fused_config_from_fab(fab.content, run)
         if strange := [key for key, value in found.items() if type(value) not in (str, int, float, bool)]:
             return f"{strange[0]}: must be a text, a number, true or false, got {type(found[strange[0]]).__name__}"
+        if (size := len(json.dumps(found))) > _MAX_CONFIG:
+            return f"application: its configuration may have {_MAX_CONFIG} bytes, it has {size}"
         judged.config = found
         judged.way = Way(modes_of(judged.config), details=self.rules.tell == DETAILED)
         if why := site.refusal(self.rules, judged.application, judged.config):

@@ -399,6 +399,31 @@ def test_a_reply_to_no_open_message_stays_at_the_site(tmp_path: Path, link: Supe
     assert len(link.sent) == 1 and lines(tmp_path)[-1] == ("upload", "7")
 
 
+def test_nobody_makes_the_audit_long(tmp_path: Path, link: SuperLink) -> None:
+    long, most = "x" * 1_000_000, 20_000
+    link.overrides |= {10: {"target": long}, 11: {"classes": "\x01" * 40_000}}
+    made, opened = gate(tmp_path, link, tell="details")
+    link.ask("train").metadata.__dict__["_group_id"] = long
+    message = ask(opened, link)
+    stray = reply_to(message, 1, reply_to_message_id="x")
+    assert not any(made.admits(stray, get_object_tree(stray)) for _ in range(1000))
+    reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, long), reply_to=message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    deliver(opened, made, reply)
+    assert lines(tmp_path)[-1] == ("failure", "7")
+    # a next message has its own
+    link.ask("train")
+    ask(opened, link)
+    noted = len(refusals(tmp_path))
+    assert 0 < noted < 100 and not made.admits(stray, get_object_tree(stray)) and len(refusals(tmp_path)) == noted + 1
+    for run in (10, 11):
+        link.ask("train", run)
+        assert opened.receive() is None
+    link.sent = link.sent[-2:]
+    assert link.errors == ["refused//application"] * 2
+    assert (tmp_path / audit.FILE).stat().st_size < most
+
+
 def test_only_the_first_reply_to_a_message_leaves(tmp_path: Path, link: SuperLink) -> None:
     made, opened = gate(tmp_path, link)
     link.ask("train")
