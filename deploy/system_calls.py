@@ -5,6 +5,8 @@
 - The kernel's keyrings, which processes of one account share.
 - Typing into a terminal (TIOCSTI, TIOCLINUX).
 - io_uring, which would make sockets past this filter.
+- Files that run as their owner or group (set-user-ID, set-group-ID). Another account that reaches one would start it
+  outside the walls, as the SuperNode's account.
 
 Bubblewrap sets the filter, for its own first process behind the walls too: an application may trace that one, where the
 kernel has no Landlock, and let it make these calls.
@@ -28,6 +30,7 @@ _X32 = 0x40000000
 _FAMILIES = (2, 10, 16)  # IPv4, IPv6, netlink
 _STREAM, _SEQUENCED, _KIND = 1, 5, 0xF
 _TYPING = (0x5412, 0x541C)
+_RUNS_AS_OWNER = 0o6000
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,19 @@ class _Machine:
     socket: int
     socketpair: int
     ioctl: int
-    # add_key, request_key, keyctl, io_uring_setup
+    # add_key, request_key, keyctl, io_uring_setup, openat2 (its mode is not seen here)
     refused: tuple[int, ...]
+    # calls that give a file a mode, and the place of the mode among their arguments
+    modes: tuple[tuple[int, int], ...]
 
 
+# chmod, fchmod, fchmodat, fchmodat2, open, openat, creat, mknod, mknodat
+_MODES_X86 = ((90, 1), (91, 1), (268, 2), (452, 2), (2, 2), (257, 3), (85, 1), (133, 1), (259, 2))
+# fchmod, fchmodat, fchmodat2, openat, mknodat
+_MODES_ARM = ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2))
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 41, 53, 16, (248, 249, 250, 425)),
-    "aarch64": _Machine(0xC00000B7, 198, 199, 29, (217, 218, 219, 425)),
+    "x86_64": _Machine(0xC000003E, 41, 53, 16, (248, 249, 250, 425, 437), _MODES_X86),
+    "aarch64": _Machine(0xC00000B7, 198, 199, 29, (217, 218, 219, 425, 437), _MODES_ARM),
 }
 
 
@@ -69,6 +78,9 @@ def _program(machine: _Machine) -> Iterator[_Instruction]:
         yield from [_Instruction(_EQUAL, 0, 1, number), _refuse(errno.ENOSYS)]
     yield from _for_call(machine.socket, list(_unless(_FIRST, _FAMILIES, errno.EAFNOSUPPORT)))
     yield from _for_call(machine.socketpair, list(_unless(_SECOND, (_STREAM, _SEQUENCED), errno.EACCES, _KIND)))
+    for number, argument in machine.modes:
+        mode = _FIRST + 8 * argument
+        yield from _for_call(number, list(_unless(mode, (0,), errno.EPERM, _RUNS_AS_OWNER)))
     typing = [_Instruction(_LOAD, 0, 0, _SECOND)]
     for request in _TYPING:
         typing += [_Instruction(_EQUAL, 0, 1, request), _refuse(errno.EPERM)]

@@ -25,7 +25,6 @@ from typing import IO
 
 from fl_app.errors import UserError
 from fl_app.files import DIRECTORY_MODE, FILE_MODE
-from fl_app.privacy import secure_random
 
 MOST_BYTES = 1 << 20
 """Most bytes of a file, unless a caller names another number."""

@@ -372,6 +372,45 @@ def test_no_file_of_an_application_runs_before_the_walls_inside_are_closed(
     assert capfd.readouterr().err == "1\n"
 
 
+RUNS_AS_OWNER = """
+import ctypes, json, os, stat, sys
+def tried(work):
+    try:
+        work()
+    except OSError as error:
+        return error.errno
+open("own", "w").close()
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*given):
+    if libc.syscall(*given) < 0:
+        raise OSError(ctypes.get_errno(), "")
+codes = [
+    tried(lambda: os.chmod("own", mode)) for mode in (0o4755, 0o2755, 0o6777)
+] + [
+    tried(lambda: os.fchmod(os.open("own", os.O_RDWR), 0o4755)),
+    tried(lambda: os.chmod("own", 0o4755, dir_fd=os.open(".", os.O_RDONLY))),
+    tried(lambda: os.open("new", os.O_CREAT | os.O_WRONLY, 0o4755)),
+    tried(lambda: os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o4755)),
+    tried(lambda: os.mknod("made", 0o4755 | stat.S_IFREG)),
+]
+os.chmod("own", 0o755)
+json.dump([codes, tried(lambda: call(437, -100, b"own", 0, 0)), oct(os.stat("own").st_mode)], sys.stdout)
+"""
+
+
+@needs_bubblewrap
+def test_no_file_of_an_application_runs_as_the_nodes_account(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    walls = bubblewrap.find()
+    assert walls is not None
+    rules = Confinement(confine.installation(), (str(tmp_path),), ())
+    environment = confine.cleaned(os.environ, rules.write)
+    inside = walls.start(rules, [sys.executable, "-c", RUNS_AS_OWNER], str(tmp_path), environment)
+    assert inside.wait() == 0, capfd.readouterr()
+    inside.output.join(30)
+    codes, unseen, mode = json.loads(capfd.readouterr().err)
+    assert set(codes) == {errno.EPERM} and unseen == errno.ENOSYS and mode == "0o100755"
+
+
 def test_output_of_an_application_commands_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     evil = "\\x1b]0;title\\x07 \\x1b[92mINFO\\x1b[0m \\x9b6n \\rhidden \\u202e cut \\t caf\\xe9\\n"
     code = f"import os; [os.write(1, bytes([each])) for each in '{evil}'.encode()]; os.write(1, '{evil}'.encode())"
