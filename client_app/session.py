@@ -174,7 +174,9 @@ class Session:
 
     def _built(self, info: DatasetInfo, weights_file: str) -> nn.Module:
         names = ModelNames.of(info)
-        return self.method.network(self.config, **info.model_arguments, initial_weights=weights_file, names=names)
+        return self.method.network(
+            self.config, **info.model_arguments, initial_weights=weights_file, names=names, tried=True
+        )
 
     def _initial(self, module: nn.Module, asked: bool, info: DatasetInfo, weights_file: str) -> Callable[[], Model]:
         """Return a function that gives a new network's values. asked: whether the values will be needed in any case."""

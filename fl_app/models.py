@@ -59,12 +59,14 @@ def build(
     input_shape: tuple[int, ...] = (),
     input_dtype: str = "float32",
     classifier: str = "",
+    tried: bool = False,
 ) -> nn.Module:
     """Return a model on the CPU, in train mode. Its weights depend only on (seed, name). It is marked with its `Split`.
 
     name: one of the module docstring's list. norm: `batch` or `group` (32 groups), used only by the ResNets.
     input_shape: of a sample; (): images [in_channels, image_size, image_size]. input_dtype: of the model's input.
-    classifier: patterns over the names of the classifier's tensors; "": they are found.
+    classifier: patterns over the names of the classifier's tensors; "": they are found. tried: the run's server has tried the
+    model in training mode, so that this process need not.
 
     The global generators of torch, NumPy and `random` are seeded first and restored afterwards. Raises UserError for an
     unknown name or norm, for images that are too small, for a model that does not fit in the free memory, and for any
@@ -80,7 +82,7 @@ def build(
             _refuse_larger_than_memory(name, shape, num_classes, 8.0 * (math.prod(shape) + num_classes))
             _seed(seed, name)
             example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
-            return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier)
+            return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier, tried)
         if name not in MODELS:
             raise UserError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
         _refuse_larger_than_memory(name, shape, num_classes, _bytes_of(name, shape, num_classes, norm))
@@ -241,6 +243,7 @@ def _call_factory(
     image_size: int,
     example: Tensor,
     classifier: str,
+    tried: bool,
 ) -> nn.Module:
     more = {"input_shape": tuple(example.shape[1:])} if _takes(factory, "input_shape") else {}
     try:
@@ -261,7 +264,7 @@ def _call_factory(
         dynamo.config.skip_nnmodule_hook_guards = False
     module.eval()
     output = _mark(module, factory, (name,), example, num_classes, classifier)
-    _check_output(name, module, example, num_classes, output)
+    _check_output(name, module, example, num_classes, output, tried)
     return module
 
 
@@ -336,15 +339,18 @@ def _check_tensors(name: str, module: nn.Module) -> None:
             raise UserError(f"model {name}: must be built on the CPU (training moves it), but {listed(devices)}")
 
 
-def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: int, output: object) -> None:
-    """Raise UserError if a network does not give logits that train it. output: of the batch, None if it was not run yet."""
+def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: int, output: object, tried: bool) -> None:
+    """Raise UserError if a network does not give logits that train it.
+
+    output: of the batch, None if it was not run yet. tried: whether it was tried in training mode.
+    """
     shape, dtype = tuple(example.shape), str(example.dtype).removeprefix("torch.")
     outputs = {} if output is None else {"eval": output}
     try:
         if not outputs:
             with torch.no_grad():
                 outputs["eval"] = module(example)
-        elif trained := tracing.in_training(module, example):
+        elif not tried and (trained := tracing.in_training(module, example)):
             outputs["train"] = trained[1]
     except Exception as error:
         raise UserError(

@@ -233,12 +233,14 @@ class Method(Generic[P]):
         initial_weights: str = "",
         told: Callable[[str], None] = lambda line: None,
         names: ModelNames | None = None,
+        tried: bool = False,
     ) -> nn.Module:
         """Build the network that the method trains, with initial weights from the seed.
 
         `initial_weights` is a file with the initial weights of the run's model, before the method wraps it. `told` takes
         a line about the tensors that a file with only a part of them gives (`initial-weights-partial`). `names` are those
-        of the data, with which the file's card is compared; None: they are not compared.
+        of the data, with which the file's card is compared; None: they are not compared. `tried`: the run's server has tried the
+        model in training mode.
         Raises UserError if it is given for a method that starts from several models.
         """
         import torch
@@ -258,6 +260,7 @@ class Method(Generic[P]):
                 input_shape=input_shape,
                 input_dtype=tasks.of(config).input_dtype,
                 classifier=config.classifier,
+                tried=tried,
             )
             if self.wrap is not None or self.compose is not None:
                 refuse(Layout.of(module), self.need(config))

@@ -397,3 +397,22 @@ def test_a_models_size_is_judged_without_more_of_torch() -> None:
     code = f"import sys; from fl_app import models; assert {count} > 4e6; print('sympy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_model_that_the_server_has_tried_is_not_trained_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[bool] = []
+
+    class Noting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            modes.append(self.training)
+            return super().forward(x.flatten(1))
+
+    def factory(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+        return Noting(in_channels * image_size**2, num_classes)
+
+    monkeypatch.setattr("fl_app.plugins.load", lambda kind, name: factory)
+    for tried in (False, True):
+        models._SPLITS.clear()
+        modes.clear()
+        models.build("own:factory", in_channels=1, num_classes=3, image_size=4, tried=tried)
+        assert (True in modes) is not tried and False in modes
