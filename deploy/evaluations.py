@@ -1,12 +1,14 @@
 """A site's count of the evaluations that it has answered in confidential runs: `max-evaluations` of site.toml.
 
 The server chooses the model of an evaluation. Enough questions tell a site's test labels, whatever the run's
-configuration is. A run itself is a question too: whether the site's data suit it. So the count is of the site, over all
-runs, beside its audit, where no confined application can change it.
+configuration is. A run itself is a question too: whether the site's data suit it. So the count is of the site's data, over
+all runs, SuperNodes and clusters, beside the sites' audits, where no confined application can change it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +19,19 @@ from fl_app.keys import Scalar
 from fl_app.outgoing import OPEN, modes_of
 
 FILE = "evaluations"
+OF_DATA = "of-data"
 # Messages without a model.
 _WITHOUT_FIGURES = ("query", "get_properties", "get_parameters")
+
+
+def place(sites: Path, own: Path, data_path: str) -> Path:
+    """Return the directory with the count of a SuperNode's data: that of all SuperNodes with the same `data-path`.
+
+    sites: the directory of all sites. own: that of this one, which counts alone if it has no path.
+    """
+    if not data_path:
+        return own
+    return sites / OF_DATA / hashlib.sha256(os.path.realpath(data_path).encode()).hexdigest()
 
 
 def hides(config: Mapping[str, Scalar]) -> bool:
@@ -34,7 +47,7 @@ def counts(kind: str, config: Mapping[str, Scalar]) -> bool:
 def claim(directory: Path, most: int) -> str:
     """Count an evaluation before it is answered. Return the reason to refuse it, or "".
 
-    directory: of the site's audit. most: the site's limit. Raises UserError if the count cannot be read or written, or is
+    directory: `place`. most: the site's limit. Raises UserError if the count cannot be read or written, or is
     no count: then nothing is answered.
     """
     path = directory / FILE

@@ -130,7 +130,8 @@ class Judged:
 class Gate:
     """The rules of one site in front of one connection.
 
-    directory: of the site's audit, approvals and count of evaluations. working: returns whether the application may still
+    directory: of the site's audit and approvals. evaluations_in: that of the count of evaluations; None: the
+    same. working: returns whether the application may still
     deliver a reply. count: counts the training samples that a run's config gives a client of a number of clients, from the
     node's own data; raises UserError.
     """
@@ -140,6 +141,7 @@ class Gate:
     directory: Path
     node: Node
     store: ObjectStore
+    evaluations_in: Path | None = None
     working: Callable[[], bool] = lambda: True
     count: Callable[[Mapping[str, Scalar], int, int, str], int] = counting.count
     _inner: Connection = field(init=False)
@@ -215,7 +217,10 @@ class Gate:
         most = self.rules.max_evaluations
         if most is None or not evaluations.counts(message.metadata.message_type, judged.config):
             return ""
-        return evaluations.claim(self.directory, most)
+        return self._claim(most)
+
+    def _claim(self, most: int) -> str:
+        return evaluations.claim(self.evaluations_in or self.directory, most)
 
     def pull_object(self, run_id: int, object_id: str) -> bytes:
         """Fetch a part of a message. Its name must be its sha256, so that a message's id covers all of its bytes."""
@@ -435,7 +440,7 @@ class Gate:
         # whether its data suit the run is one bit about them
         least, most = self.rules.min_samples, self.rules.max_evaluations
         try:
-            if most is not None and evaluations.hides(config) and (why := evaluations.claim(self.directory, most)):
+            if most is not None and evaluations.hides(config) and (why := self._claim(most)):
                 return why
         except UserError as error:
             return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from fl_app import exit_codes
 from fl_app.errors import UserError, plain
+from fl_app.keys import Scalar
 
 app = typer.Typer(
     no_args_is_help=True, help="A site's own side: join a cluster, decide which runs may run here, audit."
@@ -156,7 +158,7 @@ def approve(
             for request in requests:
                 typer.echo(f"run {request.run} at {site}: application {request.application}")
                 # the server wrote them: no text may hide a line or look like another
-                typer.echo("\n".join(plain(f"  {key} = {value}") for key, value in request.config.items()))
+                typer.echo("\n".join(line for key, value in request.config.items() for line in _lines(key, value)))
         if not any(found.values()):
             typer.echo("no run waits for approval")
         return
@@ -204,6 +206,13 @@ def application() -> None:
     from fl_app.app_bundle import application_hash
 
     typer.echo(application_hash({}))
+
+
+def _lines(key: str, value: Scalar) -> list[str]:
+    """Return a key of a waiting run, as wide as the terminal. A line that goes on has a mark: it cannot look like a key."""
+    width = max(40, shutil.get_terminal_size().columns)
+    text = plain(f"  {key} = {value}")
+    return [text[:width], *(f"    | {text[at : at + width - 6]}" for at in range(width, len(text), width - 6))]
 
 
 def _directory(name: str) -> Path:

@@ -28,6 +28,7 @@ from deploy import (
     bubblewrap,
     confine,
     counting,
+    evaluations,
     expiry,
     log_size,
     objects,
@@ -218,7 +219,9 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             return confined(dataclasses.replace(confinement, ports=()), words, [file])
 
         store = given["state_factory"].objectstore_factory.store()
-        gate = Gate(rules, audit, directory, node, store, count=functools.partial(counting.count, start=counter))
+        counted = evaluations.place(sites_directory(), directory, node.data_path)
+        counter_of_samples = functools.partial(counting.count, start=counter)
+        gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples)
         state = given["state_factory"].state()
         answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store), gate.admits)
         gate.working = answering.working

@@ -48,6 +48,16 @@ def test_a_false_site_is_none(site: Path, inside: str, capsys: pytest.CaptureFix
             command()
 
 
+def test_a_long_value_looks_like_no_other_key(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    padded = "x" + " " * 500 + "  private = True"
+    approval.ask(site, Request("7", HASH, {"run-name": padded, "private": False}))
+    node_cli.approve(None, False, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[1:])) <= 80
+    assert [line for line in lines if line.lstrip().startswith("private")] == ["  private = False"]
+    assert "".join(line.removeprefix("    | ") for line in lines if "    | " in line).endswith("private = True")
+
+
 @pytest.mark.parametrize(
     "content",
     [

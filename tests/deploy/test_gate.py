@@ -28,7 +28,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.counting import train_samples
-from deploy import approval, audit, node_cli, supernode
+from deploy import approval, audit, evaluations, node_cli, supernode
 from deploy.audit import Audit
 from deploy.gate import Connection, Gate, Node
 from deploy.site import Site
@@ -205,6 +205,29 @@ def test_a_sites_evaluations_are_counted_over_runs_and_restarts(tmp_path: Path, 
     for text in ("damaged", "-9\n", "0_0\n", "", "0", " 0\n", "0\n0\n", "٠\n"):
         (tmp_path / "evaluations").write_text(text)
         assert not passes("evaluate", 2), text
+
+
+def test_nodes_on_the_same_data_have_one_count(tmp_path: Path) -> None:
+    data = tmp_path / "rows.csv"
+    data.write_text("")
+    (tmp_path / "link.csv").symlink_to(data)
+    sites = tmp_path / "sites"
+    answered = []
+    for name, path in (
+        ("lab/a", data),
+        ("field/a", data),
+        ("lab/b", tmp_path / "link.csv"),
+        ("lab/c", tmp_path / "own.csv"),
+    ):
+        link = SuperLink({2: {"private": True}})
+        made = made_gate(Site(max_evaluations=2), sites / name, Node(0, 4))
+        made.evaluations_in = evaluations.place(sites, sites / name, str(path))
+        link.ask("evaluate", 2)
+        answered.append(made.around(link.connection()).receive() is not None)
+    # the first run and its evaluation are two
+    assert answered == [True, False, False, True]
+    assert supernode.sites_in(sites) == ["field/a", "lab/a", "lab/b", "lab/c"]
+    assert evaluations.place(sites, sites / "lab", "") == sites / "lab"
 
 
 def test_each_confidential_run_is_a_question_about_a_sites_data(tmp_path: Path, site_dir: Path) -> None:
