@@ -13,7 +13,6 @@ import functools
 import importlib
 import logging
 import os
-import secrets
 import subprocess
 import sys
 import types
@@ -53,6 +52,7 @@ from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.files import make_directory, publish_text
 from fl_app.outgoing import TELL
+from fl_app.privacy import secure_random
 from fl_app.privacy.keyring import PEERS
 from fl_app.site import VARIABLE, site_directory, user_state
 from fl_app.wire import PRIVATE_KEYS
@@ -341,7 +341,7 @@ def own_variables(writable: Mapping[str, Path]) -> dict[str, str]:
     Code and settings in this process's own home are also read by processes without walls. writable: the directories that
     they may write, by their variables.
     """
-    home = writable["TMPDIR"] / _HOME / secrets.token_hex(8)
+    home = writable["TMPDIR"] / _HOME / secure_random.secret(8).hex()
     names = {name: str(place) for name, place in writable.items()}
     return confine.cleaned(os.environ, writable.values()) | names | {"FLWR_HOME": str(home)}
 
