@@ -175,7 +175,6 @@ class Rounds:
             log.info("%s", line)
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
-        self.disks.warn()
         # a resumed run's earlier rounds count too
         self.watched = [_watched(record, self.rule) for record in read_metrics(self.folder.path)] if self.rule else []
         self._end_by_rule()
