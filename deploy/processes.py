@@ -115,7 +115,8 @@ def records(directory: Path) -> list[Record]:
 def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
     """End a process that `token` started, then its children. Return whether all ended.
 
-    The process gets SIGTERM, and SIGKILL after `seconds`. The record is removed when all have ended; the log stays.
+    The process gets SIGTERM, and SIGKILL after `seconds`. The record and the node id are removed when all have ended; the log
+    stays.
     """
     record = read_record(directory, name)
     if record is not None and record.token != token:
@@ -137,6 +138,7 @@ def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
     ended = (record is None or not alive(record)) and not processes_with(f"{LAUNCH}={token}/{name}")
     if ended:
         _record_path(directory, name).unlink(missing_ok=True)
+        node_id_file(directory, name).unlink(missing_ok=True)
     return ended
 
 

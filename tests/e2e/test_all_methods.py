@@ -73,7 +73,7 @@ def test_own_methods_are_sent_to_the_nodes(warm_cluster: Cluster, tmp_path: Path
         assert done.returncode == 0, done.stdout + done.stderr
         assert summary(tmp_path / config["run-name"])["digest"] == in_one_process(config, tmp_path) is not None, method
     # what a process per message has compiled is kept for the next
-    assert list(cluster.home.glob("apps/**/*.pyc"))
+    assert list(cluster.home.glob("*/*/apps/**/*.pyc"))
 
 
 def in_one_process(config: Mapping[str, Scalar], directory: Path) -> str | None:
