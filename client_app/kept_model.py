@@ -64,7 +64,9 @@ def keep(
     """
     client_id, info, layouts = who.client_id, data.info, [layout]
     if (layout.d, layout.b) != (model.params.size, model.buffers.size):
-        module = models.build(config.model, **info.model_arguments, norm=config.norm, classifier=config.classifier)
+        module = models.build(
+            config.model, **info.model_arguments, norm=config.norm, classifier=config.classifier, tried=True
+        )
         layouts = [Layout.of(module)]
     if (layouts[0].d, layouts[0].b) != (model.params.size, model.buffers.size):
         return

@@ -345,21 +345,22 @@ def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: in
     output: of the batch, None if it was not run yet. tried: whether it was tried in training mode.
     """
     shape, dtype = tuple(example.shape), str(example.dtype).removeprefix("torch.")
-    outputs = {} if output is None else {"eval": output}
-    try:
-        if not outputs:
-            with torch.no_grad():
-                outputs["eval"] = module(example)
-        elif not tried and (trained := tracing.in_training(module, example)):
-            outputs["train"] = trained[1]
-    except Exception as error:
-        raise UserError(
-            f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in eval mode; it "
-            f"must return logits of shape {[shape[0], num_classes]}{at(error)}"
-        ) from error
     want = [shape[0], num_classes]
-    for mode, given in outputs.items():
-        if got := _instead_of_logits(given, want, module):
+    for mode in ("eval",) if tried else ("eval", "train"):
+        try:
+            if mode == "train":
+                if (trained := tracing.in_training(module, example)) is None:
+                    break
+                output = trained[1]
+            elif output is None:
+                with torch.no_grad():
+                    output = module(example)
+        except Exception as error:
+            raise UserError(
+                f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in {mode} mode; it "
+                f"must return logits of shape {want}{at(error)}"
+            ) from error
+        if got := _instead_of_logits(output, want, module):
             raise UserError(
                 f"model {name}: in {mode} mode, a batch of shape {list(shape)} must give logits of shape {want}, got {got}"
             )

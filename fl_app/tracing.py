@@ -374,18 +374,24 @@ def _computes_linear(layer: nn.Module) -> bool:
 
 
 def in_training(module: nn.Module, example: Tensor) -> tuple[nn.Module, Any] | None:
-    """Return a copy of a network in training mode and its output for a batch, None if no copy runs."""
+    """Return a copy of a network in training mode and its output for a batch, None if it cannot be copied.
+
+    Raises what the copy's `forward` raises.
+    """
     try:
         copied = copy.deepcopy(module).train()
-        with uncompiled(), torch.enable_grad():
-            return copied, copied(example)
     except Exception:
         return None
+    with uncompiled(), torch.enable_grad():
+        return copied, copied(example)
 
 
 def _reached_in_training(module: nn.Module, example: Tensor) -> frozenset[str]:
     """Return the names of the parameters that a gradient reaches in a copy that trains; none if no copy runs."""
-    found = in_training(module, example)
+    try:
+        found = in_training(module, example)
+    except Exception:
+        return frozenset()
     return _reached(*found)[0] if found else frozenset()
 
 

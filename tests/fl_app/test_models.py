@@ -347,6 +347,25 @@ def test_what_is_no_logits_is_refused_in_the_same_words(case: str, monkeypatch: 
     assert re.search(message, str(refused.value))
 
 
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_model_that_fails_in_training_alone_is_refused_every_time(
+    traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(y: torch.Tensor, training: bool) -> torch.Tensor:
+        if not traced and not training and torch.is_grad_enabled():
+            raise RuntimeError("cannot be traced")
+        return y * y.new_ones(4) if training else y
+
+    def factory(**_: object) -> nn.Module:
+        return Answers(answer)
+
+    monkeypatch.setattr(plugins, "load", lambda *_: factory)
+    words = r"forward raised RuntimeError: The size of .* in train mode; it must return logits of shape \[2, 3\]"
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"^model own:fails: {words}"):
+            small("own:fails")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_logits_of_any_precision_train(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "load", lambda *_: lambda **_: Answers(lambda y, training: y.to(dtype)))

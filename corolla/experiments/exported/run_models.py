@@ -256,7 +256,7 @@ def networks(
 
     def build() -> nn.Module:
         more: dict[str, Any] = {"input_dtype": tasks.of(config).input_dtype, "classifier": config.classifier}
-        return models.build(config.model, **shape, norm=config.norm, seed=config.seed, **more)
+        return models.build(config.model, **shape, norm=config.norm, seed=config.seed, tried=True, **more)
 
     module = build()
     if initial:
@@ -268,7 +268,7 @@ def networks(
         trainable_tensors.freeze(module, config.train)
     yield module
     method = methods[config.method]
-    yield method.network(config, **shape, initial_weights=initial, names=of_data)
+    yield method.network(config, **shape, initial_weights=initial, names=of_data, tried=True)
     if method.exported is not None:
         yield method.exported(build, names)
 
