@@ -60,7 +60,7 @@ class Sites:
         paths, self.directory, self.config = site_keys(directory, n), directory, config
         self.path = paths[0]
         ring = open_keyring(str(paths[0]), 0, 0, n)
-        rings = [Keyring(i, n, keyring.read_private_key(path), ring.public_of) for i, path in enumerate(paths)]
+        rings = [Keyring(n, ring.public_of, i, keyring.read_private_key(path)) for i, path in enumerate(paths)]
         others = [drawn_run_keys(own, 1, config_hash(config)) for own in rings[1:]]
         self.announced = [self.first().keys.announced, *(keys.announced for keys in others)]
         self.sealed = others[0].seal({0: self.announced[0]})[0]

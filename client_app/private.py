@@ -48,9 +48,9 @@ log = logging.getLogger("corolla")
 def properties(keys: RunKeys) -> dict[str, Scalar]:
     """Return a client's properties for private runs.
 
-    These are its keys for the run, signed, and the fingerprint of its list of keys.
+    These are its keys for the run, signed, and its list of all clients' permanent keys.
     """
-    return {f"{PRIVATE}-keys": keys.announced, f"{PRIVATE}-list": keys.ring.fingerprint}
+    return {f"{PRIVATE}-keys": keys.announced, f"{PRIVATE}-list": keys.ring.text}
 
 
 def answered(question: Download, site: SiteKeys) -> dict[str, Scalar]:

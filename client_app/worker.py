@@ -26,9 +26,8 @@ from client_app.process import import_torch
 from client_app.session import Session
 from fl_app import forking, plugins
 from fl_app.keys import Scalar
-from fl_app.wire import SIMULATED, simulated_node
+from fl_app.wire import SIMULATED, SIMULATED_RUN, simulated_node
 
-RUN = 1
 COMMAND = (sys.executable, "-P", "-m", "client_app.worker")
 
 
@@ -56,7 +55,7 @@ class Setup:
     def context(self, node: int) -> Context:
         """Return the context that Flower gives the client of a node. A node's id is the client's + 1."""
         node_config = simulated_node(node - 1, self.num_clients, SIMULATED)
-        return Context(RUN, node, node_config, RecordDict(), dict(self.config))
+        return Context(SIMULATED_RUN, node, node_config, RecordDict(), dict(self.config))
 
 
 def main() -> None:
@@ -76,7 +75,7 @@ def prepare(setup: Setup) -> None:
 
     # each client reports an error of the config itself
     with contextlib.suppress(Exception):
-        Session.of(setup.config, setup.num_clients, RUN)
+        Session.of(setup.config, setup.num_clients, SIMULATED_RUN)
 
 
 def answer_all(asker: socket.socket, setup: Setup) -> None:

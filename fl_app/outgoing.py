@@ -175,7 +175,7 @@ TABLE: tuple[Entry, ...] = (
         for name in HASHES
     ),
     Entry(SOFTWARE, _ASKED, JSON, ALL, False, "versions of the site's software"),
-    Entry(LIST, _ASKED, HASH, ALL, False, "the hash of the site's list of keys"),
+    Entry(LIST, _ASKED, SEALS, ALL, False, "the site's list of all sites' public keys"),
     Entry(KEYS, _ASKED, SEALS, ALL, False, "the site's keys of this run, signed"),
     Entry(SEALED, _ASKED, SEALS, ALL, False, "the sketches' key, sealed for each other client"),
     Entry(SHARES, _TRAINED, SEALS, ALL, False, "shares of the upload's own mask, sealed for each member of the sum"),

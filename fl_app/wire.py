@@ -87,6 +87,8 @@ NODE_NAME = "name"
 SEED_KEYS = "seed"
 # Keys of a node's config: the node is in the command's process; it is in a process for a simulation's clients.
 IN_PROCESS, SIMULATED = "in-process", "simulated"
+# Number of the run in a process for a simulation's clients, as Flower numbers a deployment's runs.
+SIMULATED_RUN = 1
 # Most characters of a name or a text among the scalars; class counts of 100,000 classes fit.
 MAX_TEXT = 2**20
 # Dtype of a round's uploaded parameters and statistics; the server computes with float32. It does not affect the masked sums of

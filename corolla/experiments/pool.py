@@ -25,7 +25,7 @@ from flwr.common.constant import ErrorCode
 from fl_app.errors import plain
 from fl_app.forking import Warm
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.wire import QUERY
+from fl_app.wire import QUERY, SIMULATED_RUN
 
 # seconds to wait for a reply
 _WAIT = 0.5
@@ -200,7 +200,7 @@ class PoolGrid(InProcessGrid):
     def __init__(self, pool: Pool, num_clients: int) -> None:
         # the ClientApp and its config are in the workers
         super().__init__(ClientApp(), {}, num_clients)
-        self._pool = pool
+        self._run, self._pool = SIMULATED_RUN, pool
         self.clients_at_once = pool.count
         self._waiting: deque[str] = deque()
         self._replies: dict[str, Message] = {}

@@ -43,27 +43,59 @@ _LENGTH = 32
 
 
 @dataclass(frozen=True)
-class Keyring:
+class KeyList:
+    """The public halves of all clients' permanent keys. public_of: returns both of a client, 64 bytes."""
+
+    num_clients: int
+    public_of: Callable[[int], bytes]
+
+    @classmethod
+    def read(cls, text: str) -> KeyList:
+        """Return the list that a client has sent (`text`). Raises ValueError for other texts."""
+        whole = base64.b64decode(text, validate=True)
+        found = [whole[start : start + 2 * _LENGTH] for start in range(0, len(whole), 2 * _LENGTH)]
+        return cls(len(found), found.__getitem__)
+
+    @cached_property
+    def text(self) -> str:
+        """All public halves in client order, as text."""
+        return text_of(self._whole)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over all public halves in client order, equal at all sites with the same list."""
+        return hashlib.sha256(self._whole).hexdigest()
+
+    @property
+    def _whole(self) -> bytes:
+        return b"".join(self.public_of(i) for i in range(self.num_clients))
+
+    def verify(self, client_id: int, statement: bytes, signature: bytes) -> None:
+        """Raise UserError unless a client has signed a statement."""
+        if not _signed(self._of(client_id)[_LENGTH:], statement, signature):
+            raise UserError(f"private: client {client_id} has not signed the keys that it is said to use")
+
+    def _of(self, client_id: int) -> bytes:
+        """Return a client's public halves. Raises UserError if there is none."""
+        if not 0 <= client_id < self.num_clients:
+            raise UserError(f"private: there is no client {client_id} among {self.num_clients}")
+        return self.public_of(client_id)
+
+
+@dataclass(frozen=True)
+class Keyring(KeyList):
     """A client's permanent keys, and the list of all clients' public halves.
 
-    private: X25519. signer: Ed25519. public_of: returns both public halves of a client, 64 bytes. fingerprint: the
-    SHA-256 of all public halves in client order, equal at all sites with the same list.
+    private: X25519. signer: Ed25519.
     """
 
     client_id: int
-    num_clients: int
     private: X25519PrivateKey
-    public_of: Callable[[int], bytes]
 
     @cached_property
     def signer(self) -> Ed25519PrivateKey:
         """The key that signs this client's keys for a run. It follows from the private key."""
         return _signer(self.private)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over all public keys in client order, equal at all sites with the same list."""
-        return hashlib.sha256(b"".join(self.public_of(i) for i in range(self.num_clients))).hexdigest()
 
     @property
     def own(self) -> str:
@@ -75,41 +107,20 @@ class Keyring:
 
         They are in client order, and include one for the client itself.
         """
-        return [derived(exchange(self.private, self._static(j)), purpose, run) for j in range(self.num_clients)]
-
-    def _static(self, other: int) -> bytes:
-        """Return the permanent X25519 key of a client. Raises UserError if there is none."""
-        if not 0 <= other < self.num_clients:
-            raise UserError(f"private: there is no client {other} among {self.num_clients}")
-        return self.public_of(other)[:_LENGTH]
-
-    def verify(self, client_id: int, statement: bytes, signature: bytes) -> None:
-        """Raise UserError unless a client has signed a statement."""
-        self._static(client_id)
-        if not _signed(self.public_of(client_id)[_LENGTH:], statement, signature):
-            raise UserError(f"private: client {client_id} has not signed the keys that it is said to use")
+        everybody = (self._of(j)[:_LENGTH] for j in range(self.num_clients))
+        return [derived(exchange(self.private, public), purpose, run) for public in everybody]
 
 
 @dataclass(frozen=True)
-class RunKeys:
-    """A client's keys for one run, and the means to read those of others.
+class Statements:
+    """What the clients of a run sign, and whether they have: for each other, and for the server, which names who has not.
 
-    ring: its permanent keys. run: Flower's number of the run. config: the configuration's hash. masks, seals: X25519
-    keys, for masks and for sealed messages. secret: 32 bytes for the sketches' key.
+    ring: the list of their keys. run: Flower's number of the run. config: the configuration's hash.
     """
 
-    ring: Keyring
+    ring: KeyList
     run: int
     config: str
-    masks: X25519PrivateKey
-    seals: X25519PrivateKey
-    secret: bytes
-
-    @cached_property
-    def announced(self) -> str:
-        """The public halves, signed for this run, client, configuration and list of keys, as text."""
-        public = raw(self.masks) + raw(self.seals)
-        return text_of(public + self.ring.signer.sign(self._statement(self.ring.client_id, public)))
 
     def verified(self, client_id: int, announced: str) -> tuple[bytes, bytes]:
         """Return a client's public keys for masks and for sealed messages, 32 bytes each.
@@ -120,9 +131,47 @@ class RunKeys:
         self.ring.verify(client_id, self._statement(client_id, masks + seals), signature)
         return masks, seals
 
+    def has_signed_split(self, experiment: str, client_id: int, parts: Parts, signature: str) -> bool:
+        """Return whether a client has signed a company's split in an experiment."""
+        return self._has_signed(client_id, self._split(experiment, parts), signature)
+
+    def agrees(self, client_id: int, label: str, survivors: Sequence[int], signature: str) -> bool:
+        """Return whether a client has signed these survivors. label: the transcript's digest."""
+        return self._has_signed(client_id, _agreement(label, survivors), signature)
+
     def _statement(self, client_id: int, public: bytes) -> bytes:
         facts = [self.run, client_id, self.ring.num_clients, self.config, self.ring.fingerprint]
         return b"corolla run keys " + json.dumps(facts).encode() + public
+
+    def _split(self, experiment: str, parts: Parts) -> bytes:
+        return b"corolla split " + json.dumps([experiment, self.ring.fingerprint, parts]).encode()
+
+    def _has_signed(self, client_id: int, statement: bytes, signature: str) -> bool:
+        try:
+            self.ring.verify(client_id, statement, base64.b64decode(signature, validate=True))
+        except (UserError, ValueError):
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class RunKeys(Statements):
+    """A client's keys for one run, and the means to read those of others.
+
+    ring: its permanent keys. masks, seals: X25519 keys, for masks and for sealed messages. secret: 32 bytes for the
+    sketches' key.
+    """
+
+    ring: Keyring
+    masks: X25519PrivateKey
+    seals: X25519PrivateKey
+    secret: bytes
+
+    @cached_property
+    def announced(self) -> str:
+        """The public halves, signed for this run, client, configuration and list of keys, as text."""
+        public = raw(self.masks) + raw(self.seals)
+        return text_of(public + self.ring.signer.sign(self._statement(self.ring.client_id, public)))
 
     def seal(self, announced: Mapping[int, str]) -> list[str]:
         """Return the sketches' key as text, encrypted for each of these clients, which may include this one.
@@ -153,27 +202,9 @@ class RunKeys:
         """Return the signature of a company's split in an experiment, as text."""
         return text_of(self.ring.signer.sign(self._split(experiment, parts)))
 
-    def has_signed_split(self, experiment: str, client_id: int, parts: Parts, signature: str) -> bool:
-        """Return whether a client has signed a company's split in an experiment."""
-        return self._has_signed(client_id, self._split(experiment, parts), signature)
-
-    def _split(self, experiment: str, parts: Parts) -> bytes:
-        return b"corolla split " + json.dumps([experiment, self.ring.fingerprint, parts]).encode()
-
     def agree(self, label: str, survivors: Sequence[int]) -> str:
         """Return the signature of the clients whose sum this client helps to open, as text. label: the transcript's digest."""
         return text_of(self.ring.signer.sign(_agreement(label, survivors)))
-
-    def agrees(self, client_id: int, label: str, survivors: Sequence[int], signature: str) -> bool:
-        """Return whether a client has signed these survivors."""
-        return self._has_signed(client_id, _agreement(label, survivors), signature)
-
-    def _has_signed(self, client_id: int, statement: bytes, signature: str) -> bool:
-        try:
-            self.ring.verify(client_id, statement, base64.b64decode(signature, validate=True))
-        except (UserError, ValueError):
-            return False
-        return True
 
     def _sketch_key(self, other: int, announced: str, sender: int, receiver: int) -> bytes:
         """Return the key that seals the sketches' key between this client and another one, from their keys of this run."""
@@ -251,7 +282,7 @@ def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Key
 
 
 def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
-    return Keyring(client_id, num_clients, _seeded(seed, client_id), functools.partial(_seeded_public, seed))
+    return Keyring(num_clients, functools.partial(_seeded_public, seed), client_id, _seeded(seed, client_id))
 
 
 def _seeded(seed: int, i: int) -> X25519PrivateKey:
@@ -296,7 +327,7 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
         raise UserError(f"private: {path} is not the key that {peers} has for client {client_id}")
     if len(set(keys.values())) < num_clients:
         raise UserError(f"private: {peers} has the same key for two clients")
-    return Keyring(client_id, num_clients, private, keys.__getitem__)
+    return Keyring(num_clients, keys.__getitem__, client_id, private)
 
 
 def own_hash(private: X25519PrivateKey) -> str:

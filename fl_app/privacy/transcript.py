@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
-from fl_app.keys import Scalar
+from fl_app.keys import Scalar, own
 from fl_app.wire import PRIVATE, STATE_OF, STATE_VERSION, Download
 
 
@@ -45,8 +45,8 @@ class Transcript:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Return the SHA-256 of all keys of a run's configuration."""
-    known = {**config.resolved, "num-clients": config.num_clients}
+    """Return the SHA-256 of all keys of a run's configuration, without other methods' tables: clients have none of them."""
+    known = {**own(config.resolved, config.method), "num-clients": config.num_clients}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 

@@ -7,12 +7,14 @@ grow with the number of earlier reports.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -31,6 +33,9 @@ from fl_app.server.properties import ClientReport, Properties, Shape
 from fl_app.server.replies import Answer, Inbox
 from fl_app.server.superlink import SuperLink, has_fixed_nodes
 from fl_app.sources import NODE
+
+if TYPE_CHECKING:
+    from fl_app.privacy.keyring import Statements
 
 log = logging.getLogger("corolla")
 
@@ -170,6 +175,21 @@ class ClientRegistry:
     def minimum(self) -> int:
         """Number of clients that must be connected before a round starts."""
         return self.config.min_available_clients or self.num_clients or 1
+
+    @property
+    def statements(self) -> Statements:
+        """What tells whether the clients of a private run have signed something. One of them must have been connected."""
+        return properties.statements(next(iter(self.properties.values())), self._run, self._run_config)
+
+    @property
+    def _run(self) -> int:
+        """Flower's number of the run."""
+        return int(self.grid.run.run_id)
+
+    @property
+    def _run_config(self) -> RunConfig:
+        """The run's configuration as clients know it."""
+        return dataclasses.replace(self.config, num_clients=self.num_clients)
 
     def node(self, client_id: int) -> int:
         """Return the node id of a connected client."""
@@ -577,7 +597,7 @@ class ClientRegistry:
         properties.check_sums(told, self.agreed.sums_kind, self.config.validation_ratio > 0)
         self._check_data(client_id, told.hashes)
         if self.config.private:
-            properties.check_keys(told.answer, self.agreed.key_list)
+            properties.check_keys(told, client_id, self.agreed.key_list, self._run, self._run_config)
         return client_id
 
     def _check_data(self, client_id: int, found: DataHashes | None) -> None:

@@ -6,19 +6,25 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_app import software
 from fl_app.checksums import HASHES, DataHashes, told_hashes
+from fl_app.config import RunConfig
 from fl_app.data.encoding import Encoding
 from fl_app.data.moments import PIXEL, Sums
-from fl_app.errors import MALFORMED, counted, plain
+from fl_app.errors import MALFORMED, UserError, counted, plain
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME, SCALING
+from fl_app.privacy.transcript import config_hash
 from fl_app.wire import DETAILS, ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WIRE_VERSION, WireError
+
+if TYPE_CHECKING:
+    from fl_app.privacy.keyring import Statements
 
 Properties = dict[str, Scalar]
 
@@ -69,7 +75,11 @@ class Shape(NamedTuple):
 def known(answer: Mapping[str, Scalar]) -> Properties:
     """Return a client's known properties; drop the rest of its answer."""
     names = ("client-id", "num-clients", *(name for name, _ in _COUNTS), _SAMPLE, *_TEXTS)
-    return {name: answer[name] for name in names if name in answer}
+    found = {name: answer[name] for name in names if name in answer}
+    if isinstance(text := found.get(LIST), str):
+        # all clients send the same, and it is long
+        found[LIST] = sys.intern(text)
+    return found
 
 
 def check(answer: Mapping[str, Scalar], num_clients: int) -> int:
@@ -101,19 +111,29 @@ def check_wire(found: Mapping[str, str]) -> None:
         )
 
 
-def check_keys(answer: Mapping[str, Scalar], agreed: str | None) -> None:
-    """Raise WireError unless a private run's client has keys and has most clients' key list."""
-    if not re.fullmatch(r"[A-Za-z0-9+/=]{172}", keys := str(answer.get(KEYS, "")), re.ASCII):
-        raise WireError(f"property {KEYS} must be its keys for the run, got {_short(keys)}")
-    if not (named := key_list(answer)) or named != agreed:
+def check_keys(told: ClientReport, client_id: int, agreed: str | None, run: int, config: RunConfig) -> None:
+    """Raise WireError unless a private run's client has most clients' key list, and has signed its keys for the run.
+
+    agreed: the hash of that list. run: Flower's number of the run.
+    """
+    if told.key_list is None or told.key_list != agreed:
         raise WireError(
-            f"private: its list of all sites' keys is {_short(answer.get(LIST))}, the others' is {_short(agreed)}"
+            f"private: its list of all sites' keys is {_short(told.key_list)}, the others' is {_short(agreed)}"
         )
+    try:
+        statements(told.answer, run, config).verified(client_id, str(told.answer.get(KEYS, "")))
+    except UserError as error:
+        raise WireError(f"property {KEYS}: {error}") from None
 
 
-def key_list(answer: Mapping[str, Scalar]) -> str | None:
-    """Return the hash of a client's key list, None if it is malformed."""
-    return str(answer[LIST]) if re.fullmatch("[0-9a-f]{64}", str(answer.get(LIST))) else None
+def statements(answer: Mapping[str, Scalar], run: int, config: RunConfig) -> Statements:
+    """Return what tells whether clients of a private run have signed something, by one client's list of keys.
+
+    Raises ValueError if it sends none.
+    """
+    from fl_app.privacy.keyring import KeyList, Statements
+
+    return Statements(KeyList.read(str(answer.get(LIST, ""))), run, config_hash(config))
 
 
 class Names(NamedTuple):
@@ -157,8 +177,15 @@ class ClientReport:
 
     @cached_property
     def key_list(self) -> str | None:
-        """Hash of its key list, None if it is malformed."""
-        return key_list(self.answer)
+        """Hash of its key list in a private run, None if it is malformed or missing."""
+        if LIST not in self.answer:
+            return None
+        from fl_app.privacy.keyring import KeyList
+
+        try:
+            return KeyList.read(str(self.answer[LIST])).fingerprint
+        except ValueError:
+            return None
 
     @cached_property
     def names(self) -> Names:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fl_app.errors import DIVERGED, describe
 from fl_app.figures import Figure
@@ -21,6 +22,9 @@ from fl_app.wire import Expected, WireError
 from strategies.base.server_half import RoundState
 from strategies.base.uploads import Intake
 from strategies.engine.late import Work
+
+if TYPE_CHECKING:
+    from fl_app.privacy.keyring import Statements
 
 log = logging.getLogger("corolla")
 
@@ -49,6 +53,7 @@ class Attempt(RoundState):
     - `between`: the method's notes between clients, after `record`.
     - `earlier`: attempts at the same round that do not count. `spoilt_by`: why this one does not count.
     - `without`: clients that a private round does not ask. `absent`: those that its repetition leaves out as well.
+    - `statements`: tells whether clients of a private run have signed something.
     - `may_close`: returns whether the attempt has enough answers. None: it waits for all.
     """
 
@@ -76,6 +81,7 @@ class Attempt(RoundState):
     earlier: list[Attempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
+    statements: Statements | None = None
     may_close: Callable[[], bool] | None = None
     spoilt_by: str = ""
 

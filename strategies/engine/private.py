@@ -8,13 +8,14 @@ that all sums of a run reveal together.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,8 @@ from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Layout, Model
 from fl_app.privacy import companies
 from fl_app.privacy.companies import threshold
-from fl_app.privacy.transcript import SentHashes
+from fl_app.privacy.transcript import SentHashes, Transcript
+from fl_app.run_secret import experiment_of
 from fl_app.server.properties import KEYS
 from fl_app.wire import (
     AGREE,
@@ -57,6 +59,9 @@ from strategies.engine.plain import privacy_budget, require_results
 from strategies.engine.screening import USUAL
 from strategies.engine.splits import Signatures
 
+if TYPE_CHECKING:
+    from fl_app.privacy.keyring import Statements
+
 log = logging.getLogger("corolla")
 
 
@@ -66,11 +71,11 @@ class MaskedIntake(Intake):
 
     config: the run's. version: the version of the client states that the attempt makes. groups: by label, the members of a
     sum. totals: uint64 [P, d + b + 1], sums of uploads of which all or none are in a group's sum. row_of_sum: by client, its
-    row in `totals`. sent: by client, the hash of what it is sent. shares: by client, the sealed shares of its own mask, by
-    member. committed: their hashes, and at None that of the mask's seed. lost: by client, the members that have no share of
-    its mask. seeds: by label and client, those of own masks. survivors: by label, the members whose sum is to be opened.
-    agreed: by client, its signature of them. answers: by client, its shares of their masks, and its keys with the other
-    members.
+    row in `totals`. sent: by client, the hash of what it is sent. keys: by client, its signed keys of the run. transcripts: by
+    label, their digest. shares: by client, the sealed shares of its own mask, by member. committed: their hashes, and at
+    None that of the mask's seed. lost: by client, the members that have no share of its mask. seeds: by label and client,
+    those of own masks. survivors: by label, the members whose sum is to be opened. agreed: by client, its signature of them,
+    "" for a false one. answers: by client, its shares of their masks, and its keys with the other members.
     """
 
     config: RunConfig
@@ -79,6 +84,8 @@ class MaskedIntake(Intake):
     totals: NDArray[np.uint64]
     row_of_sum: Mapping[int, int]
     sent: Mapping[int, str]
+    keys: Mapping[int, str]
+    transcripts: Mapping[int, str]
     shares: dict[int, dict[int, str]] = field(default_factory=dict)
     committed: dict[int, dict[int | None, str]] = field(default_factory=dict)
     lost: dict[int, set[int]] = field(default_factory=dict)
@@ -113,6 +120,14 @@ class MaskedIntake(Intake):
         whole = self._mean(np.add.reduce([*totals.values()], axis=0, dtype=np.uint64), layout, ids)
         bits = None if self.bits is None else self.bits[[self.row_of[i] for i in ids]]
         return Sums(ids, self.survivors, means, whole, bits, self.expected.num_params)
+
+    def agree(self, client_id: int, text: str, statements: Statements) -> None:
+        """Take a client's signature of its group's survivors. Raises WireError if it is false: it is kept as ""."""
+        label = self.label_of[client_id]
+        made = statements.agrees(client_id, self.transcripts[label], self.survivors[label], text)
+        self.agreed[client_id] = text if made else ""
+        if not made:
+            raise WireError(f"{AGREED}: its signature of the clients that are left is false")
 
     def dropped(self, label: int) -> list[int]:
         """Return the members of a group that are not among its survivors."""
@@ -194,9 +209,7 @@ class MaskedIntake(Intake):
         own, gone = self.survivors[label], self.dropped(label)
         if not self.is_open(label):
             silent = [i for i in own if i not in self.answers]
-            # one false signature of the survivors makes all refuse: a sum of which nobody drops out needs none
-            refused = gone and 2 * len(silent) >= len(own)
-            raise TooFewResults(_gone(silent, own), [*([] if refused else silent), *gone])
+            raise TooFewResults(_gone(silent, own), [*silent, *gone])
         masks = [shares.own_mask(seed) for seed in self.restored(label).values()]
         rows = sorted({self.row_of_sum[i] for i in own})
         total: NDArray[np.uint64] = np.add.reduce(self.totals[rows], axis=0, dtype=np.uint64)
@@ -224,16 +237,8 @@ def _words(entries: Mapping[str, Scalar], name: str, count: int, form: str) -> l
     return words
 
 
-def _signature(entries: Numbers, name: str) -> str:
-    """Return a signature in a client's answer. Raises WireError if it does not have the form of one."""
-    text = str(entries[name])
-    if not re.fullmatch("[A-Za-z0-9+/]{86}==", text, re.ASCII):
-        raise WireError(f"{name} must be a signature, 64 bytes in base64, got {len(text)} characters")
-    return text
-
-
 def _gone(silent: list[int], own: list[int]) -> str:
-    return f"clients {silent} went away before the sum of clients {own} was opened: the others are asked again"
+    return f"clients {silent} have not helped to open the sum of clients {own}: the others are asked again"
 
 
 def _uncancelled(members: list[int]) -> str:
@@ -241,6 +246,11 @@ def _uncancelled(members: list[int]) -> str:
         f"the masks of clients {members} do not cancel: one of them has wrong keys, was sent something else, or sent a wrong "
         "upload"
     )
+
+
+def _statements(attempt: Attempt) -> Statements:
+    assert attempt.statements, "a private run's attempts have them"
+    return attempt.statements
 
 
 def opened_sums(intake: Intake) -> list[list[int]]:
@@ -335,6 +345,8 @@ class PrivateRounds:
         empty = np.empty((n, 0), np.float32)
         attempt.expected = expected
         downloads = ((i, self.server.download_for(i, attempt.round, "train")) for i in ids)
+        sent = {i: hashes.of(download, {**self.server.told, **attempt.states[i]}) for i, download in downloads}
+        keys = {i: str(attempt.declared[i][KEYS]) for i in ids}
         return MaskedIntake(
             ids,
             expected,
@@ -348,8 +360,29 @@ class PrivateRounds:
             groups=groups,
             totals=np.zeros((len(set(rows.values())), self._words), np.uint64),
             row_of_sum=rows,
-            sent={i: hashes.of(download, {**self.server.told, **attempt.states[i]}) for i, download in downloads},
+            sent=sent,
+            keys=keys,
+            transcripts={label: self._transcript(attempt, own, sent, keys) for label, own in groups.items()},
         )
+
+    def _transcript(
+        self, attempt: Attempt, members: Sequence[int], sent: Mapping[int, str], keys: Mapping[int, str]
+    ) -> str:
+        """Return the digest of a sum's transcript, as its members have it."""
+        by = _statements(attempt)
+        return Transcript(
+            experiment_of(self.server.folder.secret),
+            by.run,
+            by.config,
+            attempt.round,
+            attempt.generation,
+            tuple(members),
+            tuple(sent[i] for i in members),
+            tuple(keys[i] for i in members),
+            by.ring.fingerprint,
+            self.store.most,
+            self._words,
+        ).digest
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
         """Return the members of a client's group, their keys, the hashes of what they are sent, and the bound on sizes.
@@ -362,15 +395,15 @@ class PrivateRounds:
         members = intake.groups[intake.label_of[client_id]]
         scalars: dict[str, Scalar] = {
             f"{PRIVATE}-members": ",".join(map(str, members)),
-            KEYS: ",".join(str(attempt.declared[i][KEYS]) for i in members),
+            KEYS: ",".join(intake.keys[i] for i in members),
             f"{PRIVATE}-sent": ",".join(intake.sent[i] for i in members),
             f"{PRIVATE}-most": self.store.most,
         }
         scalars |= self._splits(client_id)
         if intake.expected.sends_mask:
-            sealer, keys = self._sealer(attempt), str(attempt.declared[client_id][KEYS])
+            sealer = self._sealer(attempt)
             scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealer-keys": attempt.declared[sealer][KEYS]}
-            scalars |= {SEALED: self.sealed[sealer][keys]}
+            scalars |= {SEALED: self.sealed[sealer][intake.keys[client_id]]}
         return scalars
 
     def before(self, attempt: Attempt) -> Iterator[Questions]:
@@ -383,10 +416,11 @@ class PrivateRounds:
         if not intake.expected.sends_mask:
             return
         known = self.sealed.setdefault(sealer, {})
-        if new := [i for i in intake.ids if attempt.declared[i][KEYS] not in known]:
-            members, keys = ",".join(map(str, new)), ",".join(str(attempt.declared[i][KEYS]) for i in new)
+        assert isinstance(intake, MaskedIntake)
+        if new := [i for i in intake.ids if intake.keys[i] not in known]:
+            members, keys = ",".join(map(str, new)), ",".join(intake.keys[i] for i in new)
             yield SEAL, {sealer: {f"{PRIVATE}-members": members, KEYS: keys}}
-        if any(attempt.declared[i][KEYS] not in known for i in new):
+        if any(intake.keys[i] not in known for i in new):
             raise TooFewResults(f"client {sealer} sealed no key of the sketches: the others are asked again", [sealer])
 
     def _signed_splits(self, ids: Iterable[int], here: Collection[int]) -> Iterator[Questions]:
@@ -439,9 +473,11 @@ class PrivateRounds:
         if parted := [label for label in survivors if intake.dropped(label)]:
             yield AGREE, {i: told[i] for label in parted for i in survivors[label]}
         for label in parted:
-            if silent := [i for i in survivors[label] if i not in intake.agreed]:
-                # each has keys with those that dropped out
-                raise TooFewResults(_gone(silent, survivors[label]), [*silent, *intake.dropped(label)])
+            own = survivors[label]
+            without = [i for i in own if not intake.agreed.get(i)]
+            # each has keys with those that dropped out, so who is silent is needed; who signs falsely may not be
+            if not intake.agreed.keys() >= {*own} or len(own) - len(without) < threshold(len(intake.groups[label])):
+                raise TooFewResults(_gone(without, own), [*without, *intake.dropped(label)])
         agreed = {label: ",".join(intake.agreed[i] for i in survivors[label]) for label in parted}
         yield (
             OPEN,
@@ -503,22 +539,23 @@ class PrivateRounds:
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
         if SIGNED in entries:
-            self.signatures.take(client_id, _signature(entries, SIGNED))
+            experiment = experiment_of(self.server.folder.secret)
+            has_signed = functools.partial(_statements(attempt).has_signed_split, experiment)
+            self.signatures.take(client_id, str(entries[SIGNED]), has_signed)
             return False
         if not intake.survivors:
-            self._take_sealed(attempt, client_id, entries)
+            self._take_sealed(intake, client_id, entries)
             return True
         self.signatures.heard(client_id)
         if AGREED in entries:
-            intake.agreed[client_id] = _signature(entries, AGREED)
+            intake.agree(client_id, str(entries[AGREED]), _statements(attempt))
             return False
         intake.answer(client_id, entries)
         return all(map(intake.is_open, intake.survivors))
 
-    def _take_sealed(self, attempt: Attempt, client_id: int, entries: Numbers) -> None:
+    def _take_sealed(self, intake: MaskedIntake, client_id: int, entries: Numbers) -> None:
         """Take the sketches' key, sealed for the clients of an attempt."""
-        keys = [str(attempt.declared[i][KEYS]) for i in attempt.intake.ids]
-        new = [text for text in keys if text not in self.sealed[client_id]]
+        new = [intake.keys[i] for i in intake.ids if intake.keys[i] not in self.sealed[client_id]]
         found = str(entries.get(SEALED, "")).split(",")
         if len(found) != len(new):
             raise WireError(f"{SEALED} must be a key for each of {len(new)} clients, got {len(found)}")

@@ -256,8 +256,10 @@ class Rounds:
 
     def begin(self, attempt: Attempt) -> None:
         """Begin an attempt at a round, or a step that follows the round. The method sees the attempt too."""
+        registry = self.exchange.registry
         # the registry's own dictionary: clients that introduce themselves later are in it too
-        attempt.declared = self.exchange.registry.properties
+        attempt.declared = registry.properties
+        attempt.statements = registry.statements if self.config.private else None
         self.attempt = self.server.attempt = attempt
 
     def begin_training(self, round: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from fl_app.keys import Scalar
 from fl_app.privacy import companies
-from fl_app.privacy.companies import Split
-from fl_app.wire import SPLIT, SPLITS
+from fl_app.privacy.companies import Parts, Split
+from fl_app.wire import SIGNED, SPLIT, SPLITS, WireError
 from strategies.engine.attempt import Questions, TooFewResults
 from strategies.engine.cohorts import CohortStore
 
@@ -40,10 +40,16 @@ class Signatures:
         """Note that a client has answered the last message: it knows of the splits in it."""
         self.known[client_id] = self.sent.get(client_id, 0)
 
-    def take(self, client_id: int, signature: str) -> None:
-        """Keep a client's signature of the split that it was asked to sign."""
+    def take(self, client_id: int, signature: str, has_signed: Callable[[int, Parts, str], bool]) -> None:
+        """Keep a client's signature of the split that it was asked to sign. Raises WireError if it did not make it.
+
+        has_signed: returns whether a client made a signature of a split.
+        """
         self.heard(client_id)
-        self.asked[client_id].signatures[client_id] = signature
+        asked = self.asked[client_id]
+        if not has_signed(client_id, asked.parts, signature):
+            raise WireError(f"{SIGNED}: its signature of the split of its company is false")
+        asked.signatures[client_id] = signature
 
     def missing(self, ids: Iterable[int], here: Collection[int]) -> Iterator[Questions]:
         """Ask clients of `here` to sign the splits of these clients' companies.

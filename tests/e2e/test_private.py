@@ -1,4 +1,4 @@
-"""A client is killed in the middle of a round: of a private run with a key per site, and of one whose records have a budget."""
+"""Private runs with a key per site, and runs whose records have a budget: a client is killed in a round, or signs falsely."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from flwr.app import Error, Message
 
+from fl_app.privacy.keyring import text_of
+from fl_app.server.properties import KEYS
+from fl_app.wire import AGREED
 from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary, wait_for
+from tests.hostile.supernode import Reply, SuperNode
 from tests.privacy.keys import make
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -55,6 +60,45 @@ def test_a_site_that_is_killed_after_its_upload_is_in_the_sum(cluster: Cluster, 
     assert list(record["clients"]) == ["0", "1", "2", "3"] and not record["failures"]
     run.process.kill()
     run.process.wait()
+
+
+def test_a_site_that_signs_falsely_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """One site has signed its keys of the run falsely, another one the members that are left when a third drops out."""
+
+    def signing_keys(reply: Reply, message: Message) -> Reply:
+        for entries in reply.content.config_records.values():
+            if KEYS in entries:
+                entries[KEYS] = f"{str(entries[KEYS])[:-88]}{text_of(bytes(64))}"
+        return reply
+
+    def signing_survivors(reply: Reply, message: Message) -> Reply:
+        for entries in reply.content.config_records.values():
+            if AGREED in entries:
+                entries[AGREED] = text_of(bytes(64))
+        return reply
+
+    def dropping_out(reply: Reply, message: Message) -> Reply:
+        return Reply(Message(Error(0, "gone"), reply_to=message)) if message.metadata.message_type == "train" else reply
+
+    cluster.start_superlink()
+    lies = {1: dropping_out, 3: signing_survivors, 5: signing_keys}
+    nodes = []
+    try:
+        for client_id, key in enumerate(make(tmp_path / "keys", 7)):
+            partition = {"partition-id": client_id, "num-partitions": 7, "private-keys": str(key)}
+            nodes.append(SuperNode(cluster.fleet, partition, lies.get(client_id)))
+        config = {"method": "fedavg", "private": True, "private-absent": "alone", "num-server-rounds": 1}
+        config |= {"min-available-clients": 6, "min-results": 0.5}
+        run = BackgroundRun(cluster, tmp_path / "lies", 7, config)
+        run.finish()
+    finally:
+        for node in nodes:
+            node.stop()
+    (record,) = rounds(run.folder)
+    assert sorted(record["clients"]) == ["0", "2", "3", "4", "6"]
+    assert [f["client"] for f in record["failures"]] == [1, 3] and "is false" in record["failures"][1]["cause"]
+    (left_out,) = record["left-out"]
+    assert left_out["who"] == "client 5" and "has not signed" in left_out["cause"]
 
 
 @pytest.mark.nightly

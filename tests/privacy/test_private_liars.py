@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from fl_app import server_app, wire
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.privacy import masking
-from fl_app.privacy.keyring import Keyring, RunKeys, open_keyring
+from fl_app.privacy.keyring import Keyring, open_keyring
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
 from strategies import METHOD_PARAMS
@@ -77,20 +77,6 @@ def test_who_goes_away_before_the_sum_is_opened_is_not_needed_unless_another_dro
     first, _ = rounds(run_without(raw_config, (1, 0, 2), run_name="three"))
     assert list(first["clients"]) == ["0", "1", "4"]
     assert [(f["client"], f["attempt"]) for f in first["failures"]] == [(2, 1), (3, 1)]
-
-
-def test_who_signs_other_survivors_leaves_nobody_but_the_absent_out(
-    raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All refuse to open the sum, and the server cannot tell who signed falsely: it asks all that are left again."""
-    honest = RunKeys.agree
-
-    def agree(self: RunKeys, label: str, survivors: Sequence[int]) -> str:
-        return honest(self, label, [0, 1] if self.ring.client_id == 3 else survivors)
-
-    monkeypatch.setattr(RunKeys, "agree", agree)
-    first, second = rounds(run_without(raw_config, (1, 0, 2)))
-    assert list(first["clients"]) == ["0", "1", "3", "4"] and len(second["clients"]) == 5
 
 
 def test_with_too_few_left_the_round_fails(raw_config: dict[str, Any]) -> None:

@@ -131,6 +131,8 @@ class Asking:
                 totals=np.empty((0, 0), np.uint64),
                 row_of_sum={},
                 sent={},
+                keys={},
+                transcripts={},
             )
             with contextlib.suppress(TooFewResults):
                 attempt.intake.survivors = self.protocol._survivors(attempt, attempt.intake)
