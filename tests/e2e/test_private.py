@@ -62,6 +62,34 @@ def test_a_site_that_is_killed_after_its_upload_is_in_the_sum(cluster: Cluster, 
     run.process.wait()
 
 
+@pytest.mark.usefixtures("warm_cluster")
+def test_a_company_is_split_where_a_client_is_absent(cluster: Cluster, tmp_path: Path) -> None:
+    """Of nine clients one is killed in a round: two go with it into a company of their own, and six are summed up."""
+    cluster.start_superlink()
+    for client_id, key in enumerate(make(tmp_path / "keys", 9)):
+        cluster.start_supernode(client_id, 9, private_keys=str(key))
+    cluster.hold(4, training=2)
+    config = {
+        "method": "fedavg",
+        "private": True,
+        "private-absent": "company",
+        "model": "gated:mlp",
+        "num-server-rounds": 3,
+        "min-results": 0.5,
+    }
+    run = BackgroundRun(cluster, tmp_path / "killed", 9, config)
+    cluster.training(4, 2).kill()
+    run.finish()
+    records, everybody = rounds(run.folder), [str(i) for i in range(9)]
+    rest = [i for i in everybody if i not in "014"]
+    assert [sorted(r["clients"]) for r in records] == [everybody, rest, everybody]
+    assert [(f["client"], f.get("attempt")) for record in records for f in record["failures"]] == [(4, None)]
+    ((parts, signatures),) = json.loads((run.folder / "companies.json").read_text())["splits"]
+    assert parts == [[0, 1, 4], [2, 3, 5, 6, 7, 8]] and len(signatures) == 8
+    digest = summary(run.folder)["digest"]
+    assert digest is not None and digest == replay(run, tmp_path)
+
+
 def test_a_site_that_signs_falsely_is_named(cluster: Cluster, tmp_path: Path) -> None:
     """One site has signed its keys of the run falsely, another one the members that are left when a third drops out."""
 
