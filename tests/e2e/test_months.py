@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fl_app import model_card
-from tests.e2e.conftest import Cluster, corolla, rounds, settings, summary
+from tests.e2e.conftest import MODELS, Cluster, corolla, rounds, settings, summary
 from tests.experiments.months import cancer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -88,7 +88,15 @@ def test_the_next_month_starts_from_this_months_models(cluster: Cluster, tmp_pat
     refused = corolla(
         "run",
         *("--superlink", "test", "--clients", "4", "--from", str(june)),
-        *settings({"run-name": "august", "method": "fedavg"}),
+        *settings({"run-name": "august", "method": "fedavg", "model": "gated:mlp", "exclude": "mean area"}),
         environment=cluster.environment,
+        directory=MODELS,
     )
-    assert refused.returncode != 0 and "method: 'fedem' there, 'fedavg' here" in refused.stdout + refused.stderr
+    told = refused.stdout + refused.stderr
+    assert refused.returncode != 0
+    for words in (
+        "method: 'fedem' there, 'fedavg' here",
+        "model: 'mlp' there, 'gated:mlp' here",
+        "features: mean area only there",
+    ):
+        assert words in told, told
