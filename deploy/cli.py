@@ -96,13 +96,13 @@ def status(
     from rich.console import Console
     from rich.table import Table
 
-    from deploy import certificates, cluster, expiry, superlink_nodes
+    from deploy import certificates, cluster, expiry, joining, superlink_nodes
 
     running = _running(inventory)
     found, failures = running.status()
     status_by_id = superlink_nodes.status_by_node_id(running)
     nodes = {node.name: node for node in running.inventory.supernodes}
-    header = ("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says", "key")
+    header = ("node", "client", "name", "host", "GPU", "pid", "state", "health", "SuperLink says", "key")
     rows: list[tuple[str, ...]] = []
     good, away = not failures, 0
     for host, names in running.placement.items():
@@ -110,7 +110,7 @@ def status(
             state, node = found[name], nodes.get(name)
             client, gpu = (str(node.client_id), _gpu(node.gpu)) if node else ("", "")
             if not state:
-                rows.append((name, client, host, gpu, "", "unknown", "", "", _key(running, name)))
+                rows.append((name, client, "", host, gpu, "", "unknown", "", "", _key(running, name)))
                 continue
             connected = status_by_id.get(state["node-id"], "unknown") if node else ""
             ready = cluster.is_ready(name, state) and (not node or connected == "online")
@@ -119,15 +119,16 @@ def status(
             healthy = "serving" if state["healthy"] else "no answer"
             pid = str(state["pid"] or "")
             shown = healthy if state["alive"] else ""
-            rows.append((name, client, host, gpu, pid, lives, shown, connected, _key(running, name)))
+            rows.append((name, client, "", host, gpu, pid, lives, shown, connected, _key(running, name)))
     for client_id, connected in superlink_nodes.status_of_joined(running).items():
         admitted = "admitted" if connected else "not admitted yet"
         name = f"supernode-{client_id}"
-        rows.append((name, str(client_id), "joins", "", "", admitted, "", connected, _key(running, name)))
+        called = joining.name_of(running.inventory, client_id)
+        rows.append((name, str(client_id), called, "joins", "", "", admitted, "", connected, _key(running, name)))
         away += connected not in ("", "online")
     strangers = superlink_nodes.strangers(running)
     for key in strangers:
-        rows.append((key.name, "", "", "", "", "no entry has this key", "", key.status, key.fingerprint))
+        rows.append((key.name, "", "", "", "", "", "no entry has this key", "", key.status, key.fingerprint))
     if as_json:
         keys = [name.lower().replace(" ", "-") for name in header]
         typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2, ensure_ascii=False))
@@ -259,6 +260,7 @@ def admit(
     public: Annotated[
         Path, typer.Argument(metavar="FILE.pub", help="The site's public key, from `corolla node join`.")
     ],
+    name: Annotated[str, typer.Option(help="The client's name in runs. Without it the name of FILE.pub.")] = "",
     quiet: Quiet = False,
 ) -> None:
     """Register the public key of a site that joins by itself, and write the invitation to send back."""
@@ -268,7 +270,9 @@ def admit(
     from fl_app.privacy.keyring import PEERS
 
     found = inventories.read_inventory(inventory)
-    invitation = joining.admit(found, client, public)
+    invitation = joining.admit(found, client, public, name=name)
+    if name := joining.name_of(found, client):
+        _say(f"client {client} has the name {name}")
     if running := cluster.find(found.name):
         superlink_nodes.register_key(running, f"supernode-{client}")
         _say(f"client {client} is registered with the running cluster {found.name}")

@@ -2,7 +2,7 @@
 
 1. The site: `corolla node join NAME` makes a key pair, and names the public half, which goes to the server's operator.
 2. The server: `corolla cluster admit CLUSTER.yaml CLIENT FILE.pub` registers it and writes an invitation, which goes
-   back. The invitation holds the SuperLink's address, the site's client number, the number of clients, the CA's
+   back. The invitation holds the SuperLink's address, the site's client number and name, the number of clients, the CA's
    certificate, and the server's version of Flower. Nothing in it is secret.
 3. The site: `corolla node start NAME --invitation FILE`.
 
@@ -40,7 +40,8 @@ class Invitation:
     """A site's view of a cluster.
 
     superlink: address and port. client: the site's client id. clients: their number. ca: the CA's certificate.
-    flower: the server's version of Flower; "" in an invitation of an earlier Corolla.
+    flower: the server's version of Flower; "" in an invitation of an earlier Corolla. name: the one under which the site
+    was admitted, "" for its own.
     """
 
     superlink: str
@@ -48,6 +49,7 @@ class Invitation:
     clients: int
     ca: str
     flower: str = ""
+    name: str = ""
 
 
 # At the site ----------------------------------------------------------------------------------------------------------
@@ -124,8 +126,8 @@ def accept_invitation(directory: Path, given: Path | None) -> Invitation:
             f"{directory.name}: has no invitation yet; `--invitation FILE` takes the file from `corolla cluster admit`"
         )
     raw = read_toml(path)
-    forms = {"superlink": str, "client": int, "clients": int, "ca": str, "flower": str}
-    if set(forms) - set(raw) - {"flower"} or any(type(raw[name]) is not forms.get(name) for name in raw):
+    forms = {"superlink": str, "client": int, "clients": int, "ca": str, "flower": str, "name": str}
+    if set(forms) - set(raw) - {"flower", "name"} or any(type(raw[name]) is not forms.get(name) for name in raw):
         raise UserError(f"{path}: must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}")
     if not re.fullmatch(r"|\d+\.\d+.*", raw.get("flower", "")):
         raise UserError(f"{path}: flower: must be a version, for example 1.39.0, got {raw['flower']!r}")
@@ -158,22 +160,20 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
     (port,) = free_ports(1)
     words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
     words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(port), "--node-config"]
-    private_keys = str(private.with_suffix(peers.KEY_SUFFIX))
-    return [
-        *words,
-        commands.node_config(invitation.client, invitation.clients, data_path, private_keys, directory.name),
-    ]
+    private_keys, name = str(private.with_suffix(peers.KEY_SUFFIX)), invitation.name or directory.name
+    return [*words, commands.node_config(invitation.client, invitation.clients, data_path, private_keys, name)]
 
 
 # At the server --------------------------------------------------------------------------------------------------------
 
 
-def admit(inventory: Inventory, client: int, public: Path, *, replace: bool = False) -> Path:
+def admit(inventory: Inventory, client: int, public: Path, *, name: str = "", replace: bool = False) -> Path:
     """Take in a site's public key as a client's. Return the path of its invitation, beside the key.
 
-    replace: the client's other key, which is then revoked. Raises UserError if the client does not join by itself, if it has
-    another key already (with replace: none, or this one), if the file holds no suitable key, or if the key is another
-    client's or was revoked.
+    name: the client's in runs. "": the one that it has, or the file's without its suffix, unless it is called as `node join`
+    calls all. replace: the client's other key, which is then revoked. Raises UserError if the client does not join by itself,
+    if it has another key already (with replace: none, or this one), if the file holds no suitable key, or if the key or the
+    name is another client's or the key was revoked.
     """
     if client not in inventory.joined:
         there = ", ".join(map(str, inventory.joined)) or "none; write an entry `{host: joins}`"
@@ -193,6 +193,10 @@ def admit(inventory: Inventory, client: int, public: Path, *, replace: bool = Fa
     if replace and before in (b"", text):
         what = "this is its key already" if before else "it has no key to replace; use `corolla cluster admit`"
         raise UserError(f"client {client}: {what}")
+    name = name or (name_of(inventory, client) if before else "") or public.stem * (public.name != PUBLIC)
+    others = {name_of(inventory, other): other for other in inventory.joined if other != client}
+    if name and name in others:
+        raise UserError(f"client {client}: {name!r} is the name of client {others[name]}; `--name` gives another")
     line = b" ".join(filter(None, [text, peers.statement_in(public).encode()]))
     publish(kept, lambda path: path.write_bytes(line + b"\n"), 0o644)
     if replace:
@@ -201,10 +205,20 @@ def admit(inventory: Inventory, client: int, public: Path, *, replace: bool = Fa
     link, ca = inventory.superlink, (directory / certificates.CA).read_text()
     address = commands.host_port(link.fleet_address, link.fleet_port)
     lines = [f"superlink = {value_to_toml(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]
-    lines.append(f"flower = {value_to_toml(metadata.version('flwr'))}")
+    lines += [
+        f"flower = {value_to_toml(metadata.version('flwr'))}",
+        *([f"name = {value_to_toml(name)}"] if name else []),
+    ]
     invitation = directory / f"supernode-{client}.toml"
     publish(invitation, lambda path: path.write_text("\n".join([*lines, f'ca = """\n{ca}"""\n'])), 0o644)
     return invitation
+
+
+def name_of(inventory: Inventory, client: int) -> str:
+    """Return the name under which a client was admitted, "" if it has none. Raises UserError for a damaged invitation."""
+    public = Path(inventory.keys) / f"supernode-{client}.pub"
+    invitation = public.with_suffix(".toml")
+    return str(read_toml(invitation).get("name", "")) if public.is_file() and invitation.is_file() else ""
 
 
 def _public_key(path: Path) -> bytes:

@@ -31,6 +31,7 @@ from fl_app.server.identity import Holders, Identity
 from fl_app.server.progress_protocol import left_out_line
 from fl_app.server.properties import ClientReport, Properties, Shape
 from fl_app.server.replies import Answer, Inbox
+from fl_app.server.run_folder import called
 from fl_app.server.superlink import SuperLink, has_fixed_nodes
 from fl_app.sources import NODE
 
@@ -361,7 +362,7 @@ class ClientRegistry:
         if silent := self._unanswered - self._silent:
             goes_on = "goes on" if self._started else "starts"
             for node in sorted(silent, key=lambda node: node.id):
-                who = f"client {node.client_id}" if self._known else node.name
+                who = f"client {called(node.client_id, self.properties)}" if self._known else node.name
                 log.warning("%s has not answered within %.0f s: the run %s without it", who, waited, goes_on)
         self._silent = self._unanswered
 
@@ -435,7 +436,7 @@ class ClientRegistry:
         """Forget nodes that have gone. Before the start, the others are counted and given client ids anew."""
         for node in gone:
             if node.stage is Stage.CLIENT:
-                log.warning("client %d is gone", node.client_id)
+                log.warning("client %s is gone", called(node.client_id, self.properties))
                 del self.node_of[node.client_id]
             del self._nodes[node.id], self._at[node.stage][node.id]
             self._reported.pop(node.id, None)
@@ -561,7 +562,7 @@ class ClientRegistry:
             self._leave_out(node, stage, claimed(report.answer), str(error))
             return
         if client_id in self.properties and self._started:
-            log.warning("client %d is now another SuperNode", client_id)
+            log.warning("client %s is now another SuperNode", called(client_id, self.properties))
             # the key of its last holder may be free
             self._vacated = True
         if client_id in self.node_of:

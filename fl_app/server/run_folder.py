@@ -784,6 +784,12 @@ def name_of(properties: Mapping[str, Scalar]) -> str:
     return plain(str(properties.get(CLIENT_NAME, ""))).strip()[:LONGEST_NAME]
 
 
+def called(client_id: int, properties: Mapping[int, Mapping[str, Scalar]]) -> str:
+    """Return a client's number, with its name if it has one: `3 (Bern)`. properties: of all clients, by id."""
+    name = name_of(properties.get(client_id, {}))
+    return f"{client_id} ({name})" if name else str(client_id)
+
+
 def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
     """Return the names of the classes from a client's properties, [] unless there is one for each class."""
     try:

@@ -17,7 +17,7 @@ from fl_app.server import matrices
 from fl_app.server import record as records
 from fl_app.server.matrices import Between
 from fl_app.server.record import Record
-from fl_app.server.run_folder import name_of
+from fl_app.server.run_folder import called
 from fl_app.wire import Expected, WireError
 from strategies.base.server_half import RoundState
 from strategies.base.uploads import Intake
@@ -102,9 +102,8 @@ class Attempt(RoundState):
         log.error("%s: client %s %s: %s", step, self.called(client_id), became, shown)
 
     def called(self, client_id: int) -> str:
-        """Return a client's number, with its name if its data have one: `3 (Bern)`."""
-        name = name_of(self.declared.get(client_id, {}))
-        return f"{client_id} ({name})" if name else str(client_id)
+        """Return a client's number, with its name if it has one: `3 (Bern)`."""
+        return called(client_id, self.declared)
 
     def record(self, table: Sequence[Metric], own: Reports, figures: Sequence[Figure] = ()) -> Record:
         """Return the round's record. It includes the failures and the bytes of earlier attempts.

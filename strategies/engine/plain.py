@@ -14,6 +14,7 @@ from fl_app.files import explain_full_disk
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server import client_arrays, kept_uploads
+from fl_app.server.run_folder import called
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake, Uploads
@@ -119,8 +120,8 @@ class PlainRounds:
     def suspects(self) -> list[str]:
         """Return a line for each far upload of the last round that was used: it may be why no client can train."""
         return [
-            f"client {outlier.client_id} was used though {outlier}: it is the likely cause, and "
-            f"max-update-norm = {USUAL:g} drops such uploads"
+            f"client {called(outlier.client_id, self.server.attempt.declared)} was used though {outlier}: it is the likely "
+            f"cause, and max-update-norm = {USUAL:g} drops such uploads"
             for outlier in self.outliers
         ]
 
@@ -170,9 +171,9 @@ class PlainRounds:
             else:
                 attempt.far.append({"client": outlier.client_id, "cause": str(outlier)})
                 log.warning(
-                    "round %d: client %d is used (max-update-norm is 0), but %s",
+                    "round %d: client %s is used (max-update-norm is 0), but %s",
                     attempt.round,
-                    outlier.client_id,
+                    attempt.called(outlier.client_id),
                     outlier,
                 )
         return outliers

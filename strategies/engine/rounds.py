@@ -605,7 +605,7 @@ class Rounds:
             self.attempt.hashes if self.config.is_confidential else None,
         )
         for name, ids in record.get("undefined", {}).items():
-            whose = listed(list(map(str, ids)))
+            whose = listed(list(map(self.attempt.called, ids)))
             told = f"client {whose}, which has none" if len(ids) == 1 else f"clients {whose}, which have none"
             log.warning("evaluation: the mean of %s leaves out %s", name, told)
         return record
@@ -645,9 +645,8 @@ class Rounds:
                 self._warn_of(reply.client_id, records.known(upload.metrics))
                 models[reply.client_id] = upload.model
             except Exception as error:
-                log.error(
-                    "client %d: its personal model could not be collected: %s", reply.client_id, WireError(str(error))
-                )
+                who = self.attempt.called(reply.client_id)
+                log.error("client %s: its personal model could not be collected: %s", who, WireError(str(error)))
         return models
 
     def forget(self) -> None:
@@ -662,7 +661,8 @@ class Rounds:
                 if wire.decode_upload(reply.usable(), Expected.of(NO_TENSORS)).metrics.get(wire.CLIPPED) is True:
                     clipped.append(reply.client_id)
             except WireError as error:
-                log.warning("client %d: its state of this run stays: %s", reply.client_id, error)
+                who = self.attempt.called(reply.client_id)
+                log.warning("client %s: its state of this run stays: %s", who, error)
         if clipped:
             log.warning(
                 "private-range: values of %s beyond %g were clipped in this run",
@@ -739,12 +739,11 @@ class Rounds:
         in its place.
         """
         if failed := metrics.get(wire.METRIC_ERRORS):
-            log.warning("client %d: metric %s", client_id, failed)
+            log.warning("client %s: metric %s", self.attempt.called(client_id), failed)
         if used := metrics.get(wire.STATE_USED):
             named = self.versions.get(client_id, "")
-            log.warning(
-                "client %d: its state of %s is damaged, it continued from %s", client_id, named, wire.one_line(used)
-            )
+            who = self.attempt.called(client_id)
+            log.warning("client %s: its state of %s is damaged, it continued from %s", who, named, wire.one_line(used))
 
 
 def _watched(record: Record, rule: StopRule | None) -> Record:

@@ -75,6 +75,30 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
         joining.supernode_options(here, accepted, "")
 
 
+def test_a_client_has_the_name_under_which_it_was_admitted(tmp_path: Path) -> None:
+    found, sites = lab(tmp_path), [tmp_path / "b", tmp_path / "c"]
+    certificates.make(found)
+    publics = [joining.make_key(site) for site in sites]
+
+    def told(site: Path, invitation: Path) -> object:
+        words = joining.supernode_options(site, joining.accept_invitation(site, invitation), "")
+        return parse_config_args([words[-1]])["name"]
+
+    named = publics[0].rename(tmp_path / "celle.pub")
+    assert told(sites[0], joining.admit(found, 1, named)) == joining.name_of(found, 1) == "celle"
+    # it stays: `node join` and `node rotate` call all keys alike
+    assert told(sites[0], joining.admit(found, 1, named.rename(publics[0]))) == "celle"
+    assert told(sites[0], joining.admit(found, 1, joining.rotate_key(sites[0]), replace=True)) == "celle"
+    assert told(sites[0], joining.admit(found, 1, publics[0], name="Celle 'Süd'")) == "Celle 'Süd'"
+    with pytest.raises(UserError, match=r"client 2: \"Celle 'Süd'\" is the name of client 1; `--name` gives another"):
+        joining.admit(found, 2, publics[1], name="Celle 'Süd'")
+    # without one it has the site's own
+    assert told(sites[1], joining.admit(found, 2, publics[1])) == "c" and joining.name_of(found, 2) == ""
+    # as `revoke` does
+    (Path(found.keys) / "supernode-1.pub").unlink()
+    assert joining.name_of(found, 1) == "" and told(sites[0], joining.admit(found, 1, publics[0])) == "b"
+
+
 @pytest.mark.parametrize("lost", [("node.pub",), ("node.pub", "node.x25519")])
 def test_a_lost_half_is_made_again(tmp_path: Path, lost: tuple[str, ...]) -> None:
     public = joining.make_key(tmp_path)

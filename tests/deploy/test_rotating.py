@@ -162,14 +162,16 @@ def healthy(monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
 
 @pytest.mark.usefixtures("healthy")
 def test_status_is_good_only_if_every_admitted_site_is_connected(
-    running: Cluster, link: Link, command: Command
+    running: Cluster, link: Link, tmp_path: Path, command: Command
 ) -> None:
     for found in link.nodes:
         found.status = "online"
+    joining.admit(running.inventory, 1, tmp_path / "site" / joining.PUBLIC, name="celle")
     # client 2 has not been admitted
     code, out, err = command("cluster", "status", "lab", "--json")
     assert code == 0, err
     rows = {row["node"]: row for row in json.loads(out)}
+    assert [rows[f"supernode-{k}"]["name"] for k in (0, 1, 2)] == ["", "celle", ""]
     assert rows["supernode-1"]["key"] == revoked.fingerprint(kept(running, 1)) and not rows["supernode-2"]["key"]
     for away, status in enumerate(("offline", "registered"), 1):
         found = next(found for found in link.nodes if found.status == "online" and found.name != "supernode-0")

@@ -9,6 +9,7 @@ import pytest
 from flwr.app import Error, RecordDict
 
 from fl_app.errors import UserError
+from fl_app.known_names import CLIENT_NAME
 from fl_app.server import client_registry as registry_module
 from fl_app.server.exchange import Exchange
 from tests.server.fake_grid import SILENT, UNDELIVERED, exchange, properties, three
@@ -162,11 +163,12 @@ def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
 def test_a_client_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module.log, "propagate", True)
     nodes = three()
+    nodes[50] |= {CLIENT_NAME: "Bern"}
     e = exchange(nodes, min_available_clients=2)
     e.registry.wait()
     del nodes[50]
     e.refresh()
-    assert e.client_ids == [0, 1] and "client 2 is gone" in caplog.text
+    assert e.client_ids == [0, 1] and "client 2 (Bern) is gone" in caplog.text
     del nodes[77]
     with pytest.raises(UserError, match=r"2 clients must be connected, 1 were after .*\(client ids \[1\]\)"):
         e.refresh()
