@@ -41,6 +41,7 @@ from flwr.supercore.run import Run
 
 from deploy import approval, counting, evaluations, site
 from deploy.approval import Request
+from deploy.arriving import Arriving
 from deploy.audit import Audit
 from deploy.site import Site
 from fl_app import refusal
@@ -132,8 +133,8 @@ class Gate:
 
     directory: of the site's audit and approvals. evaluations_in: that of the count of evaluations; None: the
     same. working: returns whether the application may still
-    deliver a reply. count: counts the training samples that a run's config gives a client of a number of clients, from the
-    node's own data; raises UserError.
+    deliver a reply. arriving: counts the bytes that it sends. count: counts the training samples that a run's config gives
+    a client of a number of clients, from the node's own data; raises UserError.
     """
 
     rules: Site
@@ -143,6 +144,7 @@ class Gate:
     store: ObjectStore
     evaluations_in: Path | None = None
     working: Callable[[], bool] = lambda: True
+    arriving: Arriving = field(default_factory=Arriving)
     count: Callable[[Mapping[str, Scalar], int, int, str], int] = counting.count
     _inner: Connection = field(init=False)
     # those that were used last, by run
@@ -180,7 +182,7 @@ class Gate:
     def admits(self, message: Message, tree: ObjectTree) -> bool:
         """Return whether an application's message is a reply to an open one. Note others: they are not kept."""
         if message.metadata.reply_to_message_id in self._open and message.metadata.message_id == tree.object_id:
-            return True
+            return self.arriving.takes_parts(sum(1 for _ in iterate_object_tree(tree)))
         self._note_refusal(message.metadata.run_id, "reply: it answers no open message")
         return False
 
@@ -210,6 +212,7 @@ class Gate:
             return None
         _keep_last(self._open, message.metadata.message_id, message, _MAX_OPEN)
         self._pulled = self._strays = 0
+        self.arriving.begin()
         return received
 
     def _used_up(self, judged: Judged, message: Message) -> str:
@@ -255,7 +258,9 @@ class Gate:
         try:
             parts = dict(self._contents(tree))
         except TimeoutError:
-            self._refuse(asked, "reply: it was announced and not delivered")
+            parts = {}
+        if why := self.arriving.too_much or ("" if parts else "reply: it was announced and not delivered"):
+            self._refuse(asked, why)
             return set(), ""
         size = len(_envelope(message)) + tree.ByteSize() + sum(map(len, parts.values()))
         if self.rules.max_upload is not None and size > self.rules.max_upload:
@@ -285,7 +290,7 @@ class Gate:
         deadline = time.monotonic() + _CONTENT_SECONDS
         for object_id in {part.object_id for part in iterate_object_tree(tree)}:
             while not (content := self.store.get(object_id)):
-                late = content is None or time.monotonic() > deadline or not self.working()
+                late = content is None or self.arriving.too_much or time.monotonic() > deadline or not self.working()
                 # looked for once more: an application delivers all parts before it ends
                 if late and not self.store.get(object_id):
                     raise TimeoutError("the application announced a reply and did not deliver it")

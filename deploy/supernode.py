@@ -37,6 +37,7 @@ from deploy import (
     slow_start,
     superexec,
 )
+from deploy.arriving import Arriving
 from deploy.audit import FILE, Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
@@ -174,7 +175,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
     command: Any = importlib.import_module(_COMMAND)
     loop: Any = importlib.import_module("flwr.supernode.start_client_internal")
     try:
-        start, connect = command.start_client_internal, loop._init_connection
+        start, connect, server = command.start_client_internal, loop._init_connection, command.uvicorn
     except AttributeError as error:
         raise UserError(f"this Flower has no place for a site's gate ({error}): the SuperNode is not started") from None
     walls = walls_for(rules.confine) if rules.confine else None
@@ -183,6 +184,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         log.warning(
             "warm: this node is confined, and has a warm process of its own, because its rules hold for all of it"
         )
+    arriving = Arriving(rules.max_upload)
     # no application gets it
     noted = os.environ.pop(NODE_ID, "")
     pace = Pace(_SHORTEST)
@@ -221,7 +223,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         store = given["state_factory"].objectstore_factory.store()
         counted = evaluations.place(sites_directory(), directory, node.data_path)
         counter_of_samples = functools.partial(counting.count, start=counter)
-        gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples)
+        gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples, arriving=arriving)
         state = given["state_factory"].state()
         answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store), gate.admits)
         gate.working = answering.working
@@ -259,6 +261,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         start(**given)
 
     command.start_client_internal = start_behind_gate
+    command.uvicorn = types.SimpleNamespace(Config=arriving.config(server.Config), Server=server.Server)
     return command.flower_supernode
 
 

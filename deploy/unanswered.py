@@ -85,6 +85,9 @@ class Answering:
                 self._state.finish_task(task.task_id, SubStatus.FAILED, REASON)
 
     def _create_and_note(self, *given: Any, **named: Any) -> int | None:
+        # a message begins: what applications have sent for the last one is not needed any more
+        self._state.object_store.clear()
+        self._state.delete_sessions_in_run(named["run_id"])
         self._task = self._create(*given, **named)
         return self._task
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import ErrorCode
@@ -29,6 +30,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.counting import train_samples
 from deploy import approval, audit, evaluations, node_cli, supernode
+from deploy.arriving import Arriving
 from deploy.audit import Audit
 from deploy.gate import Connection, Gate, Node
 from deploy.site import Site
@@ -456,6 +458,23 @@ def test_only_the_first_reply_to_a_message_leaves(tmp_path: Path, link: SuperLin
     assert len(link.sent) == 1 and len(refusals(tmp_path)) == 4
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_reply_of_which_too_much_has_arrived_is_refused(tmp_path: Path, link: SuperLink, announced: bool) -> None:
+    """The process that sent it may end without a reply."""
+    made, opened = gate(tmp_path, link, max_upload=4000)
+    made.arriving = Arriving(4000)
+    link.ask("train")
+    message = ask(opened, link)
+    assert not made.arriving.takes_parts(2000)
+    reply = reply_to(message, 10) if announced else Message(Error(1, "it has ended"), reply_to=message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    opened.send(reply, get_object_tree(reply), 1.0)
+    assert link.errors == ["refused//max-upload"] and "1056576 arrived" in refusals(tmp_path)[0]
+    link.ask("train")
+    exchange(opened, made, link, 10)
+    assert len(link.sent) == 2 and len(refusals(tmp_path)) == 1
+
+
 def test_a_reply_answers_the_tasks_that_the_messages_own_part_names(tmp_path: Path, link: SuperLink) -> None:
     """A SuperLink with a database leaves them out of the envelope; what the gate hands on stays as it came."""
     made, opened = gate(tmp_path, link)
@@ -773,10 +792,11 @@ def test_flower_has_the_places_where_the_gate_is_put(tmp_path: Path, monkeypatch
     loop = importlib.import_module("flwr.supernode.start_client_internal")
     monkeypatch.setattr(command, "start_client_internal", command.start_client_internal)
     monkeypatch.setattr(loop, "_init_connection", loop._init_connection)
+    monkeypatch.setattr(command, "uvicorn", uvicorn)
     before = command.start_client_internal
-    assert (
-        callable(supernode.install(Site(), Audit(tmp_path), tmp_path)) and command.start_client_internal is not before
-    )
+    assert callable(supernode.install(Site(max_upload=4000), Audit(tmp_path), tmp_path))
+    assert command.start_client_internal is not before
+    assert command.uvicorn.Config(app=None, port=1).http == "h11"
     monkeypatch.delattr(loop, "_init_connection")
     with pytest.raises(UserError, match="has no place for a site's gate"):
         supernode.install(Site(), Audit(tmp_path / "other"), tmp_path)
