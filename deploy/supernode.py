@@ -48,7 +48,7 @@ from deploy.site import Site
 from deploy.unanswered import Answering, Process, keep_running
 from fl_app import foreign_files, log_format
 from fl_app.config import RunConfig
-from fl_app.data.prepared import data_root
+from fl_app.data.prepared import DOWNLOADS, PREPARED, data_root
 from fl_app.errors import UserError
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.files import make_directory, publish_text
@@ -199,7 +199,16 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         confinement: Confinement | None = None
         if rules.confine:
             data = [node.data_path] if node.data_path else []
-            refuse_secrets([*confine.installation(), "/dev", *(rules.readable_paths or ()), *data, *writable.values()])
+            refuse_secrets(
+                [
+                    *confine.installation(),
+                    "/dev",
+                    *data_files(),
+                    *(rules.readable_paths or ()),
+                    *data,
+                    *writable.values(),
+                ]
+            )
             confinement = confinement_of(
                 rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
             )
@@ -326,7 +335,6 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
         "TMPDIR": directory / "tmp",
         "COROLLA_STATE_DIR": Path(os.environ.get("COROLLA_STATE_DIR") or directory / "state"),
         VARIABLE: site_directory(),
-        "COROLLA_DATA_DIR": data_root(RunConfig()),
     }
     for name, place in places.items():
         make_directory(place)
@@ -346,7 +354,16 @@ def own_variables(writable: Mapping[str, Path]) -> dict[str, str]:
     """
     home = writable["TMPDIR"] / _HOME / secure_random.secret(8).hex()
     names = {name: str(place) for name, place in writable.items()}
-    return confine.cleaned(os.environ, writable.values()) | names | {"FLWR_HOME": str(home)}
+    names |= {"COROLLA_DATA_DIR": str(data_root(RunConfig())), "FLWR_HOME": str(home)}
+    names[PREPARED] = str(writable["TMPDIR"] / "prepared")
+    return confine.cleaned(os.environ, writable.values()) | names
+
+
+def data_files() -> list[str]:
+    """Return the files and directories of the data directory that others have put there, for applications to read."""
+    root = data_root(RunConfig())
+    make_directory(root / DOWNLOADS)
+    return [str(root / DOWNLOADS), *map(str, root.glob("*.npz"))]
 
 
 def refuse_secrets(places: Iterable[str | Path]) -> None:
@@ -364,7 +381,7 @@ def confinement_of(
 
     runtime: the SuperNode's address for them. private_key: the path of the node's key for private runs.
     """
-    read = [*confine.installation(), *(rules.readable_paths or ())]
+    read = [*confine.installation(), *data_files(), *(rules.readable_paths or ())]
     if node.data_path:
         read.append(node.data_path)
     if private_key:

@@ -12,7 +12,7 @@ import numpy as np
 from fl_app import tasks
 from fl_app.checksums import hash_of, refuse_damage
 from fl_app.config import RunConfig
-from fl_app.data.prepared import DatasetInfo, Prepared, hides_values
+from fl_app.data.prepared import DatasetInfo, Prepared, hides_values, prepared_in
 from fl_app.errors import UserError, counted, describe, listed
 from fl_app.files import build_once, cache_key, no_such
 from fl_app.known_names import BY_CLASS, BY_COLUMN, FIXED_SIZES, OWN_PARTITION, PARTITIONS, divisions
@@ -95,7 +95,7 @@ def open_partition(
     y_train, y_test: int64 [n], [m], read only to compute it. dataset_key: `Prepared.key`. root: data directory. groups:
     as in `split`. Raises UserError as `split` does, and if the files are damaged.
     """
-    target = root / "partitions" / _key(config, dataset_key)
+    target = prepared_in(root) / "partitions" / _key(config, dataset_key)
 
     def build(directory: Path) -> None:
         shares = split(

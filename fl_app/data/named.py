@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import plain_pickle
 from fl_app.data.folder import images_in, stamp
-from fl_app.data.prepared import Arrays, DataRequest, Images, Labels, Prepared, open_or_convert, save
+from fl_app.data.prepared import DOWNLOADS, Arrays, DataRequest, Images, Labels, Prepared, open_or_convert, save
 from fl_app.errors import UserError
 from fl_app.sources import NamedData, named_data
 
@@ -39,7 +41,7 @@ def prepare_torchvision(request: DataRequest) -> Prepared:
     """Open a data set of torchvision. Its files are kept in <root>/downloads."""
     known = named_data(request.dataset)
     assert known is not None
-    return _open(request, lambda: _torchvision(request.dataset, known, request.root / "downloads"))
+    return _open(request, lambda: _torchvision(request.dataset, known, request.root / DOWNLOADS))
 
 
 def _open(request: DataRequest, load: Callable[[], tuple[Arrays, Sequence[str]]]) -> Prepared:
@@ -68,14 +70,16 @@ def _torchvision(dataset: str, known: NamedData, downloads: Path) -> tuple[Array
     if dataset == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
         return _debian_fashion_mnist(DEBIAN_FASHION_MNIST)
     from torchvision import datasets
+    from torchvision.datasets import cifar
 
+    cifar.pickle = plain_pickle
     factory: Callable[..., Any] = getattr(datasets, known.torchvision)
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_SECONDS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             train, test = (factory(root=str(downloads), download=True, **side) for side in (known.train, known.test))
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()
         raise UserError(
             f"dataset: {dataset} is not complete in {downloads} and could not be downloaded "

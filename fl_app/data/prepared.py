@@ -7,6 +7,9 @@ A data set is converted into the directory <root>/datasets/<key>/ with these fil
 - info.json.
 - groups_train.npy, groups_test.npy: int64 [n], if a column names each sample's client.
 
+$COROLLA_PREPARED_DIR, if it is set, is in place of <root> here and for partitions. A site sets it for confined applications:
+what they write must not be read by others.
+
 The key is a hash of everything that defines the data, so every client process can compute it. A conversion holds a lock
 and ends in a rename. So many processes at once convert exactly once, and an interrupted conversion leaves nothing that
 another process would use.
@@ -60,6 +63,9 @@ GROUPS = "groups.json"
 HASH_KEY = "hash-key"
 """File in the site's own directory: the key of keyed hashes."""
 FACTS = "facts.json"
+PREPARED = "COROLLA_PREPARED_DIR"
+DOWNLOADS = "downloads"
+"""Directory of downloaded files in the data directory."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +339,12 @@ class Prepared:
 
 def directory_of(root: Path, key: str) -> Path:
     """Return the directory of a data set's files. root: the data directory. key: `Prepared.key`."""
-    return root / "datasets" / key
+    return prepared_in(root) / "datasets" / key
+
+
+def prepared_in(root: Path) -> Path:
+    """Return the directory of prepared data and partitions. root: the data directory."""
+    return Path(os.environ.get(PREPARED) or root)
 
 
 def cache_directory() -> Path:

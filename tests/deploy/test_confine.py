@@ -15,6 +15,8 @@ from deploy import confine, supernode
 from deploy.confine import Confinement
 from deploy.gate import Node
 from deploy.site import Site
+from fl_app import data
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 
 pytestmark = pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
@@ -86,7 +88,6 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
         "TMPDIR": site / "tmp",
         "COROLLA_STATE_DIR": site / "state",
         "COROLLA_SITE_DIR": tmp_path / "site",
-        "COROLLA_DATA_DIR": tmp_path / "prepared",
     }
     found = supernode.confinement_of(rules, Node(0, 2, "/own"), places.values(), "127.0.0.1:7777")
     assert (
@@ -98,14 +99,34 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
     homes = [Path(supernode.own_variables(places)["FLWR_HOME"]) for _ in range(2)]
     assert homes[0] != homes[1] and {home.parent for home in homes} == {site / "tmp" / "flwr"}
     kept = {"node.key": site, "flwr": tmp_path / "flwr", "python": Path(sys.prefix)}
-    for variable in ("COROLLA_STATE_DIR", "COROLLA_DATA_DIR", "COROLLA_SITE_DIR"):
+    for variable in ("COROLLA_STATE_DIR", "COROLLA_SITE_DIR"):
         for place in kept.values():
             with monkeypatch.context() as patch, pytest.raises(UserError) as refused:
                 patch.setenv(variable, str(place))
                 supernode.writable_directories(site, "/etc/site.toml")
             assert str(refused.value).startswith(f"confine: {variable}: ") and str(place) in str(refused.value)
-    with pytest.raises(UserError, match="which contains .*prepared/site.toml"):
-        supernode.writable_directories(site, str(tmp_path / "prepared" / "site.toml"))
+    with pytest.raises(UserError, match="which contains .*state/site.toml"):
+        supernode.writable_directories(site, str(site / "state" / "site.toml"))
+
+
+def test_what_a_confined_node_prepares_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of the account read its data directory without walls."""
+    monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "data"))
+    before = data.prepare("digits", tmp_path / "data").directory
+    (tmp_path / "data" / "organamnist.npz").touch()
+    places = supernode.writable_directories(tmp_path / "sites" / "a", "/etc/site.toml")
+    found = supernode.confinement_of(Site(confine=True), Node(0, 2), places.values(), "127.0.0.1:7777")
+    assert {str(tmp_path / "data" / name) for name in ("downloads", "organamnist.npz")} <= set(found.read)
+    for name, value in supernode.own_variables(places).items():
+        monkeypatch.setenv(name, value)
+    # as an application does
+    data.open_client(RunConfig(num_clients=2), 0)
+    own = places["TMPDIR"] / "prepared"
+    assert {path.name for path in own.iterdir()} == {"datasets", "partitions"}
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {"datasets", "downloads", "organamnist.npz"}
+    assert any(own.is_relative_to(place) for place in found.write)
+    reaches = [*found.read, *found.write]
+    assert not any(before.is_relative_to(place) for place in reaches)
 
 
 @pytest.mark.parametrize("link", ["", "state", "state/a"])
