@@ -73,7 +73,26 @@ def of_server(inventory: Inventory, file: Path, runs: Iterable[Path], states: It
     found += [Part("run folders", path.absolute()) for path in runs]
     here = [node for node in inventory.supernodes if node.host == LOCAL]
     named = [Path(node.environment["COROLLA_STATE_DIR"]) for node in here if "COROLLA_STATE_DIR" in node.environment]
-    return _existing([*found, *of_site([*named, *states], {node.site for node in here if node.site})])
+    theirs = of_site([*named, *states], {node.site for node in here if node.site})
+    _refuse_foreign(found, [*_roots([*named, *states]), *(part.path for part in theirs if part.what in _FOREIGN)])
+    return _existing([*found, *theirs])
+
+
+def _refuse_foreign(parts: Iterable[Part], foreign: Iterable[Path]) -> None:
+    """Raise UserError if a place that applications may write lies in a part of which links are followed."""
+    for place in foreign:
+        for part in parts:
+            if place.resolve().is_relative_to(part.path.resolve()):
+                raise UserError(
+                    f"backup: {place}, which applications may write, lies in {part.path} ({part.what}), where links are followed; "
+                    "move one of them to a separate directory"
+                )
+
+
+def _roots(states: Iterable[Path]) -> list[Path]:
+    """Return the directories of client state: the usual one, and others."""
+    usual = Path(os.environ.get("COROLLA_STATE_DIR") or user_state())
+    return list(dict.fromkeys(path.expanduser().absolute() for path in (usual, *states)))
 
 
 def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Part]:
@@ -89,8 +108,7 @@ def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Part
             kept = site.read_site(path).site_dir
             notes |= {Path(kept)} if kept and VARIABLE not in os.environ else set()
     found += [Part(_NOTES, path) for path in sorted(notes)]
-    usual = Path(os.environ.get("COROLLA_STATE_DIR") or user_state())
-    for root in dict.fromkeys(path.expanduser().absolute() for path in (usual, *states)):
+    for root in _roots(states):
         there = foreign_files.entries(root) if root.is_dir() else []
         named = [entry.path for entry in there if entry.is_directory and EXPERIMENT_ID.fullmatch(entry.path)]
         found += [Part(_CLIENT_STATE, root / name) for name in named]

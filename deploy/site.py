@@ -34,6 +34,7 @@ from typing import Any
 
 from deploy.inventory import Form
 from fl_app.config import RunConfig
+from fl_app.config.rules import with_implied
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
 from fl_app.outgoing import DETAILED
@@ -184,6 +185,7 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
     """
     if why := unknown(site, application):
         return why
+    config = with_implied(config)
     declared = {spec.name: spec for spec in specs(RunConfig)}
     method = str(config.get("method", declared["method"].default))
     if site.methods is not None and method not in site.methods:

@@ -392,6 +392,26 @@ def test_a_file_that_is_cut_meanwhile_does_not_end_a_backup(
     assert sizes["cut"] == 100_000 and sizes["kept"] == 4
 
 
+@pytest.mark.parametrize("variable", ["COROLLA_STATE_DIR", "COROLLA_SITE_DIR", "COROLLA_STATE_HOME", "host"])
+def test_what_applications_write_is_no_part_of_the_servers_files(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Of the server's files links are followed: one of an application would bring another file into the archive."""
+    place = machine / "lab-keys" / "more"
+    file = cluster(machine)
+    if variable == "host":
+        hosts = [{"host": "local", "supernodes": 2, "environment": {"COROLLA_STATE_DIR": str(place)}}]
+        file.write_text(yaml.safe_dump({"hosts": hosts}))
+    else:
+        monkeypatch.setenv(variable, str(place))
+    where = place / "sites" / "lab" / "supernode-0" if variable == "COROLLA_STATE_HOME" else place
+    where.mkdir(parents=True)
+    (where / "link").symlink_to(tmp_path / "id_ed25519")
+    (tmp_path / "id_ed25519").write_text("secret")
+    with pytest.raises(UserError, match=r"lab-keys/more.* lies in .*lab-keys \(keys\), where links are followed"):
+        backup.of_server(inventory.read_inventory(file), file, [])
+
+
 def test_a_link_that_cannot_be_kept_is_named(machine: Path, tmp_path: Path) -> None:
     runs, archive = machine / "runs", tmp_path / "archives" / "a.tar"
     runs.mkdir()

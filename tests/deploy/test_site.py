@@ -150,6 +150,8 @@ def test_an_empty_name_is_not_no_rules(module: str, tmp_path: Path) -> None:
         ),
         (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedavg", "fedcac.tau": 0.9}, ""),  # not this run's
         (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedcac", "fedcac.tau": 0.9}, "bounds: fedcac.tau"),
+        # what other keys imply
+        (Site(bounds={"partition": {"one-of": ["dirichlet-client"]}}), {"client": "ward"}, "bounds: partition must be"),
         (Site(confine=True), {"state-dir": ""}, ""),
         (Site(confine=True), {"state-dir": "/state"}, "confine: state-dir is this site's to choose, got /state"),
         (Site(bounds={"epochs": {"max": 1}}), {}, "bounds: epochs is not in the run's config"),
