@@ -133,7 +133,8 @@ class Gate:
 
     directory: of the site's audit and approvals. evaluations_in: that of the count of evaluations; None: the
     same. working: returns whether the application may still
-    deliver a reply. arriving: counts the bytes that it sends. count: counts the training samples that a run's config gives
+    deliver a reply. known: returns a run that was fetched before, whose application has its configuration of then.
+    arriving: counts the bytes that it sends. count: counts the training samples that a run's config gives
     a client of a number of clients, from the node's own data; raises UserError.
     """
 
@@ -144,6 +145,7 @@ class Gate:
     store: ObjectStore
     evaluations_in: Path | None = None
     working: Callable[[], bool] = lambda: True
+    known: Callable[[int], Run | None] = lambda run_id: None
     arriving: Arriving = field(default_factory=Arriving)
     count: Callable[[Mapping[str, Scalar], int, int, str], int] = counting.count
     _inner: Connection = field(init=False)
@@ -386,7 +388,9 @@ class Gate:
         if (known := self._judged.get(run_id)) is not None:
             _keep_last(self._judged, run_id, known, _MAX_JUDGED)
             return known
-        run = self._inner.get_run(run_id)
+        run = self.known(run_id) or self._inner.get_run(run_id)
+        # Flower keeps one configuration for all runs of a series, and one state: the last one's
+        run.series_id = run_id
         fab = self._inner.get_fab(run.fab_hash, run_id)
         judged = Judged(run, hashlib.sha256(fab.content).hexdigest(), {})
         try:

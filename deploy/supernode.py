@@ -235,7 +235,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples, arriving=arriving)
         state = given["state_factory"].state()
         answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store), gate.admits)
-        gate.working = answering.working
+        gate.working, gate.known = answering.working, state.get_run
 
         @contextlib.contextmanager
         def connect_behind_gate(**how: Any) -> Iterator[tuple[Any, ...]]:

@@ -19,7 +19,8 @@ import pytest
 import uvicorn
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import ErrorCode, Status
+from flwr.common.serde import context_from_proto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
@@ -27,6 +28,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode import start_client_internal as loop
+from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
+from flwr.supernode.servicer.runtime import runtime_handlers
 
 from client_app.counting import train_samples
 from deploy import approval, audit, evaluations, node_cli, supernode
@@ -79,6 +83,7 @@ class SuperLink:
     overrides: dict[int, dict[str, Any]]
     fab: Fab = field(default_factory=lambda: Fab(HASH, FAB, {}))
     kind: str = ""
+    series: int = 0
     queue: list[Message] = field(default_factory=list)
     sent: list[tuple[Message, dict[str, bytes]]] = field(default_factory=list)
 
@@ -102,6 +107,7 @@ class SuperLink:
     def _run(self, run_id: int) -> Run:
         run = Run.create_empty(run_id)
         run.fab_hash, run.override_config, run.primary_task_type = HASH, self.overrides[run_id], self.kind
+        run.series_id = self.series or run_id
         return run
 
     def _send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
@@ -815,3 +821,63 @@ def test_a_value_of_another_kind_is_one_refusal(tmp_path: Path, link: SuperLink,
 def test_an_application_has_one_hash() -> None:
     found = application_hash({})
     assert found == application_hash({"method": "fedavg", "local-epochs": 3}) and len(found) == 64
+
+
+class Started:
+    """Flower's loop and state behind a gate: what an application gets for a message."""
+
+    def __init__(self, directory: Path, link: SuperLink, **rules: Any) -> None:
+        self.link = link
+        self.made, self.opened = gate(directory, link, **rules)
+        self.state: Any = InMemoryNodeState(self.made.store)
+        self.state.set_node_id(1)
+        self.made.known = self.state.get_run
+
+    def ask(self, kind: str, run_id: int) -> Any | None:
+        """Return the context with which an application answers a message, or None if it is refused."""
+        self.link.content |= parts_of(self.link.ask(kind, run_id))
+        taken = loop._pull_and_store_message(
+            self.state,
+            self.made.store,
+            {},
+            self.opened.receive,
+            self.opened.get_run,
+            self.opened.get_fab,
+            self.opened.pull_object,
+            self.opened.confirm_message_received,
+            None,
+        )
+        if taken is None:
+            return None
+        (task,) = [one for one in self.state.get_tasks() if one.status.status == Status.PENDING]
+        assert self.state.claim_task(task.task_id)
+        return runtime_handlers.pull_task_input(None, self.state, task).context
+
+
+def test_an_application_gets_the_configuration_that_was_judged(tmp_path: Path, link: SuperLink) -> None:
+    """Runs of one series have one context in Flower, which the last one has made."""
+    link.overrides = {1: {}, 2: {"dp-epsilon": 1.0}}
+    link.series = 5
+    started = Started(tmp_path, link, max_evaluations=3)
+    assert started.ask("evaluate", 1) is not None
+    # a confidential run: one question by itself, one by its message
+    assert started.ask("evaluate", 2) is not None
+    context = started.ask("evaluate", 1)
+    assert context is not None
+    found = context_from_proto(context)
+    assert (found.run_id, found.run_config["dp-epsilon"]) == (1, 0.0)
+
+
+def test_a_run_that_the_gate_has_forgotten_is_judged_as_it_started(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SuperLink that tells another configuration later would have it judged, and the first one answered."""
+    monkeypatch.setattr("deploy.gate._MAX_JUDGED", 3)
+    link.overrides = {1: {"dp-epsilon": 1.0}, 2: {}, 3: {}, 4: {}}
+    started = Started(tmp_path, link, max_evaluations=4)
+    assert started.ask("evaluate", 1) is not None
+    for run_id in (2, 3, 4):
+        assert started.ask("evaluate", run_id) is not None
+    link.overrides[1] = {}
+    answered = [started.ask("evaluate", 1) is not None for _ in range(5)]
+    assert answered == [True, False, False, False, False]
