@@ -1,4 +1,4 @@
-"""What an application sends to its SuperNode, until the gate has judged it: never more in memory than a bound.
+"""All that an application sends to its SuperNode, until the gate has judged it: never more in memory than a bound.
 
 An application sends a reply in parts over Flower's Runtime API. They wait in the SuperNode's memory until the reply is
 whole, and only then its size is known. So all bytes are counted as they arrive, and the rest of a request is not read once
@@ -10,9 +10,15 @@ A site without `max-upload` has no bound, and Flower's server as it is.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from flwr.app import Context
+from flwr.common.serde import context_to_proto
+
+log = logging.getLogger("corolla")
 
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
@@ -24,7 +30,7 @@ _MORE = 1 << 20
 # bytes as which a part of a reply, or a request that keeps something, counts at least
 _LEAST = 1024
 _KEEPING = ("push-object", "push-messages", "push-task-output")
-# the calls that a client's process needs; the others keep what they get, or are for other kinds of applications
+# the calls that a client's process needs; the others keep their requests, or are for other kinds of applications
 _CALLS = frozenset(
     (*_KEEPING, "pull-pending-tasks", "acquire-task", "claim-task", "send-task-heartbeat", "pull-task-input")
     + ("pull-object", "confirm-message-received", "pull-messages")
@@ -36,7 +42,7 @@ class Arriving:
     """The count of the bytes that an application has sent for one message.
 
     limit: the size of a reply in bytes, or None for no bound. An application may send twice as much, and a megabyte:
-    what it keeps at its SuperNode counts too.
+    its state at its SuperNode counts too.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -57,6 +63,21 @@ class Arriving:
         """Count anew, for the next message."""
         with self._lock:
             self._kept, self._passed = 0, False
+
+    def bound(self, state: Any) -> None:
+        """Let Flower's state of a SuperNode keep no more than the bound of all states that applications leave there."""
+        keep, sizes = state.set_run_series_context, dict[int, int]()
+
+        def keep_some(run: int, context: Context) -> None:
+            # the first is Flower's own
+            size = context_to_proto(context).ByteSize() if run in sizes else 0
+            if size + sum(sizes.values()) - sizes.get(run, 0) > self._most:
+                log.warning("run %d: its application leaves too much: max-upload bounds that too", run)
+                return
+            sizes[run] = size
+            keep(run, context)
+
+        state.set_run_series_context = keep_some
 
     def takes_parts(self, number: int) -> bool:
         """Return whether a reply may have so many parts, which are listed before any arrives."""

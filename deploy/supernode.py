@@ -234,6 +234,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
         counter_of_samples = functools.partial(counting.count, start=counter)
         gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples, arriving=arriving)
         state = given["state_factory"].state()
+        arriving.bound(state)
         answering = Answering(state, gate.waiting, lambda reply: loop._insert_message(reply, state, store), gate.admits)
         gate.working, gate.known = answering.working, state.get_run
 

@@ -30,6 +30,8 @@ log = logging.getLogger("corolla")
 REASON = "the client's process ended without a reply"
 # Flower's names of the function that returns messages, the newer one first
 _GETTERS = ("get_messages_legacy", "get_messages")
+# most characters of the reason for which a task ended
+_MAX_DETAILS = 2000
 # seconds before a SuperExec that has ended is started again, doubled each time up to the most
 _FIRST_WAIT, _MOST_WAIT = 1.0, 30.0
 # a SuperExec that has run for so many seconds was in order
@@ -66,9 +68,9 @@ class Answering:
             state.create_task,
             state.store_message_and_object_tree,
         )
-        self._tree = state.object_store.get_object_tree
+        self._tree, self._finish = state.object_store.get_object_tree, state.finish_task
         setattr(state, getter, self._get_or_answer)
-        state.create_task = self._create_and_note
+        state.create_task, state.finish_task = self._create_and_note, self._finish_briefly
         state.store_message_and_object_tree = self._store_replies
         state.object_store.get_object_tree = self._tree_or_none_of_its_parts
 
@@ -85,11 +87,16 @@ class Answering:
                 self._state.finish_task(task.task_id, SubStatus.FAILED, REASON)
 
     def _create_and_note(self, *given: Any, **named: Any) -> int | None:
-        # a message begins: what applications have sent for the last one is not needed any more
+        # a message begins: all that applications have sent for the last one is no longer needed
         self._state.object_store.clear()
         self._state.delete_sessions_in_run(named["run_id"])
         self._task = self._create(*given, **named)
         return self._task
+
+    def _finish_briefly(self, task_id: int, sub_status: str, details: str) -> bool:
+        # the state keeps all tasks, and an application's reason can be of any length
+        finished: bool = self._finish(task_id, sub_status, details[:_MAX_DETAILS])
+        return finished
 
     def _store_replies(self, message: Message, tree: ObjectTree, *given: Any) -> tuple[bool, list[str]]:
         return self._store(message, tree, *given) if self._admits(message, tree) else (False, [])

@@ -40,7 +40,7 @@ class _Type:
             raise pickle.UnpicklingError(f"an array must hold bytes, got {name!r}")
 
     def __setstate__(self, state: Any) -> None:
-        """Take the type's state, which has nothing more to say."""
+        """Take the type's state, of which nothing is needed."""
 
 
 _KNOWN: Mapping[tuple[str, str], Callable[..., Any]] = {

@@ -18,7 +18,8 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.common.serde import context_to_proto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.runtime_pb2 import (
     PushAppMessagesRequest,
@@ -49,6 +50,7 @@ class Node:
         self.state: Any = factory.state()
         self.store = factory.objectstore_factory.store()
         self.arriving = Arriving(limit)
+        self.arriving.bound(self.state)
         Answering(self.state, lambda: None, lambda reply: None, lambda reply, tree: self.admits(tree))
         config = self.arriving.config(uvicorn.Config)
         app = flower.create_app(state_factory=factory)
@@ -168,7 +170,12 @@ def what_other_applications_send(node: Node) -> None:
             node.client.PushTaskEvents(events)
 
 
+def a_long_reason(node: Node) -> None:
+    node.client.PushTaskOutput(PushTaskOutputRequest(sub_status="failed", details="x" * LIMIT))
+
+
 ATTACKS = [
+    a_long_reason,
     a_request_without_end,
     headers_without_end,
     many_requests_at_once,
@@ -204,10 +211,28 @@ def test_no_application_fills_its_supernodes_memory(node: Node, attack: Any) -> 
         left.append(tracemalloc.get_traced_memory()[0])
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    # tracemalloc does not see what is in protocol buffers
+    assert sum(task.ByteSize() for task in node.state.get_tasks()) < LIMIT // 4
     assert len(node.store) == 0 and left[-1] - left[0] < LIMIT // 4 and most < MOST
     node.push(honest := node.reply(LIMIT // 4 - 1000))
     node.client.PushTaskOutput(PushTaskOutputRequest(sub_status="completed"))
     assert node.holds(honest) and not node.arriving.too_much
+
+
+def test_what_applications_leave_is_bounded_over_all_runs(node: Node) -> None:
+    def left(run: int) -> int:
+        return context_to_proto(node.state.get_run_series_context(run)).ByteSize()
+
+    for run in range(10):
+        own = ArrayRecord([np.full(LIMIT // 8, run, np.float32)])
+        node.state.set_run_series_context(run, Context(run, 1, {}, RecordDict(), {"key": run}))
+        node.state.set_run_series_context(run, Context(run, 1, {}, RecordDict({"own": own}), {"key": run}))
+        # every run has what Flower gives it
+        assert node.state.get_run_series_context(run).run_config == {"key": run}
+    assert left(0) > LIMIT // 2 and sum(map(left, range(10))) < 2 * LIMIT + (1 << 20) + 10_000
+    # and may replace its own
+    node.state.set_run_series_context(0, Context(0, 1, {}, RecordDict(), {"key": "new"}))
+    assert node.state.get_run_series_context(0).run_config == {"key": "new"}
 
 
 def test_without_a_limit_nothing_is_refused() -> None:
