@@ -97,7 +97,7 @@ class Keyring(KeyList):
         """The key that signs this client's keys for a run. It follows from the private key."""
         return _signer(self.private)
 
-    @property
+    @cached_property
     def own(self) -> str:
         """The hash of this client's own public half, whatever its number is."""
         return own_hash(self.private)
@@ -400,6 +400,8 @@ def _entry(line: str) -> tuple[int, tuple[str, bytes, bytes]]:
     )
 
 
+# a process that answers several messages reads the same list each time
+@functools.lru_cache(4096)
 def _verified(path: Path, whose: str, node: str, public: bytes, signature: bytes) -> bytes:
     """Return a client's public key. Raises UserError unless its node key has signed it."""
     try:
