@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from benchmarks.kernels import RESNET18, random_masks, stack
 from benchmarks.measure import arguments, finish, interleaved
+from benchmarks.private_rounds import site_keys
 from client_app.private import Masker, answered
 from client_app.run_keys import SiteKeys
 from fl_app.config import RunConfig
@@ -27,30 +26,13 @@ from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.privacy import keyring, masking, shares, sketch
 from fl_app.privacy.companies import threshold
-from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring
+from fl_app.privacy.keyring import Keyring, RunKeys, drawn_run_keys, open_keyring
 from fl_app.privacy.transcript import SentHashes, config_hash
 from fl_app.wire import AGREED, COMMITTED, OPEN, PRIVATE, SHARES, Download, Upload, payload_bytes, upload_message
 from strategies import fedcac
 from strategies.kernels import aggregate, linkage, masks
 
 N = 40
-
-
-def site_keys(directory: Path, n: int) -> list[Path]:
-    """Make the keys of n sites. Return their files; the list is beside them."""
-    lines, paths = [], []
-    for i in range(n):
-        path = directory / f"{i}.x25519"
-        path.write_bytes(keyring.make_private_key())
-        path.chmod(0o600)
-        node = ec.generate_private_key(ec.SECP384R1())
-        public = (
-            node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
-        )
-        lines.append(f"{i} {public} {keyring.KEY_TYPE} {keyring.statement(keyring.read_private_key(path), node)}\n")
-        paths.append(path)
-    (directory / PEERS).write_text("".join(lines))
-    return paths
 
 
 class Sites:
