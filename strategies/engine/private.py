@@ -209,7 +209,8 @@ class MaskedIntake(Intake):
         own, gone = self.survivors[label], self.dropped(label)
         if not self.is_open(label):
             silent = [i for i in own if i not in self.answers]
-            raise TooFewResults(_gone(silent, own), [*silent, *gone])
+            # where half of them are silent, the network is at fault rather than they
+            raise TooFewResults(_gone(silent, own), [*([] if 2 * len(silent) >= len(own) else silent), *gone])
         masks = [shares.own_mask(seed) for seed in self.restored(label).values()]
         rows = sorted({self.row_of_sum[i] for i in own})
         total: NDArray[np.uint64] = np.add.reduce(self.totals[rows], axis=0, dtype=np.uint64)

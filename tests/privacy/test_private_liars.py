@@ -79,6 +79,22 @@ def test_who_goes_away_before_the_sum_is_opened_is_not_needed_unless_another_dro
     assert [(f["client"], f["attempt"]) for f in first["failures"]] == [(2, 1), (3, 1)]
 
 
+@pytest.mark.parametrize("dropped", [(), ((1, 0, 2),)])
+def test_where_nobody_opens_the_sum_nobody_is_to_blame(
+    raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dropped: tuple[tuple[int, int, int], ...]
+) -> None:
+    honest = client_app.client.CorollaClient._answered
+
+    def silent(self: Any, question: wire.Download) -> Any:
+        if (question.task, question.round, question.attempt) == (wire.OPEN, 1, 0):
+            raise UserError("the network is down")
+        return honest(self, question)
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "_answered", silent)
+    first, second = rounds(run_without(raw_config, *dropped))
+    assert len(first["clients"]) == 5 - len(dropped) and len(second["clients"]) == 5
+
+
 def test_with_too_few_left_the_round_fails(raw_config: dict[str, Any]) -> None:
     gone = [(1, attempt, i) for attempt in (0, 1) for i in (0, 2, 4)]
     with pytest.raises(UserError, match=r"round 1 failed in 2 attempts(.|\n)*client 4: error 0: gone"):
