@@ -129,6 +129,9 @@ def accept_invitation(directory: Path, given: Path | None) -> Invitation:
     forms = {"superlink": str, "client": int, "clients": int, "ca": str, "flower": str, "name": str}
     if set(forms) - set(raw) - {"flower", "name"} or any(type(raw[name]) is not forms.get(name) for name in raw):
         raise UserError(f"{path}: must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}")
+    # the server's operator wrote it, and a terminal obeys control characters
+    if strange := [name for name in raw if name != "ca" and not str(raw[name]).isprintable()]:
+        raise UserError(f"{path}: {strange[0]}: must be text that can be printed, got {raw[strange[0]]!r}")
     if not re.fullmatch(r"|\d+\.\d+.*", raw.get("flower", "")):
         raise UserError(f"{path}: flower: must be a version, for example 1.39.0, got {raw['flower']!r}")
     publish(directory / INVITATION, lambda temporary: temporary.write_bytes(path.read_bytes()))

@@ -110,6 +110,18 @@ def test_a_lost_half_is_made_again(tmp_path: Path, lost: tuple[str, ...]) -> Non
     assert (again[3] == before[3]) == (len(lost) == 1)
 
 
+@pytest.mark.parametrize("field", ["superlink", "flower", "name"])
+def test_an_invitation_commands_no_terminal(tmp_path: Path, field: str) -> None:
+    fields = {"superlink": "a:1", "flower": "1.42.0", "name": "b"}
+    fields[field] += "\\u001b]0;title\\u0007"
+    lines = ["client = 0", "clients = 2", 'ca = ""', *(f'{key} = "{value}"' for key, value in fields.items())]
+    (tmp_path / "invitation").write_text("\n".join(lines))
+    with pytest.raises(UserError) as refused:
+        joining.accept_invitation(tmp_path / "site", tmp_path / "invitation")
+    assert f"{field}: must be text" in str(refused.value) and str(refused.value).isprintable()
+    assert not (tmp_path / "site").exists()
+
+
 @pytest.mark.parametrize("here, noted", [("1.39.0", False), ("1.41.2", True)])
 def test_an_invitation_names_the_servers_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, noted: bool
