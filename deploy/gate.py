@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flwr.app import Error, Message, RecordDict
+from flwr.cli.config_utils import get_fab_metadata
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import ErrorCode
 from flwr.common.serde_utils import error_to_proto, metadata_from_proto, metadata_to_proto
@@ -431,6 +432,8 @@ class Gate:
         if why := site.unknown(self.rules, judged.application):
             return why
         _refuse_large_project(fab.content)
+        # by these, the process of an application finds the code that it has unpacked
+        run.fab_id, run.fab_version = get_fab_metadata(fab.content)
         found = get_fused_config_from_fab(fab.content, run)
         if strange := [key for key, value in found.items() if type(value) not in (str, int, float, bool)]:
             return f"{strange[0]}: must be a text, a number, true or false, got {type(found[strange[0]]).__name__}"

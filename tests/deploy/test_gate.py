@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
+from flwr.common.config import get_project_dir
 from flwr.common.constant import ErrorCode, Status
 from flwr.common.serde import context_from_proto
 from flwr.proto.message_pb2 import ObjectTree
@@ -84,6 +85,7 @@ class SuperLink:
     fab: Fab = field(default_factory=lambda: Fab(HASH, FAB, {}))
     kind: str = ""
     series: int = 0
+    named: tuple[str, str] = ("lab/app", "1.0.0")
     queue: list[Message] = field(default_factory=list)
     sent: list[tuple[Message, dict[str, bytes]]] = field(default_factory=list)
 
@@ -108,6 +110,7 @@ class SuperLink:
         run = Run.create_empty(run_id)
         run.fab_hash, run.override_config, run.primary_task_type = HASH, self.overrides[run_id], self.kind
         run.series_id = self.series or run_id
+        run.fab_id, run.fab_version = self.named
         return run
 
     def _send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
@@ -866,6 +869,22 @@ def test_an_application_gets_the_configuration_that_was_judged(tmp_path: Path, l
     assert context is not None
     found = context_from_proto(context)
     assert (found.run_id, found.run_config["dp-epsilon"]) == (1, 0.0)
+
+
+@pytest.mark.parametrize("led", [0, 1])
+def test_a_run_names_no_other_directory_for_its_code(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch, led: int
+) -> None:
+    """Flower looks for the code at a path that it makes of what the SuperLink calls it."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
+    (unpacked := tmp_path / "flwr" / "apps" / f"lab.app.1.0.0.{HASH[:8]}").mkdir(parents=True)
+    (other := tmp_path / f"other.{HASH[:8]}").mkdir()
+    out = f"1.0.0.{HASH[:8]}/../../../other"
+    assert get_project_dir("lab/app", out, HASH).resolve() == other
+    link.named = ("lab/app", out) if led else ("../../other/app", "1.0.0")
+    _, opened = gate(tmp_path, link)
+    run = opened.get_run(7)
+    assert get_project_dir(run.fab_id, run.fab_version, HASH) == unpacked
 
 
 def test_a_run_that_the_gate_has_forgotten_is_judged_as_it_started(
