@@ -156,7 +156,6 @@ class Client:
         upload = local_round(self.method, context, received, self.state)
         intake = Intake.of([0], self.server.expected())
         intake.accept(0, self.server.complete(0, upload), upload.metrics)
-        self.server.round = round
         self.server.personalize(round, intake.uploads())
 
     def third_round(self) -> Callable[[], Upload]:

@@ -9,6 +9,7 @@ each.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,9 +33,9 @@ from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Drawings, Method, RoundContext, Uploads
 from strategies.base.method import AnyMethod
+from strategies.base.turn import Turn
 from strategies.base.uploads import Intake
 from strategies.engine import steps
-from strategies.engine.attempt import Attempt
 
 __all__ = ["Federation", "Tiny", "federation", "local_round"]
 
@@ -62,7 +63,7 @@ class Tiny(nn.Module):
 class Federation:
     """Clients with separate data around one server.
 
-    server: the method's server half, including `global_model`. states: each client's state. method, config, layout,
+    server: the method's server half, including its `state`. states: each client's state. method, config, layout,
     initial, shared: of the run. rounds: number of rounds run.
     """
 
@@ -155,7 +156,7 @@ class Federation:
         results of training. Without W the clients train. Raises UserError for other shapes.
         """
         self.rounds += 1
-        self.server.attempt = Attempt(self.rounds, declared=dict(self.declared))
+        turn = self.server.attempt = Turn(self.config, self.rounds, declared=dict(self.declared))
         chosen = sorted(range(len(self.data)) if ids is None else ids)
         trained = self._trained(W, B, len(chosen))
         self.server.sample(chosen, self.rounds)
@@ -166,11 +167,11 @@ class Federation:
             intake.accept(i, self.server.complete(i, upload), upload.metrics)
         uploads = intake.uploads()
         kept = uploads.rows(list(range(len(chosen))))
-        self.server.round = self.rounds
-        sent = self.server.global_model
-        self.server.personalize(self.rounds, uploads)
+        turn.uploads = uploads
+        before, after = self.server.state, self.server.updated(uploads, turn)
         for step in steps.after(self.config):
-            step(self.server, sent)
+            after = step(before, after)
+        self.server.state = dataclasses.replace(after, round=self.rounds)
         return kept
 
     def evaluated(self, client_id: int) -> Model:

@@ -184,7 +184,7 @@ def run(
         del origin
         here = () if os.environ.get(SIMULATION) else trackers.wanted(config.resolved)
         printed = debugging.printed_lines(lambda line: debugging.show_printed("server", line))
-        with trackers.following(here, folder.path, strategy.round, log.warning), printed:
+        with trackers.following(here, folder.path, strategy.state.round, log.warning), printed:
             if tested := method.tested(config):
                 log.info("%s: %s", config.method, tested)
             log.info("model %s: %s", config.model, parts_line(layout))
@@ -198,8 +198,8 @@ def run(
             strategy.start(exchange)
             # again, for clients that came later
             folder.write_clients(_facts(registry.properties, counted))
-            if strategy.round < config.num_server_rounds and not rounds.ended_early:
-                log.info("%s", stopped_line(strategy.round))
+            if strategy.state.round < config.num_server_rounds and not rounds.ended_early:
+                log.info("%s", stopped_line(strategy.state.round))
                 return folder
             _finish(rounds, strategy, folder)
             return folder
@@ -302,10 +302,10 @@ def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFol
             raise UserError(f"{line} (--strict)")
         log.warning("%s", line)
     rounds.restore(saved)
-    refuse_fewer_rounds(config, strategy.round, may_be_equal="evaluation" in saved.meta["record"])
-    folder.continue_with(config, strategy.round)
-    folder.rewind(strategy.round, saved.meta["record"])
-    log.info("%s", resumed_line(strategy.round))
+    refuse_fewer_rounds(config, strategy.state.round, may_be_equal="evaluation" in saved.meta["record"])
+    folder.continue_with(config, strategy.state.round)
+    folder.rewind(strategy.state.round, saved.meta["record"])
+    log.info("%s", resumed_line(strategy.state.round))
 
 
 def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:
@@ -397,11 +397,11 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
         folder.save_model("global", strategy.exported_layout(strategy.layout), model)
     if config.collect_personal_models:
         whole = strategy.exported_layout(strategy.full_layout)
-        for client_id, model in rounds.collect(strategy.round).items():
+        for client_id, model in rounds.collect(strategy.state.round).items():
             folder.save_model(f"client-{client_id}", whole, model)
     else:
         layout = strategy.exported_layout(strategy.layout)
-        for client_id in sorted(strategy.personal):
+        for client_id in sorted(strategy.state.clients):
             held = strategy.exported(client_id)
             if held is not None:
                 folder.save_model(f"client-{client_id}", layout, held)

@@ -45,10 +45,13 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
     Sums,
+    Turn,
     Uploads,
     all_but_local_statistics,
     local_epochs,
+    models_by_client,
 )
 from strategies.kernels import aggregate, masks, scores
 from strategies.kernels.averages import RULES
@@ -300,18 +303,18 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         """
         return uploads.sizes if self.params.weighting == "samples" else uploads.once
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Apply Eq. 7-11 to the round's clients."""
         assert uploads.bits is not None
         p, n = self.params, len(uploads.ids)
         # the rule must see the stack before results overwrite it
-        averaging, weights = self.averaging_of(uploads), self.weights(uploads)
+        averaging, weights = turn.average, self.weights(uploads)
         overlap = mask_overlap(uploads.W, uploads.bits, sizes_differ=p.vanishing_scores != "ranked")
-        chosen = self.choose(overlap, round)
+        chosen = self.choose(overlap, turn.round)
         mean, personalized = personalize(
             uploads.W,
             uploads.bits,
-            round,
+            turn.round,
             beta=p.beta,
             weights=weights,
             chosen=chosen,
@@ -320,15 +323,13 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
             averaging=averaging,
         )
         statistics = averaging.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
-        self.global_model = Model(mean, averaging.mean(uploads.B, weights))
-        ids = np.array(uploads.ids)
+        ids, kept = np.array(uploads.ids), models_by_client(uploads.ids, personalized, statistics)
         for i, client_id in enumerate(uploads.ids):
-            self.keep_for(
-                client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
-            )
-            self.note(client_id, "collaborators", ids[chosen[i]])
-        self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
-        self.note_round("overlap", np.round(overlap, 6))
+            kept[client_id] |= {"mask": uploads.bits[i], "round": np.array(turn.round)}
+            turn.note(client_id, "collaborators", ids[chosen[i]])
+        turn.note_round("collaborators", float(chosen.sum(axis=1).mean()))
+        turn.note_round("overlap", np.round(overlap, 6))
+        return state.next(Model(mean, averaging.mean(uploads.B, weights)), kept)
 
     # Private runs have a partition of the clients, not neighbourhoods (strategies/kernels/linkage.py)
 
@@ -337,38 +338,41 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 
         Before the first one all clients are one group. Its label is ALONE if no clients collaborate.
         """
-        if GROUPS not in self.memory:
+        if GROUPS not in self.state.memory:
             return {ALONE if self._apart(1) else 0: ids}
-        labels = self.memory[GROUPS]
+        labels = self.state.memory[GROUPS]
         return {int(label): [i for i in ids if labels[i] == label] for label in np.unique(labels[ids])}
 
-    def personalize_sums(self, round: int, sums: Sums) -> None:
+    def update_sums(self, state: State, sums: Sums, turn: Turn) -> State:
         """Apply Eq. 9-10 to the groups that were summed.
 
         Every `private-regroup` rounds, and when collaboration ends, form the next groups from the overlaps.
         """
         n, m, d, ids = self.config.num_clients, sums.sketch_bits, self.layout.d, np.array(sums.ids)
-        groups = self.memory.get(GROUPS, np.full(n, ALONE if self._apart(1) else 0))
-        places, means = held(sums.groups, groups), list(sums.means.values())
-        self.global_model = sums.mean
-        self.memory[PLACES], self.memory[MEANS] = places, np.array([mean.params for mean in means])
-        self.memory[STATISTICS] = np.array([mean.buffers for mean in means])
+        groups = state.memory.get(GROUPS, np.full(n, ALONE if self._apart(1) else 0))
+        places, means, now = held(sums.groups, groups), list(sums.means.values()), turn.round
+        kept = {
+            PLACES: places,
+            MEANS: np.array([mean.params for mean in means]),
+            STATISTICS: np.array([mean.buffers for mean in means]),
+        }
         assert sums.bits is not None
         found = (
             overlaps(masks.common_ones(sums.bits), m, d, self.num_critical) if self.num_critical else np.eye(len(ids))
         )
-        if (round - 1) % self.config.private_regroup == 0 or self._apart(round + 1):
+        if (now - 1) % self.config.private_regroup == 0 or self._apart(now + 1):
             labels = np.full(n, ALONE)
-            if not self._apart(round + 1):
-                parts = partition(found, threshold(found, (round + 1) / self.params.beta))
+            if not self._apart(now + 1):
+                parts = partition(found, threshold(found, (now + 1) / self.params.beta))
                 labels = regrouped(groups, ids, parts)
             # all members of a sum must be sent the same mean
-            self.memory[GROUPS] = self.keep_together(ids, labels, found)
+            kept[GROUPS] = self.keep_together(ids, labels, found)
         chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)
         for row, client_id in zip(chosen, sums.ids, strict=True):
-            self.note(client_id, "collaborators", ids[row])
-        self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
-        self.note_round("overlap", np.round(found, 6))
+            turn.note(client_id, "collaborators", ids[row])
+        turn.note_round("collaborators", float(chosen.sum(axis=1).mean()))
+        turn.note_round("overlap", np.round(found, 6))
+        return state.next(sums.mean, memory=kept)
 
     def _apart(self, round: int) -> bool:
         """Return whether no clients share critical parameters in a round."""
@@ -376,12 +380,12 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 
     def _group(self, client_id: int) -> int:
         """Return the place of a client's group in a private run's last sums, ALONE without a group."""
-        return int(self.memory[PLACES][client_id]) if PLACES in self.memory else ALONE
+        return int(self.state.memory[PLACES][client_id]) if PLACES in self.state.memory else ALONE
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the mean of the client's group in a private run: there the client merges."""
         place = self._group(client_id)
-        return {} if place == ALONE else {GROUP: self.memory[MEANS][place]}
+        return {} if place == ALONE else {GROUP: self.state.memory[MEANS][place]}
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
         """Return the collaborators by the configured rule, bool [N, N]."""
@@ -397,13 +401,13 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 
         A client without stored parameters gets the global model, in a private run with its group's statistics.
         """
-        mine, place = self.personal.get(client_id), self._group(client_id)
+        mine, place = self.state.clients.get(client_id), self._group(client_id)
         if mine is None:
-            statistics = self.global_model.buffers if place == ALONE else self.memory[STATISTICS][place]
-            return Model(self.global_model.params, statistics)
+            statistics = self.state.model.buffers if place == ALONE else self.state.memory[STATISTICS][place]
+            return Model(self.state.model.params, statistics)
         params = mine["params"]
-        if self.params.non_critical == "all" and int(mine["round"]) != self.round:
-            params = aggregate.merge(mine["mask"], params, self.global_model.params)
+        if self.params.non_critical == "all" and int(mine["round"]) != self.state.round:
+            params = aggregate.merge(mine["mask"], params, self.state.model.params)
         return Model(params, mine["buffers"])
 
 

@@ -59,8 +59,11 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
+    models_by_client,
 )
 from strategies.fedcac import at_least, mask_overlap, threshold
 from strategies.kernels import aggregate, masks, scores
@@ -277,26 +280,26 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
         """Return K, the number of important parameters, equal for all clients."""
         return masks.num_selected(self.layout.sizes, self.params.tau)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Apply `personalize` with the configured ablations to the round's clients."""
         assert uploads.bits is not None
         p, n = self.params, len(uploads.ids)
         overlap = mask_overlap(uploads.W, uploads.bits)
-        chosen = self.choose(overlap, round)
+        chosen = self.choose(overlap, turn.round)
         weights = mixing(uploads.W, overlap, chosen, p, uploads.extras.get(GUIDANCE))
         params = personalize(
-            uploads.W, uploads.bits, round, alpha=p.alpha, self_weight=p.self_weight, mixed=weights, out=uploads.W
+            uploads.W, uploads.bits, turn.round, alpha=p.alpha, self_weight=p.self_weight, mixed=weights, out=uploads.W
         )
         statistics = aggregate.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
         ids = np.array(uploads.ids)
         for i, client_id in enumerate(uploads.ids):
-            self.keep_for(client_id, params=params[i], buffers=statistics[i])
-            self.note(client_id, "collaborators", ids[chosen[i]])
+            turn.note(client_id, "collaborators", ids[chosen[i]])
             if weights.outside is not None:
                 row = weights.outside[i]
                 near = {str(uploads.ids[j]): float(np.round(row[j], 6)) for j in np.flatnonzero(row)}
-                self.note(client_id, "neighbours", near)
-        self.note_round("overlap", np.round(overlap, 6))
+                turn.note(client_id, "neighbours", near)
+        turn.note_round("overlap", np.round(overlap, 6))
+        return state.next(clients=models_by_client(uploads.ids, params, statistics))
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
         """Return the collaborators by the configured rule, bool [N, N]."""
@@ -308,7 +311,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's last personalized model, or the initial model if it has none."""
-        return self.last_personal(client_id)
+        return self.state.model_of(client_id)
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the model that a client is sent. There is no global one."""

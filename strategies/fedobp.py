@@ -49,6 +49,8 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
 )
@@ -242,14 +244,13 @@ class FedOBP(FedAvg[FedOBPParams]):
             if found != counts.tolist():
                 raise WireError(f"array {COUNTS} is {counts.tolist()}, but the mask has {found} ones per layer")
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average, and note the counts by layer name."""
-        super().personalize(round, uploads)
-        if COUNTS not in uploads.extras:  # in a private run
-            return
         names = [slot.name for slot in self.layout.params]
-        for client_id, counts in zip(uploads.ids, uploads.extras[COUNTS].tolist(), strict=True):
-            self.note(client_id, COUNTS, dict(zip(names, counts, strict=True)))
+        # none in a private run
+        for client_id, counts in zip(uploads.ids, uploads.extras.get(COUNTS, np.empty(0)).tolist(), strict=True):
+            turn.note(client_id, COUNTS, dict(zip(names, counts, strict=True)))
+        return super().update(state, uploads, turn)
 
 
 class FedOBPUpdate(LocalUpdate[FedOBPParams]):

@@ -56,6 +56,8 @@ from strategies.base import (
     Method,
     Overview,
     PersonalizedStrategy,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
     local_epochs,
@@ -482,19 +484,19 @@ class FedPake(PersonalizedStrategy[FedPakeParams]):
 
     not_late = MappingProxyType({AGE: "the clusters of parameters count every client once"})
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Aggregate layer by layer, and note each layer's split."""
 
         def draw(purpose: str) -> np.random.Generator:
-            return rng.generator(self.config.seed, purpose, round)
+            return rng.generator(self.config.seed, purpose, turn.round)
 
         merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params, draw)
-        self.global_model = Model(merged, weighted_mean(uploads.B))
         named = list(zip(self.layout.params, splits, strict=True))
-        self.note_round(
+        turn.note_round(
             "high-dispersion", {slot.name: float(np.round(split.num_high / slot.size, 6)) for slot, split in named}
         )
-        self.note_round("macro-classes", {slot.name: split.num_macro for slot, split in named})
+        turn.note_round("macro-classes", {slot.name: split.num_macro for slot, split in named})
+        return state.next(Model(merged, weighted_mean(uploads.B)))
 
 
 FIGURES = (

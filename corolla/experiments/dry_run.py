@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +57,8 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
     shared = method.travelling(config, layout)
     strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
-    strategy.round, strategy.attempt.round = (
-        config.num_server_rounds - 1,
-        config.num_server_rounds,
-    )  # finished rounds, current round
+    strategy.state = dataclasses.replace(strategy.state, round=config.num_server_rounds - 1)
+    strategy.attempt.round = config.num_server_rounds
     upload = strategy.protocol.expected().blank()
     # each client may hold another part of the model
     clients = range(min(config.num_clients, PARTS)) if strategy.held_by(0) is not None else range(1)

@@ -7,14 +7,13 @@ new run. A client that is new starts as the method starts. The earlier run does 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, counted, listed
@@ -44,12 +43,10 @@ _SAME = ("method", "model", "norm", "task", "train", "share")
 
 
 class Server(Protocol):
-    """What a server half has of an earlier run: its models and arrays."""
+    """What a server half has of an earlier run: its state (strategies/base/state.py)."""
 
     config: RunConfig
-    global_model: Model
-    memory: dict[str, NDArray[Any]]
-    personal: dict[int, dict[str, NDArray[Any]]]
+    state: Any
 
 
 @dataclass(frozen=True)
@@ -84,13 +81,13 @@ class Origin:
         """Let a new run's server start from the arrays. Raises UserError for arrays of other clients in a fixed order."""
         arrays = dict(self.saved.arrays)
         before = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
-        mine = server.global_model
+        mine = server.state.model
         if (before.params.shape, before.buffers.shape) != (mine.params.shape, mine.buffers.shape):
             raise UserError(
                 f"from: the model of {self.path} has {before.params.size} travelling parameters and {before.buffers.size} "
                 f"statistics, this run's {mine.params.size} and {mine.buffers.size}"
             )
-        server.global_model = before
+        server.state = dataclasses.replace(server.state, model=before)
         new_id = {old: i for i, old in self.ids.items()}
         same = self.num_clients == server.config.num_clients and all(i == old for i, old in self.ids.items())
         for name, array in arrays.items():
@@ -101,11 +98,11 @@ class Origin:
                         f"from: method {server.config.method} keeps {key} for the {self.num_clients} clients of {self.path}, in "
                         "order; this run must have the same clients in the same order"
                     )
-                server.memory[key] = array
+                server.state.memory[key] = array
             elif whose == "client":
                 client_id, _, key = key.partition(".")
                 if int(client_id) in new_id:
-                    server.personal.setdefault(new_id[int(client_id)], {})[key] = array
+                    server.state.clients.setdefault(new_id[int(client_id)], {})[key] = array
 
 
 def origin_of(

@@ -33,7 +33,9 @@ from strategies.base.needs import (
 )
 from strategies.base.overview import Overview
 from strategies.base.server_half import AGE, LATE, MOVED
+from strategies.base.state import State, models_by_client
 from strategies.base.strategy import PersonalizedStrategy
+from strategies.base.turn import Turn
 from strategies.base.uploads import Sums, Uploads
 
 __all__ = [
@@ -56,8 +58,10 @@ __all__ = [
     "Overview",
     "PersonalizedStrategy",
     "RoundContext",
+    "State",
     "Sums",
     "Trainer",
+    "Turn",
     "Uploads",
     "all_but_classifier",
     "all_but_local_statistics",
@@ -66,6 +70,7 @@ __all__ = [
     "check_head_trains",
     "classifier_path",
     "local_epochs",
+    "models_by_client",
     "no_tensors",
     "refuse",
     "unfit",

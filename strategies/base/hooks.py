@@ -18,6 +18,7 @@ from fl_app.errors import MethodFault, listed
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
+from strategies.base.state import State
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,6 +107,16 @@ def check_kept(method: str, where: str, arrays: Mapping[str, object], *, convert
         if not is_numeric(value) and not (converts and is_numeric(_converted(value))):
             got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
             raise MethodFault(f"method {method}: {where}[{name!r}] must be a NumPy array of numbers, got {got}")
+
+
+def checked_state(method: str, state: object) -> State:
+    """Return the state that a method made. Raises MethodFault if it is none, or if it keeps a value that is no array of numbers."""
+    if not isinstance(state, State):
+        raise fault(f"method {method}", "update()", "must return a State", state)
+    check_kept(method, "memory", state.memory)
+    for client_id, own in state.clients.items():
+        check_kept(method, f"personal[{client_id}]", own)
+    return state
 
 
 def _converted(value: object) -> object:

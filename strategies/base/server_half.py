@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -19,49 +17,20 @@ from fl_app.keys import Scalar, show
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports
 from fl_app.server import client_arrays
-from fl_app.server.record import Record
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
 from strategies.base import hooks
+from strategies.base.earlier import EarlierHooks
+from strategies.base.state import State
+from strategies.base.turn import Turn
 from strategies.base.uploads import Intake, Sums, Uploads
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.parts import Part
-from strategies.kernels.robust import Averaging
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
 LATE, AGE, MOVED = "late", "age", "moved"
 """Uses of a late upload that a method may refuse (`ServerHalf.not_late`)."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What a client was sent: a model, and the method's extra arrays by name."""
-
-    model: Model
-    extras: Mapping[str, NDArray[Any]]
-
-
-@dataclass
-class RoundState:
-    """The state of the current round: values that a method may read, and its notes.
-
-    - `round`: the round's number, from 1.
-    - `declared`: by client, the facts about its data that it sent when it connected or was first drawn (key
-      `discover`).
-    - `expected`: the form that every upload of the round must have.
-    - `uploads`: the uploads that `personalize` works on, while it runs.
-    - `client_notes`, `round_notes`: values that the method adds to the round's record.
-    - `started_from`: by client, what it was sent, if its upload is a late one that counts from there (`sent_to`).
-    """
-
-    round: int = 0
-    declared: Mapping[int, Mapping[str, Scalar]] = field(default_factory=dict)
-    expected: Expected | None = None
-    uploads: Uploads | None = None
-    client_notes: dict[int, Record] = field(default_factory=dict)
-    round_notes: Record = field(default_factory=dict)
-    started_from: dict[int, Sent] = field(default_factory=dict)
 
 
 class Cohorts(Protocol):
@@ -74,20 +43,15 @@ class Cohorts(Protocol):
         ...
 
 
-class ServerHalf(ABC, Generic[P]):
-    """The server half of a method. A subclass writes `personalize`, and overrides the hooks that its paper changes.
+class ServerHalf(EarlierHooks, Generic[P]):
+    """The server half of a method. A subclass writes `update`, and overrides the hooks that its paper changes.
 
-    A subclass keeps its state in three places, which are all in checkpoints:
-
-    - `global_model`: the model sent to clients that have no model of their own.
-    - `personal`: arrays by client id (`keep_for`).
-    - `memory`: arrays that belong to no client.
-
+    Between rounds a subclass keeps nothing but `state`, which checkpoints hold. The engine sets it; `update` returns the next one.
     It may read:
 
     - `params`: the method's parameters.
     - `layout`: the tensors that travel. `full_layout`: the whole model.
-    - `round`: the last round with used uploads.
+    - `state`: the state after the last round with used uploads.
     - `reports`: the numbers that the method's client half reports.
     - `told`: scalars that every download has besides the method's own.
     """
@@ -95,21 +59,21 @@ class ServerHalf(ABC, Generic[P]):
     params: P
     # Extra float arrays of uploads that `max-update-norm` screens too: a plural name for messages -> the array's name.
     compared_extras: ClassVar[Mapping[str, str]] = {}
-    # Values of the key `robust` besides "none". RULES for a method that takes its means from `averaging_of`.
+    # Values of the key `robust` besides "none". RULES for a method that takes its means from `Turn.average`.
     robust: ClassVar[frozenset[str]] = frozenset()
-    # True declares two facts. `personalize` needs only means of W and B with `weights`, by `averaging_of(uploads).mean` or
+    # True declares two facts. `update` needs only means of W and B with `weights`, by `turn.average.mean` or
     # `weighted_mean`. An upload's weight does not depend on other uploads. Uploads are then added up as they come, and no stack is
-    # kept. A subclass that overrides `personalize`, `weights`, `averaging_of`, `compared` or `summed` must declare it again.
+    # kept. A subclass that overrides `update`, `weights`, `compared` or `summed` must declare it again.
     streams: ClassVar[bool] = False
     # Why late uploads (key `staleness`) cannot be used: LATE for none at all, AGE if an upload's age cannot lower its weight
     # (`staleness-decay` below 1), MOVED for `staleness-rule = fedbuff`.
     not_late: ClassVar[Mapping[str, str]] = {}
-    # Whether `personalize` works on the differences between uploads and `model_for`. Late uploads then come as if they had
+    # Whether `update` works on the differences between uploads and `model_for`. Late uploads then come as if they had
     # started from `model_for`: their own difference is added to it.
     reads_moves: ClassVar[bool] = False
-    # True declares that `personalize` sets the global model's parameters to a mean of the uploads, and that clients are sent
+    # True declares that `update` sets the state's model's parameters to a mean of the uploads, and that clients are sent
     # that model. The key `server-optimizer` may then move it (strategies/engine/steps). A subclass that overrides
-    # `personalize` or `model_for` must declare it again.
+    # `update` or `model_for` must declare it again.
     averages: ClassVar[bool] = False
     # True declares that `model_for` makes a client's model from common arrays. The server then keeps no model per client.
     makes_models: ClassVar[bool] = False
@@ -118,7 +82,7 @@ class ServerHalf(ABC, Generic[P]):
     sends_parts: ClassVar[bool] = False
     # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
     spread: ClassVar[float] = 1.0
-    # For the estimate of a run's memory: stacks [N, d] that `personalize` makes beside the uploads, and those of them that are kept
+    # For the estimate of a run's memory: stacks [N, d] that `update` makes beside the uploads, and those of them that are kept
     # until the next round.
     made_stacks: int = 0
     kept_stacks: int = 0
@@ -133,11 +97,8 @@ class ServerHalf(ABC, Generic[P]):
     ) -> None:
         self.config, self.params, self.full_layout, self.shared, self.folder = config, params, layout, shared, folder
         self.layout = layout.subset(shared)
-        self.global_model = layout.take(initial, shared)
-        self.personal: dict[int, dict[str, NDArray[Any]]] = {}
-        self.memory: dict[str, NDArray[Any]] = {}
-        self.round = 0
-        self.attempt = RoundState()
+        self.state = State(layout.take(initial, shared))
+        self.attempt = Turn(config)
         self.reports = Reports()
         self.told: Mapping[str, Scalar] = {}
         self.cohorts: Cohorts | None = None
@@ -151,9 +112,12 @@ class ServerHalf(ABC, Generic[P]):
 
     # From uploads to models
 
-    @abstractmethod
-    def personalize(self, round: int, uploads: Uploads) -> None:
-        """Make the next models from a round's uploads: set `global_model`, `personal` and `memory`."""
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
+        """Return the state after a round, made from the state before it and the round's uploads. Every method writes it.
+
+        It changes neither `state` nor the half. It may change the uploads' stacks, and keep their rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update()")
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return the weight of every upload in means, float64 [N], positive, one for each of `uploads.sizes`. Default: the sizes.
@@ -171,27 +135,11 @@ class ServerHalf(ABC, Generic[P]):
         """
         return {}
 
-    def averaging_of(self, uploads: Uploads) -> Averaging:
-        """Return the mean over clients that the key `robust` selects.
-
-        Its choice of clients is the same for all float arrays in the uploads. Call it before you write into the stacks.
-        """
-        extras = [stack for stack in uploads.extras.values() if stack.dtype.kind == "f"]
-        return Averaging(self.config.robust, self.config.robust_liars).of([uploads.W, uploads.B, *extras])
-
-    @property
-    def averaging(self) -> Averaging:
-        """`averaging_of` all uploads that `personalize` works on in a plain round. Elsewhere each mean chooses by its own rows."""
-        uploads = self.attempt.uploads
-        return (
-            Averaging(self.config.robust, self.config.robust_liars) if uploads is None else self.averaging_of(uploads)
-        )
-
     # From models to downloads
 
     def model_for(self, client_id: int) -> Model:
         """Return the model that a client's next round starts from (the tensors that travel)."""
-        return self.global_model
+        return self.state.model
 
     @classmethod
     def keeps_models(cls) -> bool:
@@ -295,13 +243,13 @@ class ServerHalf(ABC, Generic[P]):
         """Return the groups of clients to sum up, by number: disjoint, at least three clients each, together all of `ids`."""
         return {0: ids}
 
-    def personalize_sums(self, round: int, sums: Sums) -> None:
-        """Make the next models from sums, as `personalize` does from uploads.
+    def update_sums(self, state: State, sums: Sums, turn: Turn) -> State:
+        """Return the state after a private round, as `update` does from uploads.
 
-        Default: call `personalize` with the mean over all clients as the only upload. It has no client id.
+        Default: call `update` with the mean over all clients as the only upload. It has no client id.
         """
         one = Uploads([], sums.mean.params[None], sums.mean.buffers[None], np.ones(1), None, {}, [])
-        self.personalize(round, one)
+        return self.update(state, one, turn)
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
@@ -320,11 +268,11 @@ class ServerHalf(ABC, Generic[P]):
         """Return a model for the run folder: a client's personal one, or without a client the global one.
 
         None: the method has no such model, or only the client can make it. Default: the model that the client is sent, and
-        `global_model` if tensors travel.
+        the state's model if tensors travel.
         """
         if client_id is not None:
             return self.model_for(client_id)
-        return self.global_model if self.layout.d else None
+        return self.state.model if self.layout.d else None
 
     def held_models(self) -> Sequence[Model]:
         """Return models of which each client uses one unchanged, as exported. The run folder has each client's. Default: none."""
@@ -339,19 +287,6 @@ class ServerHalf(ABC, Generic[P]):
 
     # Functions that a method may call
 
-    def keep_for(self, client_id: int, **arrays: NDArray[Any]) -> None:
-        """Keep a client's arrays in `personal`. Rows of this round's stacks may be given directly.
-
-        Do not change a kept array in place. An unchanged array that is given again is not written into checkpoints
-        again.
-        """
-        self.personal[client_id] = arrays
-
-    def last_personal(self, client_id: int) -> Model:
-        """Return the model kept for a client as `params` and `buffers`; the global model if there is none."""
-        mine = self.personal.get(client_id)
-        return self.global_model if mine is None else Model(mine["params"], mine["buffers"])
-
     def sent_to(self, client_id: int) -> Model:
         """Return the model that a client's upload of this round counts from: `model_for` it, or what a late client was sent.
 
@@ -360,7 +295,7 @@ class ServerHalf(ABC, Generic[P]):
         late = self.attempt.started_from.get(client_id)
         if late is not None:
             return late.model
-        return self.global_model if self.sends_parts else self.model_for(client_id)
+        return self.state.model if self.sends_parts else self.model_for(client_id)
 
     def extras_sent_to(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the extra arrays that a client was sent with the model of `sent_to`."""
@@ -370,14 +305,6 @@ class ServerHalf(ABC, Generic[P]):
     def stack_like(self, stack: Stack) -> Stack:
         """Return an unfilled stack like one of the round's. It lies on the disk if that one is too large for memory."""
         return client_arrays.stack_like(stack, self.folder.path)
-
-    def note(self, client_id: int, name: str, value: object) -> None:
-        """Add a value to the client's entry in this round's metrics: a number, a text, or a list, table or array of numbers."""
-        self.attempt.client_notes.setdefault(client_id, {})[name] = hooks.noted(self, "note", name, value)
-
-    def note_round(self, name: str, value: object) -> None:
-        """Add a value to this round's metrics: a number, a text, or a list, table or array of numbers."""
-        self.attempt.round_notes[name] = hooks.noted(self, "note_round", name, value)
 
     def summary(self) -> None:
         """Log the run's method, size and parameters."""

@@ -25,11 +25,11 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
 
     The hooks are methods of `ServerHalf` (strategies/base/server_half.py):
 
-    - From uploads to models: `personalize`, which every method writes, `weights`, `summed` and `averaging_of`.
+    - From uploads to models: `update`, which every method writes, `weights` and `summed`.
     - From models to downloads: `model_for` and `download_extras`.
     - Late uploads: `not_late`, `reads_moves` and `sent_to`.
     - Requests and checks: `sample`, `expected`, `expected_from`, `check`, `complete`, `compared` and `compared_with`.
-    - Private rounds: `sum_groups` and `personalize_sums`.
+    - Private rounds: `sum_groups` and `update_sums`.
     - Models that leave the run: `exported`, `held_models` and `exported_layout`.
     """
 
@@ -94,13 +94,13 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     def aggregate_train(  # type: ignore[override]
         self, server_round: int, replies: Iterator[Reply]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check and take in replies as they arrive, drop bad ones by name, then personalize.
+        """Check and take in replies as they arrive, drop bad ones by name, then update the state.
 
         Raises TooFewResults if fewer uploads than `min-results` are usable. Nothing has changed then.
         """
         rounds = self._over()
         rounds.take_in(replies)
-        rounds.personalize(rounds.screen())
+        rounds.update(rounds.screen())
         return None, None
 
     def configure_evaluate(

@@ -17,6 +17,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server import client_arrays
 from fl_app.wire import Expected, Upload
+from strategies.base.state import State
 
 # a round's uploads of at most this many bytes stay in memory, whatever the limit
 SMALL = 64e6
@@ -202,5 +203,5 @@ class Intake:
 StepBefore = Callable[[Uploads, Intake], Uploads]
 """A step between the uploads and the method: (the uploads, what they came from) -> the uploads that the method gets."""
 
-StepAfter = Callable[[Any, Model], None]
-"""A step after the method: (its server half, the global model that was sent) changes the half's models."""
+StepAfter = Callable[[State, State], State]
+"""A step after the method: (the state before the round, the state that the method made) -> the next state."""

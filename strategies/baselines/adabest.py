@@ -40,6 +40,8 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
     local_epochs,
@@ -94,14 +96,11 @@ class AdaBest(FedAvg[AdaBestParams]):
         """Return equal weights for all uploads, less for late ones."""
         return uploads.once
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Move on from the mean by a part of its last movement."""
-        previous = self.memory.get(_MEAN, self.global_model.params)
-        super().personalize(round, uploads)
-        mean = self.global_model
-        self.memory[_MEAN] = mean.params
-        if self.params.beta:
-            self.global_model = Model(server_step(mean.params, previous, beta=self.params.beta)[0], mean.buffers)
+        previous, mean = state.memory.get(_MEAN, state.model.params), super().update(state, uploads, turn).model
+        moved = server_step(mean.params, previous, beta=self.params.beta)[0] if self.params.beta else mean.params
+        return state.next(Model(moved, mean.buffers), memory={_MEAN: mean.params})
 
 
 class AdaBestUpdate(LocalUpdate[AdaBestParams]):

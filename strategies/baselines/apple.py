@@ -58,6 +58,8 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
 )
@@ -129,17 +131,17 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's own core model; at first the initial one."""
-        return self.last_personal(client_id)
+        return self.state.model_of(client_id)
 
     def offered(self, client_id: int) -> list[int]:
         """Return the ids of the core models that a client is sent, sorted."""
         # in a later round that is only previewed, no client is known
-        known = set(self.personal) or set(range(self.config.num_clients if self.attempt.round > 1 else 0))
+        known = set(self.state.clients) or set(range(self.config.num_clients if self.attempt.round > 1 else 0))
         others = sorted(known - {client_id})
         most = self.params.models
         if not most or len(others) <= most:
             return others
-        mine, nothing = self.personal.get(client_id, {}), np.zeros(self.config.num_clients)
+        mine, nothing = self.state.clients.get(client_id, {}), np.zeros(self.config.num_clients)
         seen, p = mine.get(_SEEN, nothing), mine.get(RELATIONS, nothing)
         return sorted(sorted(others, key=lambda j: (seen[j], -abs(p[j]), j))[:most])
 
@@ -147,7 +149,7 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         """Return the clients' shares of samples, and others' core models."""
         extras: dict[str, NDArray[Any]] = {PRIOR: self.prior()}
         if others := self.offered(client_id):
-            extras |= {IDS: np.array(others), MODELS: np.stack([self.last_personal(j).params for j in others])}
+            extras |= {IDS: np.array(others), MODELS: np.stack([self.state.model_of(j).params for j in others])}
         return extras
 
     def prior(self) -> NDArray[np.float64]:
@@ -162,20 +164,20 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         shares: NDArray[np.float64] = prior / prior.sum()
         return shares
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Keep the core models, the relations, and who was sent which core models."""
-        # what the round's clients were sent follows from what was kept before
-        seen = {i: {_SEEN: self.seen_by(i)} if self.params.models else {} for i in uploads.ids}
+        kept = {}
         for row, i in enumerate(uploads.ids):
-            p = uploads.extras[RELATIONS][row]
-            self.keep_for(i, params=uploads.W[row], buffers=uploads.B[row], relations=p, **seen[i])
-            self.note(i, RELATIONS, {str(j): float(np.round(p[j], 6)) for j in uploads.ids})
+            p, seen = uploads.extras[RELATIONS][row], {_SEEN: self.seen_by(i)} if self.params.models else {}
+            kept[i] = {"params": uploads.W[row], "buffers": uploads.B[row], RELATIONS: p, **seen}
+            turn.note(i, RELATIONS, {str(j): float(np.round(p[j], 6)) for j in uploads.ids})
+        return state.next(clients=kept)
 
     def seen_by(self, client_id: int) -> NDArray[np.bool_]:
         """Return the clients whose core models a client of this round has been sent, in this round or before, bool [N]."""
         late = self.attempt.started_from.get(client_id)
         sent = self.offered(client_id) if late is None else late.extras.get(IDS, np.zeros(0, np.int64))
-        before = self.personal.get(client_id, {}).get(_SEEN, np.zeros(self.config.num_clients, bool))
+        before = self.state.clients.get(client_id, {}).get(_SEEN, np.zeros(self.config.num_clients, bool))
         return before | np.isin(np.arange(len(before)), sent)
 
     def exported(self, client_id: int | None = None) -> None:

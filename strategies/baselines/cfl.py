@@ -31,7 +31,17 @@ from numpy.typing import NDArray
 from fl_app.figures import Groups
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import LocalUpdate, Method, Overview, PersonalizedStrategy, Uploads, all_tensors, local_epochs
+from strategies.base import (
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    State,
+    Turn,
+    Uploads,
+    all_tensors,
+    local_epochs,
+)
 from strategies.kernels import aggregate
 from strategies.kernels.blocks import blocks, in_order
 
@@ -101,57 +111,55 @@ class CFL(PersonalizedStrategy[CFLParams]):
 
     def models(self) -> list[Model]:
         """Return the clusters' models; at first there is one."""
-        if "models" not in self.memory:
-            return [self.global_model]
+        state = self.state
+        if "models" not in state.memory:
+            return [state.model]
         return [
             Model(params, buffers)
-            for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)
+            for params, buffers in zip(state.memory["models"], state.memory["statistics"], strict=True)
         ]
 
-    def cluster_of(self, client_id: int) -> int:
-        """Return a client's cluster: the first one if the client never took part."""
-        mine = self.personal.get(client_id)
-        return 0 if mine is None else int(mine["cluster"][0])
+    def clusters(self) -> dict[int, int]:
+        """Return the cluster of each client that took part."""
+        return {i: int(own["cluster"][0]) for i, own in self.state.clients.items()}
 
     def model_for(self, client_id: int) -> Model:
         """Return the model of the client's cluster."""
-        return self.models()[self.cluster_of(client_id)]
+        return self.models()[self.clusters().get(client_id, 0)]
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Assign new clients to clusters, split clusters, then average within each."""
-        models = self.models()
-        self.join(uploads, models)
-        if round > self.params.start:
-            self.split_all(uploads, models)
-        clusters = np.array([self.cluster_of(i) for i in uploads.ids])
+        models, cluster_of = self.models(), self.clusters()
+        self.join(uploads, models, cluster_of)
+        if turn.round > self.params.start:
+            self.split_all(uploads, models, cluster_of)
+        clusters = np.array([cluster_of[i] for i in uploads.ids])
         for k in range(len(models)):
             rows = np.flatnonzero(clusters == k)
             if len(rows):
                 W, B = (stack if len(rows) == len(stack) else stack[rows] for stack in (uploads.W, uploads.B))
                 once = uploads.once[rows]
                 models[k] = Model(aggregate.weighted_mean(W, once), aggregate.weighted_mean(B, once))
-        self.memory |= {
+        for i, k in zip(uploads.ids, clusters.tolist(), strict=True):
+            turn.note(i, "cluster", k)
+        turn.note_round("cluster-sizes", np.bincount([*cluster_of.values()], minlength=len(models)).tolist())
+        stacks = {
             "models": np.stack([m.params for m in models]),
             "statistics": np.stack([m.buffers for m in models]),
         }
-        self.global_model = models[0]
-        for i, k in zip(uploads.ids, clusters.tolist(), strict=True):
-            self.note(i, "cluster", k)
-        self.note_round(
-            "cluster-sizes", np.bincount([self.cluster_of(i) for i in self.personal], minlength=len(models)).tolist()
-        )
+        return state.next(models[0], {i: {"cluster": np.array([k])} for i, k in cluster_of.items()}, stacks)
 
-    def join(self, uploads: Uploads, models: list[Model]) -> None:
+    def join(self, uploads: Uploads, models: list[Model], cluster_of: dict[int, int]) -> None:
         """Assign clients that never took part to the cluster that moves in their direction.
 
         Their rows of `uploads.W` are shifted, so that their updates count from that cluster's model.
         """
-        new = [row for row, i in enumerate(uploads.ids) if i not in self.personal]
-        known = np.array([-1 if row in new else self.cluster_of(i) for row, i in enumerate(uploads.ids)])
+        known = np.array([cluster_of.get(i, -1) for i in uploads.ids])
+        new = np.flatnonzero(known < 0).tolist()
         moving = np.unique(known[known >= 0])
         chosen = self.nearest(uploads, models, new, known, moving)
         for row, k in zip(new, chosen.tolist(), strict=True):
-            self.keep_for(uploads.ids[row], cluster=np.array([k]))
+            cluster_of[uploads.ids[row]] = k
             if k:
                 uploads.W[row] += models[k].params - models[0].params
 
@@ -171,11 +179,11 @@ class CFL(PersonalizedStrategy[CFLParams]):
         nearest: NDArray[np.int64] = moving[cosine[: len(new), len(new) :].argmax(axis=1)]
         return nearest
 
-    def split_all(self, uploads: Uploads, models: list[Model]) -> None:
+    def split_all(self, uploads: Uploads, models: list[Model], cluster_of: dict[int, int]) -> None:
         """Apply `split` to the clusters with all members in the round; the second part becomes a new cluster."""
         row_of = {i: row for row, i in enumerate(uploads.ids)}
         for k in range(len(models)):
-            members = sorted(i for i in self.personal if self.cluster_of(i) == k)
+            members = sorted(i for i, cluster in cluster_of.items() if cluster == k)
             if not members or any(i not in row_of for i in members):
                 continue
             parts = split(
@@ -183,7 +191,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
             )
             if parts is not None:
                 for position in parts[1]:
-                    self.keep_for(members[position], cluster=np.array([len(models)]))
+                    cluster_of[members[position]] = len(models)
                 models.append(models[k])
 
     def held_models(self) -> list[Model]:

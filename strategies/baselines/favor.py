@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +40,22 @@ from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, RATIO, Rule, key
 from fl_app.metrics import moments
-from strategies.base import LATE, LocalUpdate, Method, Overview, Uploads, all_but_local_statistics, local_epochs
+from strategies.base import (
+    LATE,
+    LocalUpdate,
+    Method,
+    Overview,
+    State,
+    Turn,
+    Uploads,
+    all_but_local_statistics,
+    local_epochs,
+)
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.kernels.blocks import one_thread
 
 Array = NDArray[np.float64]
+Memory = Mapping[str, NDArray[Any]]
 Network = Mapping[str, Array]
 
 # of the network that values, and of its earlier copy; and the replayed transitions
@@ -154,84 +166,83 @@ class FAVOR(FedAvg[FAVORParams]):
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Return all clients in round 1, or a random part; later those that the Q-network values most."""
-        if "axes" not in self.memory:
+        if "axes" not in self.state.memory:
             return client_ids if self.params.all_first else self.drawn(client_ids, round)
         with one_thread():
-            values = values_of(self.network(_Q), self.state()[None])[0]
+            values = values_of(network(self.state.memory, _Q), self.observed(self.state.memory)[None])[0]
         stream = rng.generator(self.config.seed, "favor", round)
         return chosen(values, client_ids, self.config.drawn(len(client_ids)), self.params.epsilon, stream)
 
-    def network(self, which: str) -> dict[str, Array]:
-        """Return one of the networks. which: `_Q` or `_COPY`."""
-        return {name.removeprefix(which): a for name, a in self.memory.items() if name.startswith(which)}
+    def observed(self, memory: Memory) -> Array:
+        """Return the agent's state: the compressed global model, as it was sent, and clients' models, float64 [(N + 1) p]."""
+        return np.concatenate([compressed(memory, self.state.model.params[None])[0], memory["clients"].reshape(-1)])
 
-    def state(self) -> Array:
-        """Return the state: the compressed global model, as it is sent, and clients' models, float64 [(N + 1) p]."""
-        common = self.compressed(self.global_model.params[None])[0]
-        return np.concatenate([common, self.memory["clients"].reshape(-1)])
-
-    def compressed(self, W: NDArray[np.float32]) -> Array:
-        """Return models in the principal components, float64 [n, p]. W: float32 [n, d]."""
-        centred = W.astype(np.float64) - self.memory["mean"]
-        found: Array = centred @ self.memory["axes"].astype(np.float64).T
-        return found
-
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average, learn from the last round's reward, and note this round's transition."""
         W = np.asarray(uploads.W)
         with one_thread():
-            if "axes" not in self.memory:
-                self.begin(W)
-            else:
-                self.learn(round, uploads)
-            before = self.state()
-            self.memory["clients"] = self.memory["clients"].copy()
-            self.memory["clients"][uploads.ids] = self.compressed(W)
-            super().personalize(round, uploads)
-        # the first round's choice was not the agent's
-        if round > 1:
-            self.memory["last.state"], self.memory["last.actions"] = before, np.array(uploads.ids)
+            memory = self.learned(state.memory, uploads, turn) if "axes" in state.memory else self.begun(W)
+            # the first round's choice was not the agent's
+            last = (
+                {"last.state": self.observed(memory), "last.actions": np.array(uploads.ids)} if turn.round > 1 else {}
+            )
+            clients = memory["clients"].copy()
+            clients[uploads.ids] = compressed(memory, W)
+            return super().update(state, uploads, turn).next(memory={**memory, **last, "clients": clients})
 
-    def begin(self, W: NDArray[np.float32]) -> None:
-        """Find the components of the first round's models, and draw the networks."""
+    def begun(self, W: NDArray[np.float32]) -> Memory:
+        """Return the components of the first round's models, and the networks at their start."""
         n, p = self.config.num_clients, self.params
-        self.memory["mean"], self.memory["axes"] = components_of(W, p.components)
-        width = len(self.memory["axes"])
-        self.memory["clients"] = np.zeros((n, width))
-        stream = rng.generator(self.config.seed, "favor")
-        network = initial_network((n + 1) * width, p.hidden, n, stream)
-        self.memory |= {which + name: layer for which in (_Q, _COPY) for name, layer in network.items()}
+        mean, axes = components_of(W, p.components)
+        drawn = initial_network((n + 1) * len(axes), p.hidden, n, rng.generator(self.config.seed, "favor"))
+        networks = {which + name: layer for which in (_Q, _COPY) for name, layer in drawn.items()}
+        return {"mean": mean, "axes": axes, "clients": np.zeros((n, len(axes))), **networks}
 
-    def learn(self, round: int, uploads: Uploads) -> None:
-        """Add the last round's transitions, whose accuracy is known now, and take steps on all."""
+    def learned(self, memory: Memory, uploads: Uploads, turn: Turn) -> Memory:
+        """Add the last round's transitions, whose accuracy is known now, and take steps on all. Return the next memory."""
         p = self.params
         name = moments(tasks.measured(self.config)[0].name)[0]
         told = np.array([float(m.get(name, np.nan)) for m in uploads.metrics])
         known = told[np.isfinite(told)]
-        if "last.actions" not in self.memory or not len(known):
-            return
+        if "last.actions" not in memory or not len(known):
+            return memory
         gained = reward(float(known.mean()), target=p.target, base=p.base)
-        self.note_round("reward", gained)
-        actions = self.memory["last.actions"]
+        turn.note_round("reward", gained)
+        actions = memory["last.actions"]
         new = {
-            "states": np.tile(self.memory["last.state"], (len(actions), 1)),
+            "states": np.tile(memory["last.state"], (len(actions), 1)),
             "actions": actions,
             "rewards": np.full(len(actions), gained),
-            "following": np.tile(self.state(), (len(actions), 1)),
+            "following": np.tile(self.observed(memory), (len(actions), 1)),
         }
-        for name, rows in new.items():
-            old = self.memory.get(_SEEN + name)
-            self.memory[_SEEN + name] = rows if old is None else np.concatenate([old, rows])[-_KEPT:]
-        seen = {name: self.memory[_SEEN + name] for name in new}
-        network, copy = self.network(_Q), self.network(_COPY)
-        stream = rng.generator(self.config.seed, "favor-replay", round)
+        seen = {
+            name: np.concatenate([memory[_SEEN + name], rows])[-_KEPT:] if _SEEN + name in memory else rows
+            for name, rows in new.items()
+        }
+        values, copy = network(memory, _Q), network(memory, _COPY)
+        stream = rng.generator(self.config.seed, "favor-replay", turn.round)
         for _ in range(p.steps):
             batch = stream.integers(len(seen["actions"]), size=32)
-            goals = targets(network, copy, seen["rewards"][batch], seen["following"][batch], p.discount)
-            network = learned(network, seen["states"][batch], seen["actions"][batch], goals, p.learning_rate)
-        self.memory |= {_Q + name: layer for name, layer in network.items()}
-        if round % p.copy_every == 0:
-            self.memory |= {_COPY + name: layer for name, layer in network.items()}
+            goals = targets(values, copy, seen["rewards"][batch], seen["following"][batch], p.discount)
+            values = learned(values, seen["states"][batch], seen["actions"][batch], goals, p.learning_rate)
+        moved = (_Q, _COPY) if turn.round % p.copy_every == 0 else (_Q,)
+        return {
+            **memory,
+            **{_SEEN + name: rows for name, rows in seen.items()},
+            **{which + name: layer for which in moved for name, layer in values.items()},
+        }
+
+
+def network(memory: Memory, which: str) -> dict[str, Array]:
+    """Return one of the networks. which: `_Q` or `_COPY`."""
+    return {name.removeprefix(which): a for name, a in memory.items() if name.startswith(which)}
+
+
+def compressed(memory: Memory, W: NDArray[np.float32]) -> Array:
+    """Return models in the principal components, float64 [n, p]. W: float32 [n, d]."""
+    centred = W.astype(np.float64) - memory["mean"]
+    found: Array = centred @ memory["axes"].astype(np.float64).T
+    return found
 
 
 METHOD = Method(

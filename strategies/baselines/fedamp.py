@@ -50,6 +50,8 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
     local_epochs,
@@ -182,37 +184,42 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
     _last: tuple[Stack, Stack] | None = None
     _computed: Mapping[int, Model] = MappingProxyType({})
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Mix the round's uploads for its clients."""
-        p, alpha = self.params, self.params.alpha_in(round + 1)  # of the next round
+        p, alpha = self.params, self.params.alpha_in(turn.round + 1)  # of the next round
         convex = p.scaling == "convex"
         weights = attention(uploads.W, sigma=p.sigma, alpha=alpha, convex=convex, neighbours=p.neighbours)
-        self.warn_of_negative(round, uploads.ids, weights)
+        self.warn_of_negative(turn.round, uploads.ids, weights)
         params = aggregate.mix(uploads.W, weights, out=self.stack_like(uploads.W))
         buffers = aggregate.mix(uploads.B, weights)
+        # those that are absent keep their own model alone
+        kept = {
+            i: {"params": own["params"], "buffers": own["buffers"]}
+            for i, own in state.clients.items()
+            if "cloud-params" in own
+        }
         for i, client_id in enumerate(uploads.ids):
             cloud = {"cloud-params": params[i], "cloud-buffers": buffers[i]}
-            self.keep_for(client_id, params=uploads.W[i], buffers=uploads.B[i], **cloud)
-            self.note(client_id, "attention", np.round(weights[i], 6))
-        for client_id in set(self._with_cloud()) - set(uploads.ids):
-            own = self.last_personal(client_id)
-            self.keep_for(client_id, params=own.params, buffers=own.buffers)
-        absent = len(self.personal) > len(uploads.ids)
-        self._last, self._computed = (uploads.W, uploads.B) if absent else None, {}
+            kept[client_id] = {"params": uploads.W[i], "buffers": uploads.B[i], **cloud}
+            turn.note(client_id, "attention", np.round(weights[i], 6))
+        after = state.next(clients=kept)
+        some_absent = len(after.clients) > len(uploads.ids)
+        self._last, self._computed = (uploads.W, uploads.B) if some_absent else None, {}
+        return after
 
     def _with_cloud(self) -> list[int]:
         """Return the last round's clients, sorted."""
-        return sorted(i for i, kept in self.personal.items() if "cloud-params" in kept)
+        return sorted(i for i, kept in self.state.clients.items() if "cloud-params" in kept)
 
     def _absent(self, client_id: int) -> Model:
         """Return the cloud model of a client that was not in the last round."""
         if client_id not in self._computed:
-            absent = sorted(self.personal.keys() - set(self._with_cloud()))
+            absent = sorted(self.state.clients.keys() - set(self._with_cloud()))
             # few at a time: their models are read into memory
-            width = _AT_ONCE if len(self.personal) >= aggregate.MANY else 1
+            width = _AT_ONCE if len(self.state.clients) >= aggregate.MANY else 1
             start = absent.index(client_id) // width * width
             ids = absent[start : start + width]
-            owns, alpha = [self.last_personal(i) for i in ids], self.params.alpha_in(self.round + 1)
+            owns, alpha = [self.state.model_of(i) for i in ids], self.params.alpha_in(self.state.round + 1)
             W, B = self._last_uploads()
             clouds = [self.cloud_of(owns[0], W, B, alpha)] if width == 1 else self.clouds_of(owns, W, B, alpha)
             self._computed = dict(zip(ids, clouds, strict=True))
@@ -224,7 +231,10 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
             limit, ids = self.config.server_memory_limit * 1e9, self._with_cloud()
             stacks = Intake.of(ids, Expected.of(self.layout), limit, self.folder.path)
             for row, client_id in enumerate(ids):
-                stacks.W[row], stacks.B[row] = self.personal[client_id]["params"], self.personal[client_id]["buffers"]
+                stacks.W[row], stacks.B[row] = (
+                    self.state.clients[client_id]["params"],
+                    self.state.clients[client_id]["buffers"],
+                )
             self._last = stacks.W, stacks.B
         return self._last
 
@@ -267,14 +277,14 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's cloud model; the initial model if it never took part."""
-        mine = self.personal.get(client_id)
+        mine = self.state.clients.get(client_id)
         if mine is None:
-            return self.global_model
+            return self.state.model
         return Model(mine["cloud-params"], mine["cloud-buffers"]) if "cloud-params" in mine else self._absent(client_id)
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return a client's own model. There is no global one."""
-        return None if client_id is None else self.last_personal(client_id)
+        return None if client_id is None else self.state.model_of(client_id)
 
 
 class FedAMPUpdate(LocalUpdate[FedAMPParams]):

@@ -16,6 +16,8 @@ from strategies.base import (
     Method,
     Overview,
     PersonalizedStrategy,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
     local_epochs,
@@ -41,12 +43,10 @@ class FedAvg(PersonalizedStrategy[P]):
     streams = True
     averages = True
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
-        """Set the global model to the mean weighted by training samples (`weights`), or to the mean that the key
-        `robust` selects.
-        """
-        mean, weights = self.averaging_of(uploads).mean, self.weights(uploads)
-        self.global_model = Model(mean(uploads.W, weights), mean(uploads.B, weights))
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
+        """Return the mean weighted by training samples (`weights`), or the mean that the key `robust` selects."""
+        mean, weights = turn.average.mean, self.weights(uploads)
+        return state.next(Model(mean(uploads.W, weights), mean(uploads.B, weights)))
 
 
 METHOD = Method(

@@ -49,6 +49,8 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
 )
 from strategies.base.uploads import Intake
@@ -193,21 +195,21 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
     @property
     def grown(self) -> bool:
         """Return whether the encoders are fixed in this round."""
-        return max(self.round, self.attempt.round) > self.params.encoder_rounds
+        return max(self.state.round, self.attempt.round) > self.params.encoder_rounds
 
     def models(self) -> list[Model]:
         """Return the clusters' models; before clustering, a copy of the initial model for each possible cluster."""
-        if "models" not in self.memory:
-            return [self.global_model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
+        if "models" not in self.state.memory:
+            return [self.state.model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
         return [
             Model(params, buffers)
-            for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)
+            for params, buffers in zip(self.state.memory["models"], self.state.memory["statistics"], strict=True)
         ]
 
     def classifier(self) -> Vector:
         """Return the classifier on all encoders, or its initial values before it has been trained."""
-        if CLASSIFIER in self.memory:
-            return self.memory[CLASSIFIER]
+        if CLASSIFIER in self.state.memory:
+            return self.state.memory[CLASSIFIER]
         if self.params.start == "concatenated":
             return components.sum_of_classifiers(self.layout, self.models())
         return components.fresh_classifier(
@@ -228,30 +230,26 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
 
     def cluster_of(self, client_id: int) -> int:
         """Return a client's cluster: for a new client, the one with the nearest centre."""
-        if client_id in self.personal:
-            return int(self.personal[client_id]["cluster"][0])
-        if "centres" not in self.memory:
+        if client_id in self.state.clients:
+            return int(self.state.clients[client_id]["cluster"][0])
+        if "centres" not in self.state.memory:
             return 0
-        return int(squared_distances(self.shares_of(client_id)[None], self.memory["centres"]).argmin())
+        return int(squared_distances(self.shares_of(client_id)[None], self.state.memory["centres"]).argmin())
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Assign all connected clients to clusters, then draw the round's clients."""
-        new = [i for i in client_ids if i not in self.personal and i in self.attempt.declared]
-        if new and "centres" not in self.memory:
+        new = [i for i in client_ids if i not in self.state.clients and i in self.attempt.declared]
+        if new and "centres" not in self.state.memory:
             shares, p = np.stack([self.shares_of(i) for i in new]), self.params
             chosen = clusters(shares, p.clusters, self.config.seed, p.size_cap)
             log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
-            centres, first = centres_of(shares, chosen), self.global_model
-            many = (len(centres), 1)
-            self.memory |= {
-                "centres": centres,
-                "models": np.tile(first.params, many),
-                "statistics": np.tile(first.buffers, many),
-            }
+            centres, first = centres_of(shares, chosen), self.state.model
+            stacks = {"models": first.params, "statistics": first.buffers}
+            stacks = {name: np.tile(vector, (len(centres), 1)) for name, vector in stacks.items()}
+            self.state = self.state.next(memory={"centres": centres, **stacks})
         else:
             chosen = np.array([self.cluster_of(i) for i in new])
-        for client_id, k in zip(new, chosen, strict=True):
-            self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([False]))
+        self.state = self.state.next(clients=_placed(new, chosen, equipped=False))
         return super().sample(client_ids, round)
 
     def model_for(self, client_id: int) -> Model:
@@ -262,7 +260,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         """Return the classifier once encoders are fixed, plus the encoders for a client that lacks them."""
         if not self.grown:
             return {}
-        mine = self.personal.get(client_id)
+        mine = self.state.clients.get(client_id)
         if mine is not None and mine["equipped"][0]:
             return {CLASSIFIER: self.classifier()}
         bodies, statistics = self.encoders()
@@ -282,20 +280,18 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         """Return the classifier that the client was sent."""
         return {"classifiers": self.extras_sent_to(client_id)[CLASSIFIER]} if self.grown else {}
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average models per cluster, weighted by samples; average classifiers without weights."""
-        averaging, chosen = self.averaging_of(uploads), np.array([self.cluster_of(i) for i in uploads.ids])
-        if self.grown:
-            self.memory[CLASSIFIER] = averaging.mean(uploads.extras[CLASSIFIER], uploads.once)
-            for client_id, k in zip(uploads.ids, chosen, strict=True):
-                self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
-        else:
-            before, weights = self.models(), self.weights(uploads)
-            params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in before]), averaging)
-            buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in before]), averaging)
-            self.memory |= {"models": params, "statistics": buffers}
+        averaging, chosen = turn.average, np.array([self.cluster_of(i) for i in uploads.ids])
         for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
-            self.note(client_id, "cluster", k)
+            turn.note(client_id, "cluster", k)
+        if self.grown:
+            classifier = averaging.mean(uploads.extras[CLASSIFIER], uploads.once)
+            return state.next(clients=_placed(uploads.ids, chosen, equipped=True), memory={CLASSIFIER: classifier})
+        before, weights = self.models(), self.weights(uploads)
+        params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in before]), averaging)
+        buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in before]), averaging)
+        return state.next(memory={"models": params, "statistics": buffers})
 
     def exported_layout(self, layout: Layout) -> Layout:
         """Return the layout of the concatenated network."""
@@ -307,6 +303,11 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             return None
         bodies, statistics = self.encoders()
         return Model(np.concatenate([bodies.reshape(-1), self.classifier()]), statistics.reshape(-1))
+
+
+def _placed(ids: list[int], chosen: NDArray[np.int64], *, equipped: bool) -> dict[int, dict[str, NDArray[Any]]]:
+    """Return the arrays kept for clients of these clusters. equipped: whether they have the encoders."""
+    return {i: {"cluster": np.array([k]), "equipped": np.array([equipped])} for i, k in zip(ids, chosen, strict=True)}
 
 
 class FedConcatUpdate(LocalUpdate[FedConcatParams]):

@@ -46,7 +46,18 @@ from fl_app.keys import NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Upload
 from strategies import fedobp
-from strategies.base import ClientState, Correction, LocalUpdate, Method, Overview, RoundContext, Uploads, all_tensors
+from strategies.base import (
+    ClientState,
+    Correction,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    State,
+    Turn,
+    Uploads,
+    all_tensors,
+)
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels import masks
 
@@ -134,11 +145,11 @@ class FedDPA(FedAvg[FedDPAParams]):
         """Raise WireError for a personal share outside [0, 1]."""
         wire.number(upload.metrics, SHARE, 0, 1)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average, and note the personal shares."""
-        super().personalize(round, uploads)
         for client_id, metrics in zip(uploads.ids, uploads.metrics, strict=True):
-            self.note(client_id, SHARE, wire.number(metrics, SHARE))
+            turn.note(client_id, SHARE, wire.number(metrics, SHARE))
+        return super().update(state, uploads, turn)
 
 
 class FedDPAUpdate(LocalUpdate[FedDPAParams]):

@@ -45,8 +45,11 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
+    models_by_client,
 )
 from strategies.kernels import aggregate
 
@@ -93,7 +96,7 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
         extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "trained" else {}
         return dataclasses.replace(super().expected(), extras=extras)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Mix the round's models for each of its clients."""
         guidance = uploads.extras.get(GUIDANCE)
         if guidance is None:
@@ -104,13 +107,13 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
         params = aggregate.mix(uploads.W, weights, out=uploads.W)
         buffers = aggregate.mix(uploads.B, weights)
         for i, client_id in enumerate(uploads.ids):
-            self.keep_for(client_id, params=params[i], buffers=buffers[i])
             near = {str(uploads.ids[j]): float(np.round(weights[i, j], 6)) for j in np.flatnonzero(weights[i])}
-            self.note(client_id, "neighbours", near)
+            turn.note(client_id, "neighbours", near)
+        return state.next(clients=models_by_client(uploads.ids, params, buffers))
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's last mixture, or the initial model if it has none."""
-        return self.last_personal(client_id)
+        return self.state.model_of(client_id)
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the model that a client is sent. There is no global one."""

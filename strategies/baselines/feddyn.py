@@ -45,6 +45,8 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
     local_epochs,
@@ -92,10 +94,10 @@ class FedDyn(FedAvg[FedDynParams]):
         """Return equal weights for all uploads."""
         return np.ones_like(uploads.sizes)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Extrapolate the mean by the clients' accumulated drift."""
-        sent = self.global_model.params
-        h = self.memory.get("h", np.zeros_like(sent))
+        sent = state.model.params
+        h = state.memory.get("h", np.zeros_like(sent))
         w, drift = np.empty_like(sent), np.empty_like(sent)
         n, mean_of = len(uploads.ids), block_means(uploads.W)
 
@@ -105,7 +107,7 @@ class FedDyn(FedAvg[FedDynParams]):
             w[at], drift[at] = moved(mean_of(at), sent[at].astype(np.float64), h[at], share)
 
         for_blocks(block, sent.size, n)
-        self.global_model, self.memory["h"] = Model(w, weighted_mean(uploads.B)), drift
+        return state.next(Model(w, weighted_mean(uploads.B)), memory={"h": drift})
 
 
 class FedDynUpdate(LocalUpdate[FedDynParams]):

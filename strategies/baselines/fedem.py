@@ -125,7 +125,7 @@ class FedEM(FedAvg[FedEMParams]):
         if client_id is not None:
             return None
         pi = np.full(self.params.components, 1 / self.params.components, np.float32)
-        return self.full_layout.model({**self.layout.tensors(self.global_model), WEIGHTS: pi})
+        return self.full_layout.model({**self.layout.tensors(self.state.model), WEIGHTS: pi})
 
 
 class FedEMUpdate(LocalUpdate[FedEMParams]):

@@ -50,6 +50,8 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
 )
@@ -140,44 +142,44 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
 
     def offered(self, client_id: int) -> list[int]:
         """Return the ids of the models that a client is sent, in order; none before its own first upload."""
-        if client_id not in self.personal:
+        if client_id not in self.state.clients:
             return []
         p, round = self.params, self.attempt.round
-        others = sorted(self.personal.keys() - {client_id})
+        others = sorted(self.state.clients.keys() - {client_id})
         stream = rng.generator(self.config.seed, "fedfomo", round, client_id)
         exploration = max(0.0, p.exploration - p.exploration_decay * (round - 1))
-        return most_liked(self.personal[client_id]["affinity"], others, p.models, stream, exploration)
+        return most_liked(self.state.clients[client_id]["affinity"], others, p.models, stream, exploration)
 
     def model_for(self, client_id: int) -> Model:
         """Return the first model offered, or the client's own if none is, or at first the initial one."""
-        return self.last_personal(next(iter(self.offered(client_id)), client_id))
+        return self.state.model_of(next(iter(self.offered(client_id)), client_id))
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the other models offered."""
-        more = [self.last_personal(i) for i in self.offered(client_id)[1:]]
+        more = [self.state.model_of(i) for i in self.offered(client_id)[1:]]
         if not more:
             return {}
         return {MODELS: np.stack([m.params for m in more]), STATISTICS: np.stack([m.buffers for m in more])}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the client's own last upload, into which it mixes the offered models."""
-        own = self.last_personal(client_id)
+        own = self.state.model_of(client_id)
         return {"parameters": own.params, "BatchNorm statistics": own.buffers}
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Keep the uploads, and add the scores to the affinities."""
         scored = uploads.extras.get(SCORES, np.zeros((len(uploads.ids), 0), np.float32))
-        # offers follow from `personal`, which changes below
-        offered = [self.offered(i) for i in uploads.ids]
+        kept = {}
         for row, client_id in enumerate(uploads.ids):
-            mine = self.personal.get(client_id)
+            mine = state.clients.get(client_id)
             affinity = np.zeros(self.config.num_clients, np.float32) if mine is None else mine["affinity"].copy()
-            for other, score in zip(offered[row], scored[row], strict=False):
+            for other, score in zip(self.offered(client_id), scored[row], strict=False):
                 affinity[other] += score
-            self.keep_for(client_id, params=uploads.W[row], buffers=uploads.B[row], affinity=affinity)
-            self.note(
+            kept[client_id] = {"params": uploads.W[row], "buffers": uploads.B[row], "affinity": affinity}
+            turn.note(
                 client_id, "affinity", {str(i): float(np.round(affinity[i], 6)) for i in np.flatnonzero(affinity)}
             )
+        return state.next(clients=kept)
 
     def exported(self, client_id: int | None = None) -> None:
         """Return None: there is no global model, and only the client can make its mixture."""

@@ -57,6 +57,8 @@ from strategies.base import (
     Objective,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
 )
@@ -234,7 +236,7 @@ class FedGen(FedAvg[FedGenParams]):
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the generator and the qualified labels, from round 2 on."""
-        if not self.params.generates or not self.round:
+        if not self.params.generates or not self.state.round:
             return {}
         last = self.remembered()
         return {GENERATOR: last["params"], STATISTICS: last["buffers"], QUALIFIED: last["qualified"]}
@@ -244,8 +246,8 @@ class FedGen(FedAvg[FedGenParams]):
 
         They are as the last round left them, or at first their initial values.
         """
-        if self.memory:
-            return self.memory
+        if self.state.memory:
+            return self.state.memory
         num_classes, width = head_slots(self.layout)[0].shape
         model = initial_generator(num_classes, width, self.params, self.config.seed)
         moments = {name: np.zeros(model.params.size, np.float32) for name in ("first", "second")}
@@ -253,26 +255,27 @@ class FedGen(FedAvg[FedGenParams]):
         steps = np.zeros((), np.float32)
         return {"params": model.params, "buffers": model.buffers, **moments, "steps": steps, "qualified": qualified}
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Train the generator on the uploaded classifiers, then average."""
+        kept: Mapping[str, NDArray[Any]] = {}
         if self.params.generates:
             with one_thread():
-                self.train_generator(round, uploads)
-        super().personalize(round, uploads)
+                kept = self.trained_generator(uploads, turn)
+        return super().update(state, uploads, turn).next(memory=kept)
 
-    def train_generator(self, round: int, uploads: Uploads) -> None:
-        """Take `generator-steps` of Adam, on the CPU. Raises UserError if they diverge."""
+    def trained_generator(self, uploads: Uploads, turn: Turn) -> dict[str, NDArray[Any]]:
+        """Take `generator-steps` of Adam, on the CPU. Return what `remembered` returns next. Raises UserError if they diverge."""
         import torch
 
         p, last = self.params, self.remembered()
         flat, statistics = torch.tensor(last["params"], requires_grad=True), torch.tensor(last["buffers"])
-        rate = p.generator_learning_rate * _LEARNING_RATE_DECAY ** (round - 1)
+        rate = p.generator_learning_rate * _LEARNING_RATE_DECAY ** (turn.round - 1)
         adam = torch.optim.Adam([flat], rate, weight_decay=_WEIGHT_DECAY)
         steps, first, second = (torch.tensor(last[name]) for name in ("steps", "first", "second"))
         adam.state[flat] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}  # all moved in place
         shares, qualified = label_weights(uploads.counts(COUNTS))
-        teachers = [torch.from_numpy(array) for array in self.teachers(uploads, shares)]
-        stream = rng.generator(self.config.seed, "fedgen", round)
+        teachers = [torch.from_numpy(array) for array in self.teachers(uploads, shares, turn)]
+        stream = rng.generator(self.config.seed, "fedgen", turn.round)
         for _ in range(p.generator_steps):
             labels = torch.from_numpy(stream.choice(qualified, p.batch))
             noise = torch.from_numpy(draw_noise(stream, p.batch, p))
@@ -283,21 +286,21 @@ class FedGen(FedAvg[FedGenParams]):
             adam.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
-            self.note_round("generator-loss", loss.item())
+            turn.note_round("generator-loss", loss.item())
         if not flat.isfinite().all():
             largest = np.abs(uploads.W[:, self.layout.indices(self.layout.classifier)]).max(axis=1)
             raise UserError(
-                f"fedgen: the generator diverged in round {round} (fedgen.generator-learning-rate {rate:g} by then); of the "
+                f"fedgen: the generator diverged in round {turn.round} (fedgen.generator-learning-rate {rate:g} by then); of the "
                 f"classifiers that it learned from, client {uploads.ids[int(largest.argmax())]}'s has the largest weight, "
                 f"{largest.max():.3g}; lower learning-rate ({self.config.learning_rate:g}), at which the classifiers grow, or the "
                 "generator's"
             )
         known = np.isin(np.arange(self.num_classes), qualified).astype(np.uint8)
         kept = {"params": flat.detach(), "buffers": statistics, "steps": steps, "first": first, "second": second}
-        self.memory |= {name: tensor.numpy() for name, tensor in kept.items()} | {"qualified": known}
+        return {name: tensor.numpy() for name, tensor in kept.items()} | {"qualified": known}
 
     def teachers(
-        self, uploads: Uploads, shares: NDArray[np.float64]
+        self, uploads: Uploads, shares: NDArray[np.float64], turn: Turn
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
         """Return classifiers as float32 ([N, C, f], [N, C]), and the weights [N, C] of their losses.
 
@@ -306,7 +309,7 @@ class FedGen(FedAvg[FedGenParams]):
         weight, bias = head_slots(self.layout)
         flat = [uploads.W[:, slot.start : slot.stop] for slot in (weight, bias) if slot is not None]
         if self.params.teacher == "ensemble":
-            averaging, weights = self.averaging_of(uploads), self.weights(uploads)
+            averaging, weights = turn.average, self.weights(uploads)
             flat = [averaging.mean(rows, weights)[None] for rows in flat]
             shares = np.ones((1, weight.shape[0]))
         heads = np.ascontiguousarray(flat[0]).reshape(-1, *weight.shape)

@@ -60,8 +60,11 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
+    models_by_client,
     unfit,
 )
 from strategies.baselines.fedproto import COUNTS, check_counts
@@ -248,27 +251,26 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's model of the pass: global layers below its own; else the mean of these."""
-        return self.last_personal(client_id)
+        return self.state.model_of(client_id)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Match the round's layer, or all, and average."""
         models = [Model(w, b) for w, b in zip(uploads.W, uploads.B, strict=True)]
         last = len(self.chain) - 1
-        at = position(round, self.chain)
+        at = position(turn.round, self.chain)
         hidden = range(last) if self.params.one_shot else range(at, min(at + 1, last))
         for k in hidden:
             orders = match([units_of(self.chain, k, model.params) for model in models])
             models = [permuted(self.chain, k, model, order) for model, order in zip(models, orders, strict=True)]
-        self.global_model = self.mean(models, uploads)
-        self.personal.clear()
+        mean = self.mean(models, uploads)
         if self.params.one_shot or at == last:
-            return
+            return dataclasses.replace(state, model=mean, clients={})
         # the layers up to this one are global, those above are each client's own
         names = frozenset[str]().union(*(layer.names for layer in self.chain[: at + 1]))
-        common = self.layout.take(self.global_model, names)
-        for i, model in zip(uploads.ids, models, strict=True):
-            mine = self.layout.put(model, common, names)
-            self.keep_for(i, params=mine.params, buffers=mine.buffers)
+        common = self.layout.take(mean, names)
+        own = {i: self.layout.put(model, common, names) for i, model in zip(uploads.ids, models, strict=True)}
+        kept = models_by_client(list(own), *zip(*((m.params, m.buffers) for m in own.values()), strict=True))
+        return dataclasses.replace(state, model=mean, clients=kept)
 
     def mean(self, models: list[Model], uploads: Uploads) -> Model:
         """Return the mean of the permuted models."""
@@ -287,7 +289,7 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
 
         Within a pass the layers above the last round's are each client's own.
         """
-        passed = self.params.one_shot or (self.round > 0 and self.round % len(self.chain) == 0)
+        passed = self.params.one_shot or (self.state.round > 0 and self.state.round % len(self.chain) == 0)
         return None if client_id is None and not passed else super().exported(client_id)
 
 

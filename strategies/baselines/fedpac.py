@@ -54,6 +54,8 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
 )
@@ -186,12 +188,12 @@ class FedPAC(FedAvg[FedPACParams]):
 
     def model_for(self, client_id: int) -> Model:
         """Return the mean body under the client's head."""
-        mine = self.personal.get(client_id)
+        mine = self.state.clients.get(client_id)
         if mine is None:
-            return self.global_model
-        params = self.global_model.params.copy()
+            return self.state.model
+        params = self.state.model.params.copy()
         params[self.at_head] = mine[_HEAD]
-        return Model(params, self.global_model.buffers)
+        return Model(params, self.state.model.buffers)
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Return the stacks to compare: the model's and the centroids."""
@@ -201,24 +203,26 @@ class FedPAC(FedAvg[FedPACParams]):
         """Return the model and the centroids that a client was sent."""
         return {**super().compared_with(client_id), **compared_with_sent(self)}
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average bodies and centroids, and mix the heads."""
         heads = uploads.W[:, self.at_head].astype(np.float64)
-        super().personalize(round, uploads)
-        weights = np.eye(len(uploads.ids))
+        weights, kept = np.eye(len(uploads.ids)), {}
         if self.params.combine:
             weights = head_weights(uploads.extras[SHARES], uploads.extras[VARIANCE][:, 0])
         for client_id, row in zip(uploads.ids, weights, strict=True):
-            self.keep_for(client_id, head=(row @ heads).astype(np.float32))
+            kept[client_id] = {"head": (row @ heads).astype(np.float32)}
             if self.params.combine:
                 shown = {str(j): float(np.round(w, 6)) for j, w in zip(uploads.ids, row, strict=True) if w > 0}
-                self.note(client_id, "head-weights", shown)
+                turn.note(client_id, "head-weights", shown)
         means, _ = mean_prototypes(uploads.extras[PROTOTYPES], uploads.counts(COUNTS))
         counts = uploads.extras[COUNTS].sum(axis=0)
-        before = self.memory.get(PROTOTYPES, np.zeros(means.shape, np.float32))
-        known = self.memory.get(COUNTS, np.zeros_like(counts))
-        self.memory[PROTOTYPES] = np.where(counts[:, None] > 0, means.astype(np.float32), before)
-        self.memory[COUNTS] = np.where(counts > 0, counts, known)
+        before = state.memory.get(PROTOTYPES, np.zeros(means.shape, np.float32))
+        known = state.memory.get(COUNTS, np.zeros_like(counts))
+        now = {
+            PROTOTYPES: np.where(counts[:, None] > 0, means.astype(np.float32), before),
+            COUNTS: np.where(counts > 0, counts, known),
+        }
+        return super().update(state, uploads, turn).next(clients=kept, memory=now)
 
 
 class FedPACUpdate(LocalUpdate[FedPACParams]):

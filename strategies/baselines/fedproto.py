@@ -56,6 +56,8 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
 )
 from strategies.base.uploads import Intake
@@ -256,16 +258,17 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
         """Return the prototypes that a client was sent."""
         return compared_with_sent(self)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average the prototypes of the round's clients; other classes keep theirs."""
         counts = uploads.extras[COUNTS]
         weights = uploads.counts(COUNTS) if self.params.mean == "samples" else (counts > 0).astype(np.float64)
         # a late upload counts less
         means = mean_prototypes(uploads.extras[PROTOTYPES], weights * uploads.once[:, None])[0].astype(np.float32)
         total = counts.sum(axis=0)
-        before, known = self.memory.get(PROTOTYPES, np.zeros_like(means)), self.memory.get(COUNTS, np.zeros_like(total))
-        self.memory[PROTOTYPES] = np.where(total[:, None] > 0, means, before)
-        self.memory[COUNTS] = np.where(total > 0, total, known)
+        before = state.memory.get(PROTOTYPES, np.zeros_like(means))
+        known = state.memory.get(COUNTS, np.zeros_like(total))
+        now = {PROTOTYPES: np.where(total[:, None] > 0, means, before), COUNTS: np.where(total > 0, total, known)}
+        return state.next(memory=now)
 
 
 def candidates(ctx: RoundContext[FedProtoParams]) -> NDArray[np.int64]:

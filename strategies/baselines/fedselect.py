@@ -51,6 +51,8 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
 )
@@ -190,16 +192,16 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
         """Return the weights of the mean: by samples, or all equal."""
         return uploads.sizes if self.params.weighting == "samples" else uploads.once
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average the shared parameters; note how many parameters of every tensor are personal."""
         assert uploads.bits is not None
         weights = self.weights(uploads)
         used = masks.unpack(uploads.bits, self.layout.d)
-        params = aggregate(uploads.W, used, weights, self.global_model.params)
-        self.global_model = Model(params, weighted_mean(uploads.B, weights))
+        params = aggregate(uploads.W, used, weights, state.model.params)
         names = [slot.name for slot in self.layout.params]
         for i, client_id in enumerate(uploads.ids):
-            self.note(client_id, COUNTS, dict(zip(names, count_by_layer(used[i], self.layout.sizes), strict=True)))
+            turn.note(client_id, COUNTS, dict(zip(names, count_by_layer(used[i], self.layout.sizes), strict=True)))
+        return state.next(Model(params, weighted_mean(uploads.B, weights)))
 
 
 class FedSelectUpdate(LocalUpdate[FedSelectParams]):

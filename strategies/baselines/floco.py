@@ -55,6 +55,8 @@ from strategies.base import (
     Objective,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
 )
@@ -259,27 +261,27 @@ class FLOCO(FedAvg[FLOCOParams]):
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the client's centre from round tau on, zeros if it has none."""
-        if max(self.round, self.attempt.round) < self.params.projection_round:
+        if max(self.state.round, self.attempt.round) < self.params.projection_round:
             return {}
-        mine = self.personal.get(client_id)
+        mine = self.state.clients.get(client_id)
         return {"centre": np.zeros(self.params.endpoints, np.float32) if mine is None else mine["centre"]}
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average the drawn clients' uploads, and place clients.
 
         Round tau - 1 places all its clients; later rounds place those that have no place yet.
         """
-        received, before_projection = self.global_model, round == self.params.projection_round - 1
+        before_projection, received = turn.round == self.params.projection_round - 1, state.model
         rows = [k for k, i in enumerate(uploads.ids) if i in self._averaged or not before_projection]
+        after = state
         if rows:
-            super().personalize(round, uploads if len(rows) == len(uploads.ids) else uploads.rows(rows))
+            after = super().update(state, uploads if len(rows) == len(uploads.ids) else uploads.rows(rows), turn)
         else:
-            log.warning("round %d: floco: no drawn client uploaded, so the global model stays", round)
+            log.warning("round %d: floco: no drawn client uploaded, so the global model stays", turn.round)
         with one_thread():
             if before_projection:
-                self.place_all(self.updates(uploads, received), uploads.ids)
-            elif round >= self.params.projection_round:
-                self.place_new(uploads, received)
+                return self.place_all(after, self.updates(uploads, received), uploads.ids, turn)
+            return self.place_new(after, uploads, received) if turn.round >= self.params.projection_round else after
 
     def updates(self, uploads: Uploads, received: Model) -> Matrix:
         """Return the endpoints' movement in training, float64 [N, MCf]."""
@@ -288,26 +290,26 @@ class FLOCO(FedAvg[FLOCOParams]):
         moved: Matrix = uploads.W[:, ends].astype(np.float64) - received.params[ends]
         return moved
 
-    def place_all(self, updates: Matrix, ids: list[int]) -> None:
+    def place_all(self, state: State, updates: Matrix, ids: list[int], turn: Turn) -> State:
         """Give every client a region, and keep the arrays that place later clients."""
         kappa, mean, axes = principal_scores(updates, self.params.endpoints)
         centres, total = subregions(kappa)
-        for client_id, centre in zip(ids, centres, strict=True):
-            self.keep_for(client_id, centre=centre.astype(np.float32))
-        self.memory |= {"mean": mean.astype(np.float32), "axes": axes.astype(np.float32), "total": np.array([total])}
+        kept = {i: {"centre": centre.astype(np.float32)} for i, centre in zip(ids, centres, strict=True)}
+        memory = {"mean": mean.astype(np.float32), "axes": axes.astype(np.float32), "total": np.array([total])}
         largest = float(np.abs(kappa).max())
         log.info("floco: regions for %d clients, largest score %.3g, simplex of sum %.3g", len(ids), largest, total)
-        self.note_round("largest-score", largest)
-        self.note_round("simplex-sum", total)
+        turn.note_round("largest-score", largest)
+        turn.note_round("simplex-sum", total)
+        return state.next(clients=kept, memory=memory)
 
-    def place_new(self, uploads: Uploads, received: Model) -> None:
+    def place_new(self, state: State, uploads: Uploads, received: Model) -> State:
         """Place clients without a region by their first update."""
-        new = [k for k, i in enumerate(uploads.ids) if i not in self.personal]
-        if not new or "axes" not in self.memory:
-            return
-        kappa = (self.updates(uploads, received)[new] - self.memory["mean"]) @ self.memory["axes"].astype(np.float64).T
-        for k, centre in zip(new, on_simplex(kappa, float(self.memory["total"][0])), strict=True):
-            self.keep_for(uploads.ids[k], centre=centre.astype(np.float32))
+        new, memory = [k for k, i in enumerate(uploads.ids) if i not in state.clients], state.memory
+        if not new or "axes" not in memory:
+            return state
+        kappa = (self.updates(uploads, received)[new] - memory["mean"]) @ memory["axes"].astype(np.float64).T
+        centres = zip(new, on_simplex(kappa, float(memory["total"][0])), strict=True)
+        return state.next(clients={uploads.ids[k]: {"centre": centre.astype(np.float32)} for k, centre in centres})
 
     def exported_layout(self, layout: Layout) -> Layout:
         """Return the layout of the user's own model."""
@@ -322,7 +324,7 @@ class FLOCO(FedAvg[FLOCOParams]):
             return None
         extras = {} if client_id is None else self.download_extras(client_id)
         centre, _ = centre_of(extras, self.params.endpoints)
-        return collapse(self.global_model, self.layout, centre)
+        return collapse(self.state.model, self.layout, centre)
 
 
 class FLOCOUpdate(LocalUpdate[FLOCOParams]):

@@ -62,6 +62,8 @@ from strategies.base import (
     Objective,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     unfit,
 )
@@ -272,15 +274,15 @@ class HeteroFL(FedAvg[HeteroFLParams]):
     def model_for(self, client_id: int) -> Model:
         """Return the client's network inside the wide one: the global model with 0 beyond its part."""
         part = self.held_by(client_id)
-        return within(self.global_model, part)
+        return within(self.state.model, part)
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the client's rate."""
         return {RATE: np.array([self.rates[client_id]])}
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average each element over the clients that hold it, and with `mask-classes` a class's row over those that have it."""
-        before, weights = self.global_model, self.weights(uploads)
+        before, weights = state.model, self.weights(uploads)
         parts = [self.held_by(i) for i in uploads.ids]
         params = np.empty_like(before.params)
         classes = class_of(self.layout) if self.params.mask_classes else None
@@ -298,7 +300,7 @@ class HeteroFL(FedAvg[HeteroFLParams]):
         else:
             held = np.stack([part.buffers for part in parts])
             buffers = masked_mean(uploads.B, held, weights, before.buffers).astype(np.float32)
-        self.global_model = Model(params, buffers)
+        return state.next(Model(params, buffers))
 
 
 def within(model: Model, part: Part) -> Model:

@@ -41,6 +41,8 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
 )
@@ -112,11 +114,11 @@ class IFCA(FedAvg[IFCAParams]):
         if not 0 <= chosen < self.params.clusters:
             raise WireError(f"{CLUSTER} must be in 0..{self.params.clusters - 1}, got {chosen}")
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average per model; average a shared body over all clients."""
-        layout, chosen, averaging = self.layout, uploads.extras[CLUSTER][:, 0], self.averaging_of(uploads)
+        layout, chosen, averaging = self.layout, uploads.extras[CLUSTER][:, 0], turn.average
         names = [components.tensors_of(layout, k) for k in range(self.params.clusters)]
-        models = [layout.take(self.global_model, own) for own in names]
+        models = [layout.take(state.model, own) for own in names]
         weights = self.weights(uploads)
         params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in models]), averaging)
         buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in models]), averaging)
@@ -129,13 +131,15 @@ class IFCA(FedAvg[IFCAParams]):
             ]
         else:
             mixed = [Model(p, b) for p, b in zip(params, buffers, strict=True)]
+        whole = state.model
         for own, model in zip(names, mixed, strict=True):
-            self.global_model = layout.put(self.global_model, model, own)
+            whole = layout.put(whole, model, own)
         for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
-            self.note(client_id, "cluster", k)
+            turn.note(client_id, "cluster", k)
         sizes = np.bincount(chosen, minlength=self.params.clusters).tolist()
-        log.info("round %d: ifca: clients per model %s", round, sizes)
-        self.note_round("cluster-sizes", sizes)
+        log.info("round %d: ifca: clients per model %s", turn.round, sizes)
+        turn.note_round("cluster-sizes", sizes)
+        return state.next(whole)
 
     def exported_layout(self, layout: Layout) -> Layout:
         """Return the layout of the user's own model."""
@@ -144,7 +148,7 @@ class IFCA(FedAvg[IFCAParams]):
     def held_models(self) -> list[Model]:
         """Return the K models."""
         layout = self.layout
-        return [layout.take(self.global_model, components.tensors_of(layout, k)) for k in range(self.params.clusters)]
+        return [layout.take(self.state.model, components.tensors_of(layout, k)) for k in range(self.params.clusters)]
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the model if there is only one."""

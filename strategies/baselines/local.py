@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from fl_app.keys import NoParams
-from strategies.base import LocalUpdate, Method, Overview, PersonalizedStrategy, Uploads, local_epochs, no_tensors
+from strategies.base import (
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    State,
+    Turn,
+    Uploads,
+    local_epochs,
+    no_tensors,
+)
 
 
 class Local(PersonalizedStrategy[NoParams]):
     """Server half: there is nothing to aggregate."""
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
-        """Do nothing."""
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
+        """Return the state unchanged."""
+        return state
 
 
 METHOD = Method(

@@ -38,7 +38,18 @@ from fl_app import rng
 from fl_app.keys import POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Upload
-from strategies.base import SPLIT, ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_classifier
+from strategies.base import (
+    SPLIT,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    State,
+    Turn,
+    Uploads,
+    all_but_classifier,
+)
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedbabu import warn_without_finetuning
 from strategies.kernels.aggregate import check_weights, weighted_mean
@@ -142,9 +153,9 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
         """Return the tensors that a client uploads: those it trains, and all statistics."""
         return Part.of_tensors(self.layout, sent_tensors(self.layout, self.masks[client_id]))
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average each tensor over the clients that trained it."""
-        layers, before = layers_of(self.layout), self.global_model.params
+        layers, before = layers_of(self.layout), state.model.params
         owners = [layers.index(slot.name.rpartition(".")[0]) for slot in self.layout.params]
         layer_of = np.repeat(owners, self.layout.sizes)
         masks, params, weights = self.masks[uploads.ids], np.empty_like(before), self.weights(uploads)
@@ -154,7 +165,7 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
             params[at] = masked_mean(uploads.W[:, at], masks[:, layer_of[at]], weights, before[at])
 
         for_blocks(block, before.size)
-        self.global_model = Model(params, weighted_mean(uploads.B, weights))
+        return state.next(Model(params, weighted_mean(uploads.B, weights)))
 
 
 def sent_tensors(layout: Layout, mask: NDArray[np.bool_]) -> frozenset[str]:

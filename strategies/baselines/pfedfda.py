@@ -54,6 +54,8 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_but_classifier,
     check_head_trains,
@@ -286,16 +288,16 @@ class PFedFDA(FedAvg[PFedFDAParams]):
     ) -> None:
         super().__init__(config, params, layout, initial, shared, folder)
         classes, k = head_shape(layout)
-        self.memory["means"] = rng.generator(config.seed, "pfedfda-means").random((classes, k)).astype(np.float32)
-        self.memory["covariance"] = triangle(np.eye(k))
+        self.state.memory["means"] = rng.generator(config.seed, "pfedfda-means").random((classes, k)).astype(np.float32)
+        self.state.memory["covariance"] = triangle(np.eye(k))
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the shared Gaussians."""
-        return {name: self.memory[name] for name in ("means", "covariance")}
+        return {name: self.state.memory[name] for name in ("means", "covariance")}
 
     def expected(self) -> Expected:
         """Return the form of an upload: the body and adapted Gaussians."""
-        extras = {name: ("<f4", self.memory[name].shape) for name in ("means", "covariance")}
+        extras = {name: ("<f4", self.state.memory[name].shape) for name in ("means", "covariance")}
         return dataclasses.replace(super().expected(), extras=extras)
 
     def check(self, upload: Upload) -> None:
@@ -306,12 +308,14 @@ class PFedFDA(FedAvg[PFedFDAParams]):
         except np.linalg.LinAlgError:
             raise WireError("its covariance is not positive definite") from None
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average bodies, means and covariances."""
-        super().personalize(round, uploads)
-        averaging, weights = self.averaging_of(uploads), self.weights(uploads)
-        for name, stack in uploads.extras.items():
-            self.memory[name] = averaging.mean(stack.reshape(len(stack), -1), weights).reshape(stack.shape[1:])
+        mean, weights = turn.average.mean, self.weights(uploads)
+        means = {
+            name: mean(stack.reshape(len(stack), -1), weights).reshape(stack.shape[1:])
+            for name, stack in uploads.extras.items()
+        }
+        return super().update(state, uploads, turn).next(memory=means)
 
 
 class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):

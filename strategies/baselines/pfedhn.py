@@ -43,6 +43,8 @@ from strategies.base import (
     Method,
     Overview,
     PersonalizedStrategy,
+    State,
+    Turn,
     Uploads,
     all_but_classifier,
     local_epochs,
@@ -145,14 +147,15 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
     @property
     def network(self) -> Network:
         """Return the hypernetwork; the first one before round 1."""
-        if _NETWORK + "b" not in self.memory:
+        memory = self.state.memory
+        if _NETWORK + "b" not in memory:
             p, n = self.params, self.config.num_clients
             width = p.embedding or 1 + n // 4
             stream = rng.generator(self.config.seed, "pfedhn")
-            self.memory[_EMBEDDINGS] = stream.normal(size=(n, width)).astype(np.float32)
-            layers = initial_network(width, p, self.global_model.params, stream)
-            self.memory |= {_NETWORK + name: layer for name, layer in layers.items()}
-        return {name.removeprefix(_NETWORK): a for name, a in self.memory.items() if name.startswith(_NETWORK)}
+            memory[_EMBEDDINGS] = stream.normal(size=(n, width)).astype(np.float32)
+            layers = initial_network(width, p, self.state.model.params, stream)
+            memory.update({_NETWORK + name: layer for name, layer in layers.items()})
+        return {name.removeprefix(_NETWORK): a for name, a in memory.items() if name.startswith(_NETWORK)}
 
     def memory_bytes(self) -> int:
         """Return the bytes of the hypernetwork's output layer, and of its momentum."""
@@ -162,16 +165,16 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
         """Return the model that the hypernetwork makes for the client."""
         with one_thread():
             network = self.network
-            return Model(generate(network, self.memory[_EMBEDDINGS][client_id]), self.global_model.buffers)
+            return Model(generate(network, self.state.memory[_EMBEDDINGS][client_id]), self.state.model.buffers)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Take a step for each upload."""
         p = self.params
         with one_thread():
             network = {name: layer.copy() for name, layer in self.network.items()}
-            embeddings = self.memory[_EMBEDDINGS].copy()
+            embeddings = state.memory[_EMBEDDINGS].copy()
             speeds = {
-                name: self.memory.get(_MOMENTUM + name, np.zeros_like(value)).copy() if p.momentum else None
+                name: state.memory.get(_MOMENTUM + name, np.zeros_like(value)).copy() if p.momentum else None
                 for name, value in {**network, _EMBEDDINGS: embeddings}.items()
             }
             of_embeddings = speeds.pop(_EMBEDDINGS)
@@ -186,10 +189,11 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
                 step(embeddings[i], toward * scale, None if of_embeddings is None else of_embeddings[i], p)
                 for name, slope in found.items():
                     step(network[name], slope * scale, speeds[name], p)
-        self.memory |= {_NETWORK + name: layer for name, layer in network.items()} | {_EMBEDDINGS: embeddings}
+        now = {_NETWORK + name: layer for name, layer in network.items()} | {_EMBEDDINGS: embeddings}
         speeds[_EMBEDDINGS] = of_embeddings
-        self.memory |= {_MOMENTUM + name: speed for name, speed in speeds.items() if speed is not None}
-        self.global_model = Model(self.global_model.params, weighted_mean(uploads.B, self.weights(uploads)))
+        now |= {_MOMENTUM + name: speed for name, speed in speeds.items() if speed is not None}
+        buffers = weighted_mean(uploads.B, self.weights(uploads))
+        return state.next(Model(state.model.params, buffers), memory=now)
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the client's model; None if it keeps a part of it. There is no global one."""

@@ -40,7 +40,18 @@ from numpy.typing import NDArray
 from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
-from strategies.base import AGE, LocalUpdate, Method, Overview, PersonalizedStrategy, Uploads, all_tensors, local_epochs
+from strategies.base import (
+    AGE,
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    State,
+    Turn,
+    Uploads,
+    all_tensors,
+    local_epochs,
+)
 from strategies.baselines.pfedhn import Array, Network, generate, slopes
 from strategies.kernels.blocks import one_thread
 
@@ -112,7 +123,7 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
 
     def network_of(self, client_id: int) -> Mapping[str, Array]:
         """Return a client's hypernetwork and embedding; before its first upload, the first ones."""
-        mine = self.personal.get(client_id)
+        mine = self.state.clients.get(client_id)
         if mine is not None:
             return {name: layer for name, layer in mine.items() if name not in ("params", "buffers")}
         stream = rng.generator(self.config.seed, "pfedla", 0, client_id)
@@ -128,25 +139,25 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
         """Return the client's mixture of all clients' layers."""
         with one_thread():
             alpha = layer_weights(self.units(self.network_of(client_id)), client_id, self.params.keep_layers)[0]
-        rest = 1 - alpha[:, sorted(self.personal)].sum(axis=1)
-        start = self.global_model
+        rest = 1 - alpha[:, sorted(self.state.clients)].sum(axis=1)
+        start = self.state.model
         mixed = np.empty(self.layout.d)
         for layer, slot in enumerate(self.layout.params):
             at = slice(slot.start, slot.stop)
             mixed[at] = rest[layer] * start.params[at]
-            for j in sorted(self.personal):
-                mixed[at] += alpha[layer, j] * self.personal[j]["params"][at]
+            for j in sorted(self.state.clients):
+                mixed[at] += alpha[layer, j] * self.state.clients[j]["params"][at]
         weights = alpha.mean(axis=0)
-        buffers = (1 - weights[sorted(self.personal)].sum()) * start.buffers.astype(np.float64)
-        for j in sorted(self.personal):
-            buffers += weights[j] * self.personal[j]["buffers"]
+        buffers = (1 - weights[sorted(self.state.clients)].sum()) * start.buffers.astype(np.float64)
+        for j in sorted(self.state.clients):
+            buffers += weights[j] * self.state.clients[j]["buffers"]
         return Model(mixed.astype(np.float32), buffers.astype(np.float32))
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Keep the uploads, and take a step on their clients' hypernetworks."""
         p, slots = self.params, self.layout.params
         # what the round's models were mixed of
-        models = {j: own["params"] for j, own in self.personal.items()}
+        models = {j: own["params"] for j, own in state.clients.items()}
         changed = {}
         for row, i in enumerate(uploads.ids):
             delta = self.model_for(i).params.astype(np.float64) - uploads.W[row]
@@ -154,7 +165,7 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
             toward = np.zeros((len(slots), self.config.num_clients))
             for layer, slot in enumerate(slots):
                 at = slice(slot.start, slot.stop)
-                toward[layer] = self.global_model.params[at].astype(np.float64) @ delta[at]
+                toward[layer] = state.model.params[at].astype(np.float64) @ delta[at]
                 for j, params in models.items():
                     toward[layer, j] = params[at].astype(np.float64) @ delta[at]
             with one_thread():
@@ -167,8 +178,10 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
             found[_EMBEDDING] = v
             rate = np.float32(p.learning_rate)
             changed[i] = {name: (layer - rate * found[name]).astype(np.float32) for name, layer in network.items()}
-        for row, i in enumerate(uploads.ids):
-            self.keep_for(i, params=uploads.W[row], buffers=uploads.B[row], **changed[i])
+        clients = {
+            i: {"params": uploads.W[row], "buffers": uploads.B[row], **changed[i]} for row, i in enumerate(uploads.ids)
+        }
+        return state.next(clients=clients)
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the model that a client is sent. There is no global one."""

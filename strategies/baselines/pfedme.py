@@ -51,6 +51,8 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_tensors,
 )
@@ -126,11 +128,11 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
         """Return equal weights for all uploads."""
         return uploads.once
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Step towards the unweighted mean; take the plain mean of the statistics."""
-        averaging, weights = self.averaging_of(uploads), self.weights(uploads)
-        params = mix(self.global_model.params, uploads.W, self.params.beta, averaging, weights)
-        self.global_model = Model(params, averaging.mean(uploads.B, weights))
+        averaging, weights = turn.average, self.weights(uploads)
+        params = mix(state.model.params, uploads.W, self.params.beta, averaging, weights)
+        return state.next(Model(params, averaging.mean(uploads.B, weights)))
 
 
 class PFedMeUpdate(LocalUpdate[PFedMeParams]):

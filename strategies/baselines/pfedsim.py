@@ -38,7 +38,7 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app.figures import Matrix
 from fl_app.keys import RATIO, key
 from fl_app.layout import Model
-from strategies.base import AGE, LINEAR, LocalUpdate, Method, Overview, Uploads, all_tensors, local_epochs
+from strategies.base import AGE, LINEAR, LocalUpdate, Method, Overview, State, Turn, Uploads, all_tensors, local_epochs
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels.aggregate import mix
 from strategies.kernels.heads import head_slots
@@ -107,14 +107,13 @@ class PFedSim(FedAvg[PFedSimParams]):
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's mixture under its own classifier; before it has one, the global model."""
-        return self.last_personal(client_id)
+        return self.state.model_of(client_id)
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average in the warm-up; later keep the uploads, and mix the bodies of all clients for each."""
-        if round <= self.params.warmup_rounds(self.config.num_server_rounds):
-            super().personalize(round, uploads)
-            return
-        last = {i: (own["own.params"], own["own.buffers"]) for i, own in self.personal.items()}
+        if turn.round <= self.params.warmup_rounds(self.config.num_server_rounds):
+            return super().update(state, uploads, turn)
+        last = {i: (own["own.params"], own["own.buffers"]) for i, own in state.clients.items()}
         last |= {i: (uploads.W[row], uploads.B[row]) for row, i in enumerate(uploads.ids)}
         ids = sorted(last)
         W, B = (np.stack([last[i][part] for i in ids]) for part in (0, 1))
@@ -122,12 +121,14 @@ class PFedSim(FedAvg[PFedSimParams]):
         weights = mixing_weights(found)
         mixed, statistics = mix(W, weights), mix(B, weights)
         mixed[:, self.at_head] = W[:, self.at_head]
+        kept = {}
         for row, i in enumerate(ids):
             own = {"own.params": last[i][0], "own.buffers": last[i][1]}
-            self.keep_for(i, params=mixed[row], buffers=statistics[row], **own)
+            kept[i] = {"params": mixed[row], "buffers": statistics[row], **own}
             if i in uploads.ids:
                 shown = {str(j): float(np.round(found[row, k], 6)) for k, j in enumerate(ids) if j in uploads.ids}
-                self.note(i, "classifier-similarity", shown)
+                turn.note(i, "classifier-similarity", shown)
+        return state.next(clients=kept)
 
     def similarities(self, W: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the similarities of models, float64 [N, N]. W: float32 [N, d]."""
@@ -143,7 +144,7 @@ class PFedSim(FedAvg[PFedSimParams]):
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return a client's model, and the global one if the run ends in the warm-up."""
-        return None if client_id is None and self.personal else super().exported(client_id)
+        return None if client_id is None and self.state.clients else super().exported(client_id)
 
 
 FIGURES = (

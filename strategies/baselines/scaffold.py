@@ -48,6 +48,8 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    State,
+    Turn,
     Uploads,
     all_but_local_statistics,
 )
@@ -129,7 +131,7 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
 
     def summed(self, upload: Upload) -> Mapping[str, NDArray[np.float64]]:
         """Return the change of the client's control variate; the round sums these up."""
-        sent, c = self.global_model.params, self.download_extras(0)[CONTROL].astype(np.float64)
+        sent, c = self.state.model.params, self.download_extras(0)[CONTROL].astype(np.float64)
         steps, momentum = int(upload.metrics[STEPS]), self.config.momentum
         scale = round_rate(self.config, self.attempt.round) * effective_steps(steps, momentum)
         return {CONTROL: control_change(sent.astype(np.float64), upload.model.params, c, scale)}
@@ -158,12 +160,12 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the control variate c."""
-        return {CONTROL: self.memory.get(CONTROL, np.zeros(self.layout.d, np.float32))}
+        return {CONTROL: self.state.memory.get(CONTROL, np.zeros(self.layout.d, np.float32))}
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
+    def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Step towards the mean, and move c by the changes of the clients' control variates."""
-        sent, c = self.global_model.params, self.download_extras(0)[CONTROL]
-        eta, momentum = round_rate(self.config, round), self.config.momentum
+        sent, c = state.model.params, self.download_extras(0)[CONTROL]
+        eta, momentum = round_rate(self.config, turn.round), self.config.momentum
         scales = np.array([[eta * effective_steps(int(m[STEPS]), momentum)] for m in uploads.metrics])
         x, control = np.empty_like(sent), np.empty_like(sent)
         mean_of, summed = block_means(uploads.W), uploads.summed.get(CONTROL)
@@ -179,7 +181,7 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
             x[at], control[at] = moved(mean_of(at), now, before, change, clients, rate)
 
         for_blocks(block, sent.size)
-        self.global_model, self.memory[CONTROL] = Model(x, weighted_mean(uploads.B)), control
+        return state.next(Model(x, weighted_mean(uploads.B)), memory={CONTROL: control})
 
 
 class SCAFFOLDUpdate(LocalUpdate[SCAFFOLDParams]):

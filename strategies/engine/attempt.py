@@ -19,7 +19,7 @@ from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import called
 from fl_app.wire import Expected, WireError
-from strategies.base.server_half import RoundState
+from strategies.base.turn import Turn
 from strategies.base.uploads import Intake
 from strategies.engine.late import Work
 
@@ -34,7 +34,7 @@ Questions = tuple[str, Mapping[int, Numbers]]
 
 
 @dataclass
-class Attempt(RoundState):
+class Attempt(Turn):
     """One attempt at a round, or one step that asks clients about their models: all state that ends with it.
 
     - `name`: in the display of progress.

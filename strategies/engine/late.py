@@ -24,7 +24,8 @@ from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.server import client_arrays
 from fl_app.wire import Expected, Upload
-from strategies.base.server_half import AGE, LATE, MOVED, Sent, ServerHalf
+from strategies.base.server_half import AGE, LATE, MOVED, ServerHalf
+from strategies.base.turn import Sent
 from strategies.base.uploads import SMALL
 
 # FedBuff scales an update of age t by (1 + t) ** -FEDBUFF_POWER

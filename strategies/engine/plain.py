@@ -17,6 +17,7 @@ from fl_app.server import client_arrays, kept_uploads
 from fl_app.server.run_folder import called
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf
+from strategies.base.state import State
 from strategies.base.uploads import Intake, Uploads
 from strategies.engine import steps
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
@@ -109,13 +110,13 @@ class PlainRounds:
         intake.forget_stacks()
         return uploads
 
-    def personalize(self, round: int, accepted: Any) -> None:
-        """Let the method make the next models."""
-        server = self.server
-        server.attempt.uploads = accepted
-        server.personalize(round, accepted)
+    def update(self, attempt: Attempt, accepted: Any) -> State:
+        """Let the method make the next state."""
+        attempt.uploads = accepted
+        state = self.server.updated(accepted, attempt)
         # from here on only the method holds the stacks
-        server.attempt.uploads = None
+        attempt.uploads = None
+        return state
 
     def suspects(self) -> list[str]:
         """Return a line for each far upload of the last round that was used: it may be why no client can train."""
@@ -149,7 +150,7 @@ class PlainRounds:
     def _model_sent(self, client_id: int) -> Model:
         """Return the model that a client was sent."""
         model = self.server.sent_to(client_id)
-        client_arrays.release(self.server.personal.get(client_id, {}))
+        client_arrays.release(self.server.state.clients.get(client_id, {}))
         return model
 
     def _outliers(self, attempt: Attempt, intake: Intake) -> list[Outlier]:
@@ -181,7 +182,7 @@ class PlainRounds:
     def _sent(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the values that a client was sent for the compared stacks. Those on the disk are read again when needed."""
         sent = self.server.compared_with(client_id)
-        client_arrays.release(self.server.personal.get(client_id, {}))
+        client_arrays.release(self.server.state.clients.get(client_id, {}))
         return sent
 
 

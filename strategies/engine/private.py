@@ -50,6 +50,7 @@ from fl_app.wire import (
     state_version,
 )
 from strategies.base.server_half import ServerHalf
+from strategies.base.state import State
 from strategies.base.uploads import DeclaredSizes, Intake, Sums
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
@@ -630,9 +631,9 @@ class PrivateRounds:
                 [sealer],
             )
 
-    def personalize(self, round: int, accepted: Any) -> None:
-        """Let the method make the next models from sums."""
-        self.server.personalize_sums(round, accepted)
+    def update(self, attempt: Attempt, accepted: Any) -> State:
+        """Let the method make the next state from sums."""
+        return self.server.updated_by_sums(accepted, attempt)
 
     def suspects(self) -> list[str]:
         """Return nothing: the server has seen no single upload."""

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from flwr.app import Message
+from numpy.typing import NDArray
 
 from fl_app import stopping, tasks, wire
 from fl_app.errors import MethodFault, RoundFailed, counted, listed
@@ -35,7 +36,9 @@ from fl_app.stopping import StopRule
 from fl_app.stopwatch import Stopwatch
 from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.base import hooks
-from strategies.base.server_half import Sent, ServerHalf
+from strategies.base.server_half import ServerHalf
+from strategies.base.state import State
+from strategies.base.turn import Sent
 from strategies.base.uploads import Intake
 from strategies.engine import late, steps
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults, cause_of, failure_lines
@@ -101,11 +104,11 @@ class RoundProtocol(Protocol):
         ...
 
     def screen(self, attempt: Attempt) -> Any:
-        """Return the argument of `personalize`, made from all uploads. Raises TooFewResults, and has changed nothing then."""
+        """Return the argument of `update`, made from all uploads. Raises TooFewResults, and has changed nothing then."""
         ...
 
-    def personalize(self, round: int, accepted: Any) -> None:
-        """Let the method make its next models."""
+    def update(self, attempt: Attempt, accepted: Any) -> State:
+        """Let the method make its next state."""
         ...
 
     def suspects(self) -> list[str]:
@@ -148,7 +151,7 @@ class Rounds:
         self.spent: dict[int, float] = {}
         self.first: dict[int, dict[str, Scalar]] = {}
         self.client_files = checkpoint.client_files_of(folder.path)
-        self.attempt = Attempt()
+        self.attempt = Attempt(server.config)
         self.spoilt: list[Attempt] = []
         self.steps = steps.after(self.config)
         self.watch, self.rule = Stopwatch(), stopping.rule_of(self.config)
@@ -178,7 +181,7 @@ class Rounds:
         # a resumed run's earlier rounds count too
         self.watched = [_watched(record, self.rule) for record in read_metrics(self.folder.path)] if self.rule else []
         self._end_by_rule()
-        for round in range(self.server.round + 1, self.config.num_server_rounds + 1):
+        for round in range(self.server.state.round + 1, self.config.num_server_rounds + 1):
             if self.ended_early or self.asked_to_stop:
                 break
             yield round
@@ -216,7 +219,7 @@ class Rounds:
         self.recorded, self.between = self.record(), self.attempt.between
         self.watched.append(_watched(self.recorded, self.rule))
         self._end_by_rule()
-        return bool(self.ended_early) or self.config.evaluates_after(self.server.round)
+        return bool(self.ended_early) or self.config.evaluates_after(self.server.state.round)
 
     def close_evaluation(self) -> None:
         """Put the evaluation into the round's record."""
@@ -225,7 +228,7 @@ class Rounds:
 
     def write_round(self) -> None:
         """Write the round's record, and with it everything that the next round depends on."""
-        round, record = self.server.round, self.recorded
+        round, record = self.server.state.round, self.recorded
         total, headline = self.config.num_server_rounds, self.measured[0]
         record["seconds"] = {"round": sum(self.watch.laps.values()), **self.watch.laps}
         is_last = bool(self.ended_early) or round == total
@@ -271,13 +274,13 @@ class Rounds:
         without = frozenset().union(*(attempt.absent for attempt in earlier))
         name = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {len(earlier) + 1}" if earlier else "")
         generation = self.generation(len(earlier))
-        self.begin(Attempt(round, name=name, generation=generation, earlier=earlier, without=without))
+        self.begin(Attempt(self.config, round, name=name, generation=generation, earlier=earlier, without=without))
         self.watch.lap("prepare")
 
     def begin_evaluation(self, round: int, name: str = "evaluation") -> list[int]:
         """Begin a step that asks every connected client about its models. Return the clients."""
         self.exchange.refresh()
-        self.begin(Attempt(round, name=name, generation=self.attempt.generation))
+        self.begin(Attempt(self.config, round, name=name, generation=self.attempt.generation))
         self.exchange.query(self.exchange.client_ids)
         ids = self.exchange.client_ids
         self.attempt.sent = dict.fromkeys(ids, 0)
@@ -386,8 +389,8 @@ class Rounds:
                 attempt.works[client_id] = self._begun(client_id, download)
             if task == "evaluate" and self.config.is_confidential:
                 attempt.hashes[client_id] = wire.sent_hash(download)
-            if client_id in self.server.personal:
-                client_arrays.release(self.server.personal[client_id])
+            if client_id in self.server.state.clients:
+                client_arrays.release(self.server.state.clients[client_id])
             yield self.exchange.message(client_id, content, kind, attempt.round)
 
     def _first(self, client_id: int) -> Mapping[str, Scalar]:
@@ -528,7 +531,7 @@ class Rounds:
         return max(before, spent)
 
     def screen(self) -> Any:
-        """Drop unusable uploads after all have arrived, and return the argument of `personalize`. Raises TooFewResults."""
+        """Drop unusable uploads after all have arrived, and return the argument of `update`. Raises TooFewResults."""
         attempt = self.attempt
         if self.clock:
             self.close(self.clock)
@@ -540,25 +543,22 @@ class Rounds:
         self._ask_questions(self.protocol.after(attempt))
         return self.protocol.screen(attempt)
 
-    def personalize(self, accepted: Any) -> None:
-        """Let the method make the next models. The client states of this attempt become the current ones.
+    def update(self, accepted: Any) -> None:
+        """Let the method make the next state. The client states of this attempt become the current ones.
 
         Arrays beyond `server-memory-limit` go to the disk.
         """
-        self.server.round = self.attempt.round
-        sent = self.server.global_model
-        self.protocol.personalize(self.attempt.round, accepted)
-        hooks.check_kept(self.config.method, "memory", self.server.memory)
-        for client_id, own in self.server.personal.items():
-            hooks.check_kept(self.config.method, f"personal[{client_id}]", own)
+        before, attempt = self.server.state, self.attempt
+        after = hooks.checked_state(self.config.method, self.protocol.update(attempt, accepted))
         for step in self.steps:
-            step(self.server, sent)
+            after = step(before, after)
+        self.server.state = dataclasses.replace(after, round=attempt.round)
         self._settle(list(self.attempt.intake.metrics))
         for client_id, reported in self.attempt.intake.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
         self.working, self.attempt.works = self.attempt.missed, {}
         for work in self.working.values():
-            if self.server.round + 1 - work.round > self.config.staleness:
+            if self.server.state.round + 1 - work.round > self.config.staleness:
                 # no round can use it
                 work.upload, work.sent = None, Sent(NOTHING, {})
         self.watch.lap("personalize")
@@ -574,7 +574,7 @@ class Rounds:
     def _settle(self, ids: list[int]) -> None:
         """Keep the clients' arrays in memory while there is room. ids: the round's clients; their stacks are in memory anyway."""
         limit = self.config.server_memory_limit * 1e9
-        client_arrays.settle(self.server.personal, ids, limit, self.folder.path, self.client_files.moved)
+        client_arrays.settle(self.server.state.clients, ids, limit, self.folder.path, self.client_files.moved)
 
     def record(self) -> Record:
         """Return the round's record."""
@@ -651,7 +651,7 @@ class Rounds:
 
     def forget(self) -> None:
         """Ask the connected clients to remove their state of a finished run. Failures are logged."""
-        ids, round = self.exchange.client_ids, self.server.round
+        ids, round = self.exchange.client_ids, self.server.state.round
         download = Download("forget", round, self.attempt.generation, self.folder.secret, NOTHING)
         messages = (self.exchange.message(i, wire.encode_download(download), "train", round) for i in ids)
         seconds = min(_FORGET_SECONDS, self.config.round_timeout)
@@ -675,8 +675,9 @@ class Rounds:
     def save_checkpoint(self, record: Record) -> None:
         """Make everything durable that the next round depends on, with the metrics line of the last round."""
         server = self.server
-        arrays = {"global.params": server.global_model.params, "global.buffers": server.global_model.buffers}
-        for name, array in server.memory.items():
+        state = server.state
+        arrays = {"global.params": state.model.params, "global.buffers": state.model.buffers}
+        for name, array in state.memory.items():
             arrays[f"memory.{name}"] = array
         meta = {
             "versions": {str(i): v for i, v in self.versions.items() if v},
@@ -692,9 +693,9 @@ class Rounds:
             arrays |= {f"{LATE}.{i}.{name}": array for i, (own, _) in works.items() for name, array in own.items()}
             meta[LATE] = [facts for _, facts in works.values()]
         self.kept_versions = checkpoint.save(
-            self.folder.path, server.round, arrays, meta, server.personal, self.client_files
+            self.folder.path, state.round, arrays, meta, state.clients, self.client_files
         )
-        for own in server.personal.values():
+        for own in state.clients.values():
             client_arrays.release(own)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -708,22 +709,23 @@ class Rounds:
             work = self.working[facts["client_id"]] = Work.restored(own, facts)
             if not self.clock:
                 work.cause = "its reply was lost when the server restarted"
-        server.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
+        model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
+        clients, memory = dict[int, dict[str, NDArray[Any]]](), dict[str, NDArray[Any]]()
         for name in list(arrays):
             whose, _, key = name.partition(".")
             if whose == "memory":
-                server.memory[key] = arrays.pop(name)
+                memory[key] = arrays.pop(name)
             else:
                 client_id, _, key = key.partition(".")
-                server.personal.setdefault(int(client_id), {})[key] = arrays.pop(name)
-        self.client_files.adopt(saved.meta.get(checkpoint.CLIENTS, []), server.personal)
-        self._settle(list(server.personal))
+                clients.setdefault(int(client_id), {})[key] = arrays.pop(name)
+        self.client_files.adopt(saved.meta.get(checkpoint.CLIENTS, []), clients)
+        server.state = State(model, clients, memory, saved.meta["round"])
+        self._settle(list(clients))
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.first = {int(i): scalars for i, scalars in saved.meta.get("first", {}).items()}
         self.spent = {int(i): float(spent) for i, spent in saved.meta.get("spent", {}).items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
         self.protocol.restore(saved.meta.get("screening", {}))
-        server.round = saved.meta["round"]
 
     # Messages
 
@@ -731,7 +733,9 @@ class Rounds:
         lines = [f"  {line}" for line in failure_lines(spoilt)]
         if not spoilt[-1].failures:
             lines.append(f"  {spoilt[-1].spoilt_by}")
-        lines += [f"the models came out of round {self.server.round}, where {who}" for who in self.protocol.suspects()]
+        lines += [
+            f"the models came out of round {self.server.state.round}, where {who}" for who in self.protocol.suspects()
+        ]
         return f"round {round} failed in {len(spoilt)} attempts (round-retries)\n" + "\n".join(lines)
 
     def _warn_of(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:

@@ -33,7 +33,7 @@ log = logging.getLogger("corolla")
 # the most bytes of waiting uploads that are kept in memory
 _WAITING_BYTES = 64e6
 # a class that overrides one of these hooks must declare `streams` itself
-_HOOKS = ("personalize", "weights", "averaging_of", "compared", "summed")
+_HOOKS = ("update", "personalize", "weights", "averaging_of", "compared", "summed")
 
 
 def streams(half: type[ServerHalf[Any]]) -> bool:

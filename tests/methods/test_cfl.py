@@ -88,7 +88,7 @@ def moved(server: Any, ids: list[int], by: dict[int, tuple[float, float]]) -> Up
 
 
 def clusters(server: Any) -> list[int]:
-    return [server.cluster_of(i) for i in sorted(server.personal)]
+    return [server.clusters()[i] for i in sorted(server.personal)]
 
 
 def test_a_second_split_is_of_clients_not_of_positions(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_late_client_joins_those_that_move_as_it_does(tmp_path: Path) -> None:
     close(server.model_for(4).params[:2], second[:2] + [1.1, 0.1 / 3])
     # alone in the round: the first cluster
     server.personalize(3, moved(server, [5], {5: (1.0, 0.0)}))
-    assert server.cluster_of(5) == 0
+    assert server.clusters()[5] == 0
 
 
 def test_runs_are_resumed_with_their_clusters(run: Run, tmp_path: Path) -> None:

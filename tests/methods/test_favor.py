@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from fl_app.errors import UserError
 from strategies import METHODS
+from strategies.base import State
 from strategies.baselines.favor import chosen, components_of, initial_network, learned, reward, targets, values_of
+from strategies.baselines.favor import network as network_of
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome
@@ -75,26 +77,27 @@ def test_what_it_learns_from(tmp_path: Path) -> None:
     assert server.sample([0, 1, 2, 3], 1) == [0, 1, 2, 3]
     fed.round()
     assert server.memory["clients"].shape == (4, 4) and "last.actions" not in server.memory
-    values = values_of(server.network("q."), server.state()[None])[0]
+    values = values_of(network_of(server.memory, "q."), server.observed(server.memory)[None])[0]
     drawn = server.sample([0, 1, 2, 3], 2)
     assert drawn == sorted(np.argsort(-values)[:2].tolist())
-    before = server.state()
+    before = server.observed(server.memory)
     fed.round(ids=drawn)
     assert server.memory["last.actions"].tolist() == drawn and (server.memory["last.state"] == before).all()
     assert "seen.rewards" not in server.memory
     # the third round's clients report the accuracy of the second's model
-    state, network = server.state(), server.network("q.")
-    plain = server.personalize
+    state, network = server.observed(server.memory), network_of(server.memory, "q.")
+    plain = server.update
 
-    def told(round: int, uploads: Any) -> None:
-        plain(round, dataclasses.replace(uploads, metrics=[{"accuracy-before": 0.4}, {"accuracy-before": 0.6}]))
+    def told(state: State, uploads: Any, turn: Any) -> Any:
+        metrics = [{"accuracy-before": 0.4}, {"accuracy-before": 0.6}]
+        return plain(state, dataclasses.replace(uploads, metrics=metrics), turn)
 
-    server.personalize = told
+    server.update = told
     fed.round(ids=[0, 1])
     assert server.memory["seen.actions"].tolist() == drawn and not server.memory["seen.rewards"].any()
     assert (server.memory["seen.states"] == before).all() and (server.memory["seen.following"] == state).all()
-    assert any((server.network("q.")[name] != network[name]).any() for name in network)
-    assert all((server.network("copy.")[name] == network[name]).all() for name in network)
+    assert any((network_of(server.memory, "q.")[name] != network[name]).any() for name in network)
+    assert all((network_of(server.memory, "copy.")[name] == network[name]).all() for name in network)
 
 
 def test_the_state_has_the_model_that_is_sent(tmp_path: Path) -> None:
@@ -106,8 +109,8 @@ def test_the_state_has_the_model_that_is_sent(tmp_path: Path) -> None:
     sent = start + (W.mean(axis=0) - start) / 2
     close(fed.server.global_model.params, sent)
     mean, axes = components_of(W, 100)
-    close(fed.server.state()[:3], (sent - mean) @ axes.T, atol=1e-4)
-    assert np.abs(fed.server.state()[:3]).max() > 1e-2
+    close(fed.server.observed(fed.server.memory)[:3], (sent - mean) @ axes.T, atol=1e-4)
+    assert np.abs(fed.server.observed(fed.server.memory)[:3]).max() > 1e-2
 
 
 def test_a_run_without_accuracies_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from corolla.testing import federation
 from strategies import METHODS
 from strategies.base import Uploads
+from strategies.base.state import State
+from strategies.base.turn import Turn
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.ifca import cluster_means
+from strategies.engine.attempt import Attempt
 from strategies.engine.plain import PlainRounds
 from strategies.kernels.heads import head_slots
 from strategies.kernels.robust import Averaging, choosing, whole
@@ -37,9 +42,9 @@ def stacks_of(uploads: Uploads) -> Arrays:
     return [stack.reshape(len(stack), -1).copy() for stack in stacks if stack.size and stack.dtype.kind == "f"]
 
 
-def averages_of(server: Any) -> Arrays:
+def averages_of(state: State) -> Arrays:
     """Return what the server made of them: its global model, and what it remembers."""
-    found = [server.global_model.params, server.global_model.buffers, *server.memory.values()]
+    found = [state.model.params, state.model.buffers, *state.memory.values()]
     return [np.asarray(array).reshape(-1).copy() for array in found]
 
 
@@ -47,14 +52,15 @@ def averages_of(server: Any) -> Arrays:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Arrays]]:
     """Note what goes into every round's server step, and what comes out of it."""
     seen: list[tuple[Arrays, Arrays]] = []
-    original = PlainRounds.personalize
+    original = PlainRounds.update
 
-    def personalize(self: PlainRounds, round: int, accepted: Any) -> None:
+    def update(self: PlainRounds, attempt: Attempt, accepted: Any) -> State:
         stacks = stacks_of(accepted)
-        original(self, round, accepted)
-        seen.append((stacks, averages_of(self.server)))
+        state = original(self, attempt, accepted)
+        seen.append((stacks, averages_of(state)))
+        return state
 
-    monkeypatch.setattr(PlainRounds, "personalize", personalize)
+    monkeypatch.setattr(PlainRounds, "update", update)
     return seen
 
 
@@ -78,7 +84,7 @@ def test_fedgens_teacher_is_of_the_chosen_client(tmp_path: Path) -> None:
     f = Federation(tmp_path, "fedgen", sizes=[8, 9, 7, 8, 6], robust="krum", fedgen={"teacher": "ensemble"})
     uploads = f.round()
     slot = head_slots(f.server.layout)[0]
-    heads = f.server.teachers(uploads, np.ones((5, 3)))[0]
+    heads = f.server.teachers(uploads, np.ones((5, 3)), Turn(f.config, uploads=uploads))[0]
     averaged = f.server.averaging_of(uploads).mean(uploads.W)
     assert (heads.reshape(-1) == averaged[slot.start : slot.stop]).all()
 
@@ -176,15 +182,16 @@ def test_a_mean_over_fewer_rows_is_not_chosen_by_others_distances() -> None:
         Averaging("krum").of([W, B]).mean(W[:3])
 
 
-def test_averaging_of_a_method_of_ones_own_chooses_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averaging_of_a_method_of_ones_own_chooses_once() -> None:
     """`self.averaging`, without the uploads, is the same choice while the round's uploads are worked on."""
     seen: list[bool] = []
 
-    def personalize(self: FedAvg[Any], round: int, uploads: Uploads) -> None:
-        names = np.eye(len(uploads.ids), dtype=np.float32)
-        seen.append(bool((self.averaging.mean(names) == self.averaging_of(uploads).mean(names)).all()))
-        seen.append(self.averaging.apart is not None and len(self.averaging.apart) == 2)
+    class Own(FedAvg[Any]):
+        def personalize(self, round: int, uploads: Uploads) -> None:
+            names = np.eye(len(uploads.ids), dtype=np.float32)
+            seen.append(bool((self.averaging.mean(names) == self.averaging_of(uploads).mean(names)).all()))
+            seen.append(self.averaging.apart is not None)
 
-    monkeypatch.setattr(FedAvg, "personalize", personalize)
-    run(model="resnet8", robust="krum", num_clients=CLIENTS, num_server_rounds=1)
+    method = dataclasses.replace(METHODS["fedavg"], name="own", strategy=Own)
+    federation(method, clients=CLIENTS, d=8, robust="krum").round()
     assert seen == [True, True]

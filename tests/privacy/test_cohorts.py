@@ -139,15 +139,16 @@ def test_a_company_that_cannot_be_left_out_ends_the_run(raw_config: dict[str, An
 
 def crashed_after(round: int, raw: dict[str, Any], *missing: tuple[int, int, int], **settings: Any) -> Path:
     """The folder of a run that ends once a round's sums are used, without a checkpoint of it."""
-    personalize = PrivateRounds.personalize
+    update = PrivateRounds.update
 
-    def crashing(self: Any, t: int, accepted: Any) -> None:
-        personalize(self, t, accepted)
-        if t == round:
+    def crashing(self: Any, attempt: Any, accepted: Any) -> Any:
+        state = update(self, attempt, accepted)
+        if attempt.round == round:
             raise KeyboardInterrupt
+        return state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivateRounds, "personalize", crashing)
+        patch.setattr(PrivateRounds, "update", crashing)
         with pytest.raises(KeyboardInterrupt):
             run_without(raw, *missing, **settings, checkpoint_every=10, run_name="a")
     (store,) = Path(str(raw["output-dir"])).glob(f"*/{cohorts.FILE}")

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from corolla.testing import federation
 from fl_app.known_names import CLIENT_NAME
 from fl_app.wire import WireError
 from strategies.engine.attempt import Attempt, failure_lines
@@ -20,7 +21,8 @@ def fail_all(attempt: Attempt, clients: int = 3) -> None:
 
 def test_equal_failures_are_logged_once_and_recorded_each(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "corolla")
-    first = Attempt(1, declared={1: {CLIENT_NAME: "Bern"}})
+    config = federation("fedavg").config
+    first = Attempt(config, 1, declared={1: {CLIENT_NAME: "Bern"}})
     fail_all(first)
     assert caplog.messages == [
         f"round 1: client 0 dropped: {DIVERGED.format(280)}",
@@ -30,7 +32,7 @@ def test_equal_failures_are_logged_once_and_recorded_each(caplog: pytest.LogCapt
     assert [failure["cause"] for failure in first.failures] == [DIVERGED.format(280 + i) for i in range(3)]
 
     caplog.clear()
-    second = Attempt(1, declared=first.declared, earlier=[first])
+    second = Attempt(config, 1, declared=first.declared, earlier=[first])
     fail_all(second, clients=2)
     second.fail(2, "round 1", "dropped", WireError("no reply within 5 s"))
     assert caplog.messages == ["round 1: client 2 dropped: no reply within 5 s"]

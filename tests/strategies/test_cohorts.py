@@ -108,7 +108,7 @@ class Asking:
         earlier: list[Attempt] = []
         for here, gone in zip(connected, dropping, strict=True):
             without = frozenset().union(*(attempt.without for attempt in earlier))
-            attempt = Attempt(round, earlier=[*earlier], without=without)
+            attempt = Attempt(cast(Any, self.config), round, earlier=[*earlier], without=without)
             try:
                 asked = self.protocol.sample(attempt, sorted(here))
             except TooFewResults:

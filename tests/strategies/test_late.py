@@ -24,7 +24,7 @@ from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import LATE as LATE_REASON
-from strategies.base.server_half import Sent
+from strategies.base.turn import Sent
 from strategies.engine import late, steps
 from strategies.engine.attempt import Attempt
 from strategies.engine.late import Work
@@ -80,16 +80,16 @@ def test_the_servers_optimizer_moves_by_the_mean_with_late_uploads(tmp_path: Pat
     keys = {**LATE, "staleness-rule": rule, "server-optimizer": "momentum", "server-beta1": 0.5}
     fed = federation(METHODS["fedavg"], clients=3, d=8, **keys)
     w, after = np.ones(8, np.float32), np.eye(3, 8)
-    sent = fed.server.global_model = Model(w, np.zeros(0, np.float32))
+    fed.server.global_model = Model(w, np.zeros(0, np.float32))
     fed.server.memory["server-optimizer.m"] = w
     uploads = taken_in(tmp_path, "fedavg", [0, 1, 2], after, sizes=[4, 8, 12], starts=[w, w, w], fed=fed)
     target = np.average(after, axis=0, weights=[4, 4, 3])
     if rule == "fedbuff":
         target = np.average(w + (1 + np.arange(3)[:, None]) ** -0.5 * (after - w), axis=0, weights=[4, 8, 12])
+    before = fed.server.state
     fed.server.personalize(4, uploads)
     (move,) = steps.after(fed.config)
-    move(fed.server, sent)
-    np.testing.assert_allclose(fed.server.global_model.params, w + 0.5 * w + target - w, rtol=1e-5)
+    np.testing.assert_allclose(move(before, fed.server.state).model.params, w + 0.5 * w + target - w, rtol=1e-5)
 
 
 def test_fedbuff_s_rule_on_a_toy(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def taken_in(
         METHODS[method], clients=len(ages), d=8, **{"quorum": 0.6, "staleness": 3, "staleness-decay": 0.5}
     )
     server, protocol, none = fed.server, PlainRounds(fed.server), np.zeros(0, np.float32)
-    attempt = server.attempt = Attempt(4)
+    attempt = server.attempt = Attempt(server.config, 4)
     attempt.sent = dict.fromkeys(range(len(ages)), 0)
     attempt.intake = protocol.open(attempt, list(attempt.sent))
     for i, age in enumerate(ages):

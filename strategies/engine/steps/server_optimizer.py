@@ -7,6 +7,7 @@ from typing import Any
 from fl_app.config import RunConfig
 from fl_app.layout import Model
 from strategies.base.server_half import ServerHalf, declares
+from strategies.base.state import State
 from strategies.base.uploads import StepAfter
 from strategies.kernels import afo
 
@@ -17,7 +18,9 @@ _NAMES = "server-optimizer."
 def fits(half: type[ServerHalf[Any]]) -> bool:
     """Return whether a method declares `averages`, and no later override may set another model."""
     # FedAvg[Params] is FedAvg
-    return half.averages and declares(getattr(half, "__origin__", half), "averages", ("personalize", "model_for"))
+    return half.averages and declares(
+        getattr(half, "__origin__", half), "averages", ("update", "personalize", "model_for")
+    )
 
 
 def step(config: RunConfig) -> StepAfter | None:
@@ -27,20 +30,19 @@ def step(config: RunConfig) -> StepAfter | None:
         return None
     rate = c.server_learning_rate or (afo.MOMENTUM if c.server_optimizer == "momentum" else afo.ADAPTIVE)
 
-    def move(server: ServerHalf[Any], sent: Model) -> None:
+    def move(before: State, after: State) -> State:
         """Move the global model from the sent one. The moments are in `memory`. Statistics stay the mean's."""
-        mean = server.global_model
-        params, state = afo.server_step(
-            sent.params,
-            mean.params,
-            {name: server.memory[_NAMES + name] for name in ("m", "v") if _NAMES + name in server.memory},
+        params, moments = afo.server_step(
+            before.model.params,
+            after.model.params,
+            {name: before.memory[_NAMES + name] for name in ("m", "v") if _NAMES + name in before.memory},
             kind=c.server_optimizer,
             learning_rate=rate,
             beta1=c.server_beta1,
             beta2=c.server_beta2,
             tau=c.server_tau,
         )
-        server.memory |= {_NAMES + name: moment for name, moment in state.items()}
-        server.global_model = Model(params, mean.buffers)
+        kept = {_NAMES + name: moment for name, moment in moments.items()}
+        return after.next(Model(params, after.model.buffers), memory=kept)
 
     return move

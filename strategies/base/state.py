@@ -1,0 +1,52 @@
+"""The state of a method on the server: a value that a round replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.layout import Model
+
+@dataclass(frozen=True)
+class State:
+    """The facts that the server knows after a round. A checkpoint has its arrays and nothing else of a method.
+
+    - `model`: the model sent to clients that have no model of their own, the tensors that travel.
+    - `clients`: arrays by client id and name. They may lie on the disk.
+    - `memory`: arrays by name that belong to no client.
+    - `round`: the last round with used uploads, from 1; 0 before the first. The engine counts it.
+
+    Do not change an array in place. An unchanged array that is given again is not written into checkpoints again.
+    """
+
+    model: Model
+    clients: dict[int, dict[str, NDArray[Any]]] = field(default_factory=dict)
+    memory: dict[str, NDArray[Any]] = field(default_factory=dict)
+    round: int = 0
+
+    def next(
+        self,
+        model: Model | None = None,
+        clients: Mapping[int, dict[str, NDArray[Any]]] | None = None,
+        memory: Mapping[str, NDArray[Any]] | None = None,
+    ) -> State:
+        """Return a state with a new model, and with arrays that replace those of the same client or name."""
+        every = {**self.clients, **clients} if clients else self.clients
+        return replace(self, model=model or self.model, clients=every, memory={**self.memory, **(memory or {})})
+
+    def model_of(self, client_id: int) -> Model:
+        """Return the model kept for a client as `params` and `buffers`; `model` if there is none."""
+        mine = self.clients.get(client_id)
+        return self.model if mine is None else Model(mine["params"], mine["buffers"])
+
+
+def models_by_client(
+    ids: Sequence[int], params: Iterable[NDArray[np.float32]], buffers: Iterable[NDArray[np.float32]]
+) -> dict[int, dict[str, NDArray[Any]]]:
+    """Return rows of two stacks, [N, d] and [N, b], as arrays that `State.model_of` reads, by client."""
+    rows = zip(ids, params, buffers, strict=True)
+    return {i: {"params": own, "buffers": statistics} for i, own, statistics in rows}
