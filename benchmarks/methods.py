@@ -10,7 +10,6 @@ counted passes into time. Seconds are the processor's, on one thread, so that ot
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -38,8 +37,10 @@ from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import RoundContext
+from strategies.base.turn import Turn
 from strategies.base.uploads import Intake
 from strategies.baselines import pfedfda
+from strategies.engine.plain import PlainRounds
 
 EPOCHS = 5
 TARGET = 1.15  # measured / counted
@@ -130,7 +131,7 @@ class Client:
 
     def context(self, round: int) -> tuple[RoundContext[Any], Model]:
         """Return the client's context in a round, and the model that it is sent."""
-        download = self.server.download_for(0, round, "train")
+        download = self.server.download_for(0, Turn(self.config, round), "train")
         trainer = LocalTrainer(
             self.method.network(self.config, **self.data.info.model_arguments), self.config, self.data, round, 0
         )
@@ -151,11 +152,12 @@ class Client:
     def take_part(self, round: int) -> None:
         """Take part in a round as the only client."""
         context, received = self.context(round)
-        self.server.attempt = dataclasses.replace(self.server.attempt, round=round)
-        self.server.sample([0], round)
+        turn = self.server.attempt = Turn(self.config, round)
+        turn.downloaded = lambda client_id: self.server.downloaded(client_id, turn)
+        self.server.chosen([0], turn)
         upload = local_round(self.method, context, received, self.state)
-        intake = Intake.of([0], self.server.expected())
-        intake.accept(0, self.server.complete(0, upload), upload.metrics)
+        intake = Intake.of([0], self.server.formed(turn))
+        intake.accept(0, PlainRounds(self.server).check(0, upload), upload.metrics)
         self.server.personalize(round, intake.uploads())
 
     def third_round(self) -> Callable[[], Upload]:

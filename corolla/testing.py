@@ -36,6 +36,7 @@ from strategies.base.method import AnyMethod
 from strategies.base.turn import Turn
 from strategies.base.uploads import Intake
 from strategies.engine import steps
+from strategies.engine.plain import PlainRounds
 
 __all__ = ["Federation", "Tiny", "federation", "local_round"]
 
@@ -116,7 +117,8 @@ class Federation:
         x, y = self.data[client_id]
         round = round or self.rounds
         trainer = LocalTrainer(self.module(), self.config, ClientData(x, y, x, y, self.info), round, client_id)
-        download = self.server.download_for(client_id, round, "train")
+        turn = self.server.attempt if round == self.rounds else self.turn(round)
+        download = self.server.download_for(client_id, turn, "train")
         ctx = RoundContext(
             self.config,
             self.config.params,
@@ -130,6 +132,12 @@ class Federation:
             download.extras,
         )
         return ctx, download.model
+
+    def turn(self, round: int) -> Turn:
+        """Return a round as the server half sees it."""
+        turn = Turn(self.config, round, declared=dict(self.declared))
+        turn.downloaded = lambda client_id: self.server.downloaded(client_id, turn)
+        return turn
 
     @property
     def declared(self) -> dict[int, dict[str, Scalar]]:
@@ -156,15 +164,14 @@ class Federation:
         results of training. Without W the clients train. Raises UserError for other shapes.
         """
         self.rounds += 1
-        turn = self.server.attempt = Turn(self.config, self.rounds, declared=dict(self.declared))
+        turn = self.server.attempt = self.turn(self.rounds)
         chosen = sorted(range(len(self.data)) if ids is None else ids)
         trained = self._trained(W, B, len(chosen))
-        self.server.sample(chosen, self.rounds)
-        intake = Intake.of(chosen, self.server.expected())
+        self.server.chosen(chosen, turn)
+        protocol, intake = PlainRounds(self.server), Intake.of(chosen, self.server.formed(turn))
         for i, model in zip(chosen, trained, strict=True):
             upload = self.upload(i, model)
-            self.server.check(upload)
-            intake.accept(i, self.server.complete(i, upload), upload.metrics)
+            intake.accept(i, protocol.check(i, upload), upload.metrics)
         uploads = intake.uploads()
         kept = uploads.rows(list(range(len(chosen))))
         turn.uploads = uploads

@@ -26,7 +26,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Sums,
     Turn,
@@ -283,12 +284,13 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
     """Server half. Kept per client: its last personalized model and its mask."""
 
     robust = RULES
+    keeps_models = True
     not_late = MappingProxyType({AGE: "the means over a client's collaborators are unweighted"})
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a mask with exactly K critical parameters, or with any number."""
         selected = self.num_critical if self.params.vanishing_scores == "ranked" else -1
-        return dataclasses.replace(super().expected(), num_params=self.layout.d, num_selected=selected)
+        return dataclasses.replace(super().form(state, turn), num_params=self.layout.d, num_selected=selected)
 
     @property
     def num_critical(self) -> int:
@@ -382,11 +384,6 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         """Return the place of a client's group in a private run's last sums, ALONE without a group."""
         return int(self.state.memory[PLACES][client_id]) if PLACES in self.state.memory else ALONE
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the mean of the client's group in a private run: there the client merges."""
-        place = self._group(client_id)
-        return {} if place == ALONE else {GROUP: self.state.memory[MEANS][place]}
-
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
         """Return the collaborators by the configured rule, bool [N, N]."""
         if self.params.collaboration == "none" or overlap.shape[0] < 2 or self.num_critical == 0:
@@ -396,19 +393,22 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         chosen = collaborators(overlap, round, self.params.beta)
         return chosen & most_alike(overlap, self.params.neighbours) if self.params.neighbours else chosen
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return Eq. 11 with the current global model: the client's own critical parameters, the global ones elsewhere.
 
-        A client without stored parameters gets the global model, in a private run with its group's statistics.
+        A client without stored parameters gets the global model. In a private run it gets its group's mean and statistics, too,
+        and merges them itself.
         """
-        mine, place = self.state.clients.get(client_id), self._group(client_id)
+        mine, place = state.clients.get(client_id), self._group(client_id)
+        if place != ALONE:
+            group = {GROUP: state.memory[MEANS][place]}
+            return Sent(Model(state.model.params, state.memory[STATISTICS][place]), group)
         if mine is None:
-            statistics = self.state.model.buffers if place == ALONE else self.state.memory[STATISTICS][place]
-            return Model(self.state.model.params, statistics)
+            return Sent(state.model)
         params = mine["params"]
-        if self.params.non_critical == "all" and int(mine["round"]) != self.state.round:
-            params = aggregate.merge(mine["mask"], params, self.state.model.params)
-        return Model(params, mine["buffers"])
+        if self.params.non_critical == "all" and int(mine["round"]) != state.round:
+            params = aggregate.merge(mine["mask"], params, state.model.params)
+        return Sent(Model(params, mine["buffers"]))
 
 
 class FedCACUpdate(LocalUpdate[FedCACParams]):

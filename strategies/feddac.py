@@ -59,6 +59,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -266,13 +267,14 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
     """Server half. Kept per client: its last personalized model. There is no global model."""
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
+    keeps_models = True
     not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a mask with exactly K ones and, if configured, the one-step guidance model."""
         extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "one-step" else {}
         return dataclasses.replace(
-            super().expected(), num_params=self.layout.d, num_selected=self.num_important, extras=extras
+            super().form(state, turn), num_params=self.layout.d, num_selected=self.num_important, extras=extras
         )
 
     @property
@@ -309,9 +311,9 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
             return at_least(overlap, threshold(overlap, 0))
         return collaborators(overlap, round, self.params.alpha, self.params.time_factor)
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the client's last personalized model, or the initial model if it has none."""
-        return self.state.model_of(client_id)
+        return Sent(state.model_of(client_id))
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the model that a client is sent. There is no global one."""

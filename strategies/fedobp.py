@@ -223,14 +223,14 @@ class FedOBP(FedAvg[FedOBPParams]):
     streams = True
     averages = True
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the counts of personal parameters per layer.
 
         If configured it also has a mask, with any number of ones.
         """
         num_params = self.layout.d if self.params.upload_mask else 0
         return dataclasses.replace(
-            super().expected(), num_params=num_params, extras={COUNTS: ("<i8", (len(self.layout.params),))}
+            super().form(state, turn), num_params=num_params, extras={COUNTS: ("<i8", (len(self.layout.params),))}
         )
 
     def check(self, upload: Upload) -> None:

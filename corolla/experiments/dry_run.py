@@ -63,10 +63,11 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     # each client may hold another part of the model
     clients = range(min(config.num_clients, PARTS)) if strategy.held_by(0) is not None else range(1)
     uploads = [wire.upload_message(strategy.protocol.expected_from(i).blank()) for i in clients]
-    downloads = [wire.encode_download(strategy.download_for(i, config.num_server_rounds, "train")) for i in clients]
-    n = len(strategy.sample(list(range(config.num_clients)), 1))
+    downloads = [wire.encode_download(strategy.download_for(i, strategy.attempt, "train")) for i in clients]
+    n = len(strategy.chosen(list(range(config.num_clients)), dataclasses.replace(strategy.attempt, round=1)))
     mask_bytes = 0 if upload.mask is None else upload.mask.size
-    sent_rows = 1 if strategy.sends_one_model else n
+    some = [strategy.downloaded(i, strategy.attempt).model.params for i in (0, config.num_clients - 1)]
+    sent_rows = n if strategy.keeps_models or some[0] is not some[1] else 1
     return RoundBytes(
         participants=n,
         upload=sum(map(wire.payload_bytes, uploads)) // len(clients),

@@ -33,7 +33,7 @@ from strategies.base.needs import (
 )
 from strategies.base.overview import Overview
 from strategies.base.server_half import AGE, LATE, MOVED
-from strategies.base.state import State, models_by_client
+from strategies.base.state import Sent, State, models_by_client
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.base.turn import Turn
 from strategies.base.uploads import Sums, Uploads
@@ -58,6 +58,7 @@ __all__ = [
     "Overview",
     "PersonalizedStrategy",
     "RoundContext",
+    "Sent",
     "State",
     "Sums",
     "Trainer",

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.layout import Model
-from strategies.base.state import State
+from fl_app.wire import Expected
+from strategies.base.state import Sent, State
 from strategies.base.turn import Turn, averaging
 from strategies.base.uploads import Sums, Uploads
 from strategies.kernels.robust import Averaging
+
+
+@functools.cache
+def _is_earlier(half: Any, hook: str, *earlier: str) -> bool:
+    """Return whether a class overrides an earlier form of a hook, and no class derived from it the hook itself."""
+    return next(name for each in half.__mro__ for name in (hook, *earlier) if name in vars(each)) != hook
 
 
 class EarlierHooks:
@@ -30,23 +39,85 @@ class EarlierHooks:
         """See ServerHalf.update_sums."""
         raise NotImplementedError
 
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """See ServerHalf.download."""
+        raise NotImplementedError
+
+    def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
+        """See ServerHalf.sample_clients."""
+        raise NotImplementedError
+
+    def form(self, state: State, turn: Turn) -> Expected:
+        """See ServerHalf.form."""
+        raise NotImplementedError
+
+    # What the engine calls: a hook, or its earlier form if a class overrides that one later
+
     def updated(self, uploads: Uploads, turn: Turn) -> State:
-        """Return the next state: by `update`, or by `personalize` if a class overrides that one later."""
-        return self._next("update", "personalize", uploads, turn)
+        """Return the next state by `update`."""
+        if not self._overrides_later("update", "personalize"):
+            return self.update(self.state, uploads, turn)
+        self._copy_state(turn)
+        self.personalize(turn.round, uploads)
+        return self.state
 
     def updated_by_sums(self, sums: Sums, turn: Turn) -> State:
-        """Return the next state: by `update_sums`, or by `personalize_sums` if a class overrides that one later."""
-        return self._next("update_sums", "personalize_sums", sums, turn)
-
-    def _next(self, hook: str, earlier: str, result: Any, turn: Turn) -> State:
-        order = type(self).__mro__
-        newest = next(name for each in order for name in (hook, earlier) if name in vars(each))
-        if newest == hook:
-            state: State = getattr(self, hook)(self.state, result, turn)
-            return state
-        self.state = State(self.state.model, dict(self.state.clients), dict(self.state.memory), turn.round)
-        getattr(self, earlier)(turn.round, result)
+        """Return the next state by `update_sums`."""
+        if not self._overrides_later("update_sums", "personalize_sums"):
+            return self.update_sums(self.state, sums, turn)
+        self._copy_state(turn)
+        self.personalize_sums(turn.round, sums)
         return self.state
+
+    def downloaded(self, client_id: int, turn: Turn) -> Sent:
+        """Return what a client is sent by `download`."""
+        if self._overrides_later("download", "model_for", "download_extras"):
+            return Sent(self.model_for(client_id), self.download_extras(client_id))
+        return self.download(self.state, client_id, turn)
+
+    def chosen(self, client_ids: list[int], turn: Turn) -> list[int]:
+        """Return the round's clients by `sample_clients`."""
+        if self._overrides_later("sample_clients", "sample"):
+            return self.sample(client_ids, turn.round)
+        return self.sample_clients(self.state, client_ids, turn)
+
+    def formed(self, turn: Turn) -> Expected:
+        """Return the form of uploads by `form`."""
+        return self.expected() if self._overrides_later("form", "expected") else self.form(self.state, turn)
+
+    def _overrides_later(self, hook: str, *earlier: str) -> bool:
+        half: Any = type(self)
+        return _is_earlier(half, hook, *earlier)
+
+    def _copy_state(self, turn: Turn) -> None:
+        # the earlier forms change it in place
+        self.state = State(self.state.model, dict(self.state.clients), dict(self.state.memory), turn.round)
+
+    # The earlier forms
+
+    def model_for(self, client_id: int) -> Model:
+        """Return the model of `download`."""
+        return self.download(self.state, client_id, self.attempt).model
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays of `download`."""
+        return self.download(self.state, client_id, self.attempt).extras
+
+    def sample(self, client_ids: list[int], round: int) -> list[int]:
+        """Return the clients of `sample_clients`."""
+        return self.sample_clients(self.state, client_ids, Turn(self.config, round, self.attempt.declared))
+
+    def expected(self) -> Expected:
+        """Return the form of `form`."""
+        return self.form(self.state, self.attempt)
+
+    def sent_to(self, client_id: int) -> Model:
+        """Return the model of Turn.sent_to."""
+        return self.attempt.sent_to(client_id).model
+
+    def extras_sent_to(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays of Turn.sent_to."""
+        return self.attempt.sent_to(client_id).extras
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Set the state that `update` returns."""

@@ -18,7 +18,7 @@ from fl_app.errors import MethodFault, listed
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
-from strategies.base.state import State
+from strategies.base.state import Sent, State
 
 if TYPE_CHECKING:
     from torch import nn
@@ -208,6 +208,13 @@ def _extras(given: tuple[Any, ...], result: Any) -> Mapping[str, NDArray[Any]]:
     return result
 
 
+def _sent(given: tuple[Any, ...], result: Any) -> Any:
+    if not isinstance(result, Sent):
+        raise Wrong("a Sent with a Model", result)
+    _extras((), result.extras)
+    return result
+
+
 def _of(kind: type) -> Rule:
     def rule(given: tuple[Any, ...], result: Any) -> Any:
         if not isinstance(result, kind):
@@ -244,12 +251,13 @@ def _upload(given: tuple[Any, ...], result: Any) -> Upload:
 
 
 SERVER: Mapping[str, Rule] = {
+    "sample_clients": lambda given, result: _clients(given[1:], result),
     "sample": _clients,
     "weights": _weights,
+    "download": _sent,
     "download_extras": _extras,
+    "form": _of(Expected),
     "expected": _of(Expected),
-    "expected_from": _of(Expected),
-    "complete": _of(Upload),
 }
 """Rules of the server half's hooks."""
 

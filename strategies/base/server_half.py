@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -21,7 +20,7 @@ from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
 from strategies.base import hooks
 from strategies.base.earlier import EarlierHooks
-from strategies.base.state import State
+from strategies.base.state import Sent, State
 from strategies.base.turn import Turn
 from strategies.base.uploads import Intake, Sums, Uploads
 from strategies.kernels.aggregate import Stack
@@ -68,15 +67,15 @@ class ServerHalf(EarlierHooks, Generic[P]):
     # Why late uploads (key `staleness`) cannot be used: LATE for none at all, AGE if an upload's age cannot lower its weight
     # (`staleness-decay` below 1), MOVED for `staleness-rule = fedbuff`.
     not_late: ClassVar[Mapping[str, str]] = {}
-    # Whether `update` works on the differences between uploads and `model_for`. Late uploads then come as if they had
-    # started from `model_for`: their own difference is added to it.
+    # Whether `update` works on the differences between uploads and the models of `download`. Late uploads then come as if they had
+    # started from these: their own difference is added.
     reads_moves: ClassVar[bool] = False
     # True declares that `update` sets the state's model's parameters to a mean of the uploads, and that clients are sent
     # that model. The key `server-optimizer` may then move it (strategies/engine/steps). A subclass that overrides
-    # `update` or `model_for` must declare it again.
+    # `update` or `download` must declare it again.
     averages: ClassVar[bool] = False
-    # True declares that `model_for` makes a client's model from common arrays. The server then keeps no model per client.
-    makes_models: ClassVar[bool] = False
+    # True declares that the server keeps a model for every client between rounds, for the estimates of a run's memory and disk.
+    keeps_models: ClassVar[bool] = False
     # True declares that a client is sent only the part of its model that it holds (`held_by`). Its client half must say the
     # same (`LocalUpdate.held`).
     sends_parts: ClassVar[bool] = False
@@ -137,51 +136,40 @@ class ServerHalf(EarlierHooks, Generic[P]):
 
     # From models to downloads
 
-    def model_for(self, client_id: int) -> Model:
-        """Return the model that a client's next round starts from (the tensors that travel)."""
-        return self.state.model
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return what a client is sent in a round. Default: the state's model, and no arrays beside it.
 
-    @classmethod
-    def keeps_models(cls) -> bool:
-        """Return whether the server keeps a model for every client between rounds."""
-        return cls.model_for is not ServerHalf.model_for and not cls.makes_models
+        The client half finds the arrays in `ctx.extras`.
+        """
+        return Sent(state.model)
 
     def memory_bytes(self) -> int:
         """Return the bytes of `memory` in a later round, for the estimates of a run's memory and disk. Default: 0, unknown."""
         return 0
 
-    @property
-    def sends_one_model(self) -> bool:
-        """Whether every client is sent the global model, whatever the round."""
-        return type(self).model_for is ServerHalf.model_for
-
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return arrays to send to a client beside its model, by name. Its client half finds them in `ctx.extras`."""
-        return {}
-
-    def download_for(self, client_id: int, round: int, task: str) -> Download:
+    def download_for(self, client_id: int, turn: Turn, task: str) -> Download:
         """Return the method's message to a client. Raises UserError for a model that no client could take."""
-        constants = self.full_layout.constants
-        model = _sendable(self.model_for(client_id), self.layout, self.config.method)
+        constants, sent = self.full_layout.constants, self.downloaded(client_id, turn)
+        model = _sendable(sent.model, self.layout, self.config.method)
         part = self.held_by(client_id) if self.sends_parts else None
         return Download(
             task=task,
-            round=round,
+            round=turn.round,
             attempt=0,
             secret=self.folder.secret,
             model=model if part is None else part.take(model),
-            extras=self.download_extras(client_id),
+            extras=sent.extras,
             method={trainable_tensors.HASH: constants} if constants else {},
         )
 
     # Requests to clients, and checks of their uploads
 
-    def sample(self, client_ids: list[int], round: int) -> list[int]:
+    def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Return the round's clients, sorted: `fraction-train` of the connected ones, at least one.
 
         A private run draws cohorts instead.
         """
-        return self.drawn(client_ids, round)
+        return self.drawn(client_ids, turn.round)
 
     def drawn(self, client_ids: list[int], round: int) -> list[int]:
         """Return `fraction-train` of the clients, drawn at random, at least one, sorted."""
@@ -191,7 +179,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
         chosen = rng.generator(self.config.seed, "sampling", round).choice(client_ids, count, replace=False)
         return sorted(int(i) for i in chosen)
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form that every upload of the round must have: its tensors, its mask, and the method's extra arrays."""
         return Expected.of(self.layout)
 
@@ -199,28 +187,8 @@ class ServerHalf(EarlierHooks, Generic[P]):
         """Return the part of the travelling tensors that a client holds, trains and uploads. None: all of them."""
         return None
 
-    def expected_from(self, client_id: int) -> Expected:
-        """Return the form of one client's upload, if clients' uploads differ. Default: that of the part it holds.
-
-        `complete` then brings the upload into the common form.
-        """
-        form, part = self.attempt.expected or self.expected(), self.held_by(client_id)
-        if part is None:
-            return form
-        return dataclasses.replace(form, d=part.d, b=part.b, variances=part.among(form.variances))
-
     def check(self, upload: Upload) -> None:
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""
-
-    def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Return a checked upload in the form that the round's stacks hold.
-
-        Default: beyond the client's part it has the values of `sent_to`, so that it has not moved there.
-        """
-        part = self.held_by(client_id)
-        if part is None:
-            return upload
-        return dataclasses.replace(upload, model=part.put(self.sent_to(client_id), upload.model))
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Return the stacks in which uploads must not lie far apart (key `max-update-norm`), [N, ...] by a plural name."""
@@ -271,7 +239,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
         the state's model if tensors travel.
         """
         if client_id is not None:
-            return self.model_for(client_id)
+            return self.downloaded(client_id, self.attempt).model
         return self.state.model if self.layout.d else None
 
     def held_models(self) -> Sequence[Model]:
@@ -286,21 +254,6 @@ class ServerHalf(EarlierHooks, Generic[P]):
         return layout
 
     # Functions that a method may call
-
-    def sent_to(self, client_id: int) -> Model:
-        """Return the model that a client's upload of this round counts from: `model_for` it, or what a late client was sent.
-
-        It is the global model for clients that are sent a part of it (`sends_parts`).
-        """
-        late = self.attempt.started_from.get(client_id)
-        if late is not None:
-            return late.model
-        return self.state.model if self.sends_parts else self.model_for(client_id)
-
-    def extras_sent_to(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the extra arrays that a client was sent with the model of `sent_to`."""
-        late = self.attempt.started_from.get(client_id)
-        return self.download_extras(client_id) if late is None else late.extras
 
     def stack_like(self, stack: Stack) -> Stack:
         """Return an unfilled stack like one of the round's. It lies on the disk if that one is too large for memory."""

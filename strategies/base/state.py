@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fl_app.layout import Model
 
+
 @dataclass(frozen=True)
 class State:
     """The facts that the server knows after a round. A checkpoint has its arrays and nothing else of a method.
@@ -42,6 +43,14 @@ class State:
         """Return the model kept for a client as `params` and `buffers`; `model` if there is none."""
         mine = self.clients.get(client_id)
         return self.model if mine is None else Model(mine["params"], mine["buffers"])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a client is sent: a model (the tensors that travel), and arrays beside it by name."""
+
+    model: Model
+    extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 def models_by_client(

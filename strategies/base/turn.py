@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.layout import Model
 from fl_app.server.record import Record
 from fl_app.wire import Expected
 from strategies.base import hooks
+from strategies.base.state import Sent
 from strategies.base.uploads import Uploads
 from strategies.kernels.robust import Averaging
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What a client was sent: a model, and the method's extra arrays by name."""
-
-    model: Model
-    extras: Mapping[str, NDArray[Any]]
 
 
 @dataclass
@@ -38,6 +27,7 @@ class Turn:
     - `uploads`: the uploads that `update` works on, while it runs.
     - `client_notes`, `round_notes`: values that the method adds to the round's record.
     - `started_from`: by client, what it was sent, if its upload is a late one that counts from there.
+    - `downloaded`: returns what another client was sent.
     """
 
     config: RunConfig
@@ -48,6 +38,14 @@ class Turn:
     client_notes: dict[int, Record] = field(default_factory=dict)
     round_notes: Record = field(default_factory=dict)
     started_from: dict[int, Sent] = field(default_factory=dict)
+    downloaded: Callable[[int], Sent] | None = None
+
+    def sent_to(self, client_id: int) -> Sent:
+        """Return what a client's upload of this round counts from."""
+        if (late := self.started_from.get(client_id)) is not None:
+            return late
+        assert self.downloaded is not None, "nothing has been sent"
+        return self.downloaded(client_id)
 
     @property
     def average(self) -> Averaging:

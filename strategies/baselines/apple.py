@@ -36,7 +36,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +57,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -111,6 +111,7 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
     With `models` also `seen` bool [N], the clients whose core models it has been sent.
     """
 
+    keeps_models = True
     not_late = MappingProxyType(
         {
             AGE: "clients weigh the core models, and the server does not",
@@ -125,37 +126,32 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         if count:
             log.warning("apple: clients are sent other clients' models, up to %d each and round", count)
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the core model and p."""
-        return dataclasses.replace(super().expected(), extras={RELATIONS: ("<f8", (self.config.num_clients,))})
+        return dataclasses.replace(super().form(state, turn), extras={RELATIONS: ("<f8", (self.config.num_clients,))})
 
-    def model_for(self, client_id: int) -> Model:
-        """Return the client's own core model; at first the initial one."""
-        return self.state.model_of(client_id)
-
-    def offered(self, client_id: int) -> list[int]:
+    def offered(self, state: State, client_id: int, turn: Turn) -> list[int]:
         """Return the ids of the core models that a client is sent, sorted."""
         # in a later round that is only previewed, no client is known
-        known = set(self.state.clients) or set(range(self.config.num_clients if self.attempt.round > 1 else 0))
+        known = set(state.clients) or set(range(self.config.num_clients if turn.round > 1 else 0))
         others = sorted(known - {client_id})
         most = self.params.models
         if not most or len(others) <= most:
             return others
-        mine, nothing = self.state.clients.get(client_id, {}), np.zeros(self.config.num_clients)
+        mine, nothing = state.clients.get(client_id, {}), np.zeros(self.config.num_clients)
         seen, p = mine.get(_SEEN, nothing), mine.get(RELATIONS, nothing)
         return sorted(sorted(others, key=lambda j: (seen[j], -abs(p[j]), j))[:most])
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the clients' shares of samples, and others' core models."""
-        extras: dict[str, NDArray[Any]] = {PRIOR: self.prior()}
-        if others := self.offered(client_id):
-            extras |= {IDS: np.array(others), MODELS: np.stack([self.state.model_of(j).params for j in others])}
-        return extras
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the client's own core model, at first the initial one; the clients' shares of samples, and others' core models."""
+        extras: dict[str, NDArray[Any]] = {PRIOR: self.prior(turn)}
+        if others := self.offered(state, client_id, turn):
+            extras |= {IDS: np.array(others), MODELS: np.stack([state.model_of(j).params for j in others])}
+        return Sent(state.model_of(client_id), extras)
 
-    def prior(self) -> NDArray[np.float64]:
+    def prior(self, turn: Turn) -> NDArray[np.float64]:
         """Return p0, float64 [N]: the clients' shares of all training samples, 0 for clients that never train."""
-        declared = self.attempt.declared
-        sizes = [float(declared.get(i, {}).get("train-samples", 1)) for i in range(self.config.num_clients)]
+        sizes = [float(turn.declared.get(i, {}).get("train-samples", 1)) for i in range(self.config.num_clients)]
         trains = np.isin(np.arange(len(sizes)), sorted(self.config.unseen), invert=True)
         prior = np.maximum(sizes, 1)
         if self.config.max_size_weight:
@@ -168,16 +164,19 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         """Keep the core models, the relations, and who was sent which core models."""
         kept = {}
         for row, i in enumerate(uploads.ids):
-            p, seen = uploads.extras[RELATIONS][row], {_SEEN: self.seen_by(i)} if self.params.models else {}
+            p, seen = (
+                uploads.extras[RELATIONS][row],
+                {_SEEN: self.seen_by(state, i, turn)} if self.params.models else {},
+            )
             kept[i] = {"params": uploads.W[row], "buffers": uploads.B[row], RELATIONS: p, **seen}
             turn.note(i, RELATIONS, {str(j): float(np.round(p[j], 6)) for j in uploads.ids})
         return state.next(clients=kept)
 
-    def seen_by(self, client_id: int) -> NDArray[np.bool_]:
+    def seen_by(self, state: State, client_id: int, turn: Turn) -> NDArray[np.bool_]:
         """Return the clients whose core models a client of this round has been sent, in this round or before, bool [N]."""
-        late = self.attempt.started_from.get(client_id)
-        sent = self.offered(client_id) if late is None else late.extras.get(IDS, np.zeros(0, np.int64))
-        before = self.state.clients.get(client_id, {}).get(_SEEN, np.zeros(self.config.num_clients, bool))
+        late = turn.started_from.get(client_id)
+        sent = self.offered(state, client_id, turn) if late is None else late.extras.get(IDS, np.zeros(0, np.int64))
+        before = state.clients.get(client_id, {}).get(_SEEN, np.zeros(self.config.num_clients, bool))
         return before | np.isin(np.arange(len(before)), sent)
 
     def exported(self, client_id: int | None = None) -> None:

@@ -36,6 +36,7 @@ from strategies.base import (
     Method,
     Overview,
     PersonalizedStrategy,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -108,6 +109,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
     # clients of different clusters send different models
     spread = math.inf
     reads_moves = True
+    keeps_models = True
 
     def models(self) -> list[Model]:
         """Return the clusters' models; at first there is one."""
@@ -123,9 +125,9 @@ class CFL(PersonalizedStrategy[CFLParams]):
         """Return the cluster of each client that took part."""
         return {i: int(own["cluster"][0]) for i, own in self.state.clients.items()}
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the model of the client's cluster."""
-        return self.models()[self.clusters().get(client_id, 0)]
+        return Sent(self.models()[self.clusters().get(client_id, 0)])
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Assign new clients to clusters, split clusters, then average within each."""

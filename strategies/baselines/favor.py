@@ -164,13 +164,13 @@ class FAVOR(FedAvg[FAVORParams]):
     made_stacks = 4
     kept_stacks = 1
 
-    def sample(self, client_ids: list[int], round: int) -> list[int]:
+    def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Return all clients in round 1, or a random part; later those that the Q-network values most."""
-        if "axes" not in self.state.memory:
-            return client_ids if self.params.all_first else self.drawn(client_ids, round)
+        if "axes" not in state.memory:
+            return client_ids if self.params.all_first else self.drawn(client_ids, turn.round)
         with one_thread():
-            values = values_of(network(self.state.memory, _Q), self.observed(self.state.memory)[None])[0]
-        stream = rng.generator(self.config.seed, "favor", round)
+            values = values_of(network(state.memory, _Q), self.observed(state.memory)[None])[0]
+        stream = rng.generator(self.config.seed, "favor", turn.round)
         return chosen(values, client_ids, self.config.drawn(len(client_ids)), self.params.epsilon, stream)
 
     def observed(self, memory: Memory) -> Array:

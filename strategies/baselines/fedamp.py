@@ -50,6 +50,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -179,6 +180,7 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
     # the cloud models
     made_stacks = kept_stacks = 1
     warned = False
+    keeps_models = True
     not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
     # the last round's uploads, and the absent clients' cloud models that were computed last
     _last: tuple[Stack, Stack] | None = None
@@ -275,12 +277,13 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
                 f"[{listed(list(map(str, negative)))}]",
             )
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the client's cloud model; the initial model if it never took part."""
-        mine = self.state.clients.get(client_id)
+        mine = state.clients.get(client_id)
         if mine is None:
-            return self.state.model
-        return Model(mine["cloud-params"], mine["cloud-buffers"]) if "cloud-params" in mine else self._absent(client_id)
+            return Sent(state.model)
+        cloud = "cloud-params" in mine
+        return Sent(Model(mine["cloud-params"], mine["cloud-buffers"]) if cloud else self._absent(client_id))
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return a client's own model. There is no global one."""

@@ -49,6 +49,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -187,6 +188,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
     Memory: `centres` float64 [K, C], `models` float32 [K, d] and `statistics` [K, b]; later `classifier` [KfC + C].
     """
 
+    keeps_models = True
     not_late = MappingProxyType({MOVED: "in its second phase clients upload a classifier, which fedbuff does not move"})
     # classifiers trained on few batches lie apart: 3.1 times the usual distance was seen
     spread = 2.0
@@ -236,7 +238,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             return 0
         return int(squared_distances(self.shares_of(client_id)[None], self.state.memory["centres"]).argmin())
 
-    def sample(self, client_ids: list[int], round: int) -> list[int]:
+    def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Assign all connected clients to clusters, then draw the round's clients."""
         new = [i for i in client_ids if i not in self.state.clients and i in self.attempt.declared]
         if new and "centres" not in self.state.memory:
@@ -250,26 +252,25 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         else:
             chosen = np.array([self.cluster_of(i) for i in new])
         self.state = self.state.next(clients=_placed(new, chosen, equipped=False))
-        return super().sample(client_ids, round)
+        return super().sample_clients(state, client_ids, turn)
 
-    def model_for(self, client_id: int) -> Model:
-        """Return the model of the client's cluster, or nothing once the encoders are fixed."""
-        return NOTHING if self.grown else self.models()[self.cluster_of(client_id)]
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the model of the client's cluster. Once the encoders are fixed, return the classifier in its place.
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the classifier once encoders are fixed, plus the encoders for a client that lacks them."""
+        A client that lacks the encoders is sent them, too.
+        """
         if not self.grown:
-            return {}
-        mine = self.state.clients.get(client_id)
+            return Sent(self.models()[self.cluster_of(client_id)])
+        mine = state.clients.get(client_id)
         if mine is not None and mine["equipped"][0]:
-            return {CLASSIFIER: self.classifier()}
+            return Sent(NOTHING, {CLASSIFIER: self.classifier()})
         bodies, statistics = self.encoders()
-        return {CLASSIFIER: self.classifier(), ENCODERS: bodies, STATISTICS: statistics}
+        return Sent(NOTHING, {CLASSIFIER: self.classifier(), ENCODERS: bodies, STATISTICS: statistics})
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a model, later a classifier."""
         if not self.grown:
-            return super().expected()
+            return super().form(state, turn)
         return Expected.of(NO_TENSORS, extras={CLASSIFIER: ("<f4", self.classifier().shape)})
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:

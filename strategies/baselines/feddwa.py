@@ -45,6 +45,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -84,6 +85,7 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
     """Server half. Kept per client: the mixture it is sent, `params` and `buffers`."""
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
+    keeps_models = True
     not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
 
     def __init__(self, *args: Any) -> None:
@@ -91,10 +93,10 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
         # the guidance models, unless clients send them
         self.made_stacks = int(self.params.guidance != "trained")
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model and, if it is trained, the guidance."""
         extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "trained" else {}
-        return dataclasses.replace(super().expected(), extras=extras)
+        return dataclasses.replace(super().form(state, turn), extras=extras)
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Mix the round's models for each of its clients."""
@@ -102,7 +104,7 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
         if guidance is None:
             guidance = self.stack_like(uploads.W)
             for row, w, i in zip(guidance, uploads.W, uploads.ids, strict=True):
-                np.subtract(2 * w, self.sent_to(i).params, out=row)
+                np.subtract(2 * w, turn.sent_to(i).model.params, out=row)
         weights = neighbour_weights(guidance, uploads.W, self.params.neighbours)
         params = aggregate.mix(uploads.W, weights, out=uploads.W)
         buffers = aggregate.mix(uploads.B, weights)
@@ -111,9 +113,9 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
             turn.note(client_id, "neighbours", near)
         return state.next(clients=models_by_client(uploads.ids, params, buffers))
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the client's last mixture, or the initial model if it has none."""
-        return self.state.model_of(client_id)
+        return Sent(state.model_of(client_id))
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the model that a client is sent. There is no global one."""

@@ -50,6 +50,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -127,6 +128,7 @@ def most_liked(
 class FedFomo(PersonalizedStrategy[FedFomoParams]):
     """Server half. Kept per client: its last upload, `params` and `buffers`, and `affinity` float32 [N]."""
 
+    keeps_models = True
     not_late = MappingProxyType({LATE: "its scores are about the models that were offered in its own round"})
 
     def summary(self) -> None:
@@ -135,31 +137,28 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
         if self.params.models:
             log.warning("fedfomo: clients are sent other clients' models, up to %d each and round", self.params.models)
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model and the scores."""
         extras = {SCORES: ("<f4", (self.params.models,))} if self.params.models else {}
-        return dataclasses.replace(super().expected(), extras=extras)
+        return dataclasses.replace(super().form(state, turn), extras=extras)
 
-    def offered(self, client_id: int) -> list[int]:
+    def offered(self, state: State, client_id: int, turn: Turn) -> list[int]:
         """Return the ids of the models that a client is sent, in order; none before its own first upload."""
-        if client_id not in self.state.clients:
+        if client_id not in state.clients:
             return []
-        p, round = self.params, self.attempt.round
-        others = sorted(self.state.clients.keys() - {client_id})
+        p, round = self.params, turn.round
+        others = sorted(state.clients.keys() - {client_id})
         stream = rng.generator(self.config.seed, "fedfomo", round, client_id)
         exploration = max(0.0, p.exploration - p.exploration_decay * (round - 1))
-        return most_liked(self.state.clients[client_id]["affinity"], others, p.models, stream, exploration)
+        return most_liked(state.clients[client_id]["affinity"], others, p.models, stream, exploration)
 
-    def model_for(self, client_id: int) -> Model:
-        """Return the first model offered, or the client's own if none is, or at first the initial one."""
-        return self.state.model_of(next(iter(self.offered(client_id)), client_id))
-
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the other models offered."""
-        more = [self.state.model_of(i) for i in self.offered(client_id)[1:]]
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the models offered, the first one as the model. Without any it is the client's own, at first the initial one."""
+        first, *more = [state.model_of(i) for i in self.offered(state, client_id, turn) or [client_id]]
         if not more:
-            return {}
-        return {MODELS: np.stack([m.params for m in more]), STATISTICS: np.stack([m.buffers for m in more])}
+            return Sent(first)
+        params, buffers = zip(*((m.params, m.buffers) for m in more), strict=True)
+        return Sent(first, {MODELS: np.stack(params), STATISTICS: np.stack(buffers)})
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the client's own last upload, into which it mixes the offered models."""
@@ -173,7 +172,7 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
         for row, client_id in enumerate(uploads.ids):
             mine = state.clients.get(client_id)
             affinity = np.zeros(self.config.num_clients, np.float32) if mine is None else mine["affinity"].copy()
-            for other, score in zip(self.offered(client_id), scored[row], strict=False):
+            for other, score in zip(self.offered(state, client_id, turn), scored[row], strict=False):
                 affinity[other] += score
             kept[client_id] = {"params": uploads.W[row], "buffers": uploads.B[row], "affinity": affinity}
             turn.note(

@@ -57,6 +57,7 @@ from strategies.base import (
     Objective,
     Overview,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -214,11 +215,11 @@ class FedGen(FedAvg[FedGenParams]):
     # generated samples move single clients far: 7.2 times the usual distance where most have the same class
     spread = 4.0
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model and the label counts."""
         if not self.params.generates:
-            return super().expected()
-        return dataclasses.replace(super().expected(), extras={COUNTS: ("<i4", (self.num_classes,))})
+            return super().form(state, turn)
+        return dataclasses.replace(super().form(state, turn), extras={COUNTS: ("<i4", (self.num_classes,))})
 
     def check(self, upload: Upload) -> None:
         """Raise WireError if counts are negative or do not sum to the reported number of samples."""
@@ -234,12 +235,12 @@ class FedGen(FedAvg[FedGenParams]):
         """Return the number of the classifier's outputs."""
         return head_slots(self.layout)[0].shape[0]
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the generator and the qualified labels, from round 2 on."""
-        if not self.params.generates or not self.state.round:
-            return {}
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the global model, and from round 2 on the generator and the qualified labels."""
+        if not self.params.generates or not state.round:
+            return Sent(state.model)
         last = self.remembered()
-        return {GENERATOR: last["params"], STATISTICS: last["buffers"], QUALIFIED: last["qualified"]}
+        return Sent(state.model, {GENERATOR: last["params"], STATISTICS: last["buffers"], QUALIFIED: last["qualified"]})
 
     def remembered(self) -> Mapping[str, NDArray[Any]]:
         """Return the generator, Adam's moments and steps, and the qualified labels.

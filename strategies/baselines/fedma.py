@@ -60,6 +60,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -215,6 +216,7 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
 
     # the permuted models, one by one and together
     made_stacks = 2
+    keeps_models = True
     not_late = MappingProxyType({LATE: "a round has a layer, and late uploads have another round's order of units"})
 
     @cached_property
@@ -235,23 +237,23 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
                 rounds,
             )
 
-    def sample(self, client_ids: list[int], round: int) -> list[int]:
+    def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Return the round's clients: a pass has one draw."""
-        return self.drawn(client_ids, round if self.params.one_shot else 1 + (round - 1) // len(self.chain))
+        return self.drawn(client_ids, turn.round if self.params.one_shot else 1 + (turn.round - 1) // len(self.chain))
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model, and the class counts if the classifier's mean needs them."""
         counts = {COUNTS: ("<i8", (self.chain[-1].units,))} if weighs_classes(self.config) else {}
-        return dataclasses.replace(super().expected(), extras=counts)
+        return dataclasses.replace(super().form(state, turn), extras=counts)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for counts that cannot be the client's."""
         if weighs_classes(self.config):
             check_counts(upload)
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the client's model of the pass: global layers below its own; else the mean of these."""
-        return self.state.model_of(client_id)
+        return Sent(state.model_of(client_id))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Match the round's layer, or all, and average."""

@@ -54,6 +54,7 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -157,7 +158,6 @@ class FedPAC(FedAvg[FedPACParams]):
     """Server half. Kept per client: `head` float32 [h]. Memory: `prototypes` float32 [C, k] and `counts` int64 [C]."""
 
     robust = frozenset()
-    makes_models = True
     not_late = MappingProxyType(
         {
             AGE: "the weights of heads follow from the clients' statistics",
@@ -170,11 +170,11 @@ class FedPAC(FedAvg[FedPACParams]):
         """Return the classifier's parameters, bool [d]."""
         return self.layout.indices(self.layout.classifier)
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model, the centroids, the statistics."""
         own = extras_of(self.full_layout)
         extras = {**own, SHARES: own[PROTOTYPES], VARIANCE: ("<f8", (1,))}
-        return dataclasses.replace(super().expected(), extras=extras)
+        return dataclasses.replace(super().form(state, turn), extras=extras)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for counts or a variance that cannot be the client's."""
@@ -182,18 +182,14 @@ class FedPAC(FedAvg[FedPACParams]):
         if upload.extras[VARIANCE][0] < 0:
             raise WireError(f"array {VARIANCE} must be >= 0, got {float(upload.extras[VARIANCE][0])!r}")
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the centroids, from the second round on."""
-        return sent_prototypes(self)
-
-    def model_for(self, client_id: int) -> Model:
-        """Return the mean body under the client's head."""
-        mine = self.state.clients.get(client_id)
-        if mine is None:
-            return self.state.model
-        params = self.state.model.params.copy()
-        params[self.at_head] = mine[_HEAD]
-        return Model(params, self.state.model.buffers)
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the mean body under the client's head, and from the second round on the centroids."""
+        model, mine = state.model, state.clients.get(client_id)
+        if mine is not None:
+            params = model.params.copy()
+            params[self.at_head] = mine[_HEAD]
+            model = Model(params, model.buffers)
+        return Sent(model, sent_prototypes(self))
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Return the stacks to compare: the model's and the centroids."""

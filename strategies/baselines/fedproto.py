@@ -56,6 +56,7 @@ from strategies.base import (
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -238,17 +239,17 @@ def sent_prototypes(server: PersonalizedStrategy[Any]) -> dict[str, NDArray[Any]
 class FedProto(PersonalizedStrategy[FedProtoParams]):
     """Server half. Memory: `prototypes` float32 [C, k] and `counts` int64 [C]."""
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: no tensors, the prototypes and the counts."""
-        return dataclasses.replace(super().expected(), extras=extras_of(self.full_layout))
+        return dataclasses.replace(super().form(state, turn), extras=extras_of(self.full_layout))
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for counts that cannot be the client's."""
         check_counts(upload)
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the global prototypes, from the second round on."""
-        return sent_prototypes(self)
+        return Sent(state.model, sent_prototypes(self))
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Return the stacks to compare: the prototypes alone, because no tensors travel."""

@@ -29,7 +29,15 @@ from typing import TYPE_CHECKING, Any
 
 from fl_app.keys import key
 from fl_app.layout import Model
-from strategies.base import LINEAR, ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_local_statistics
+from strategies.base import (
+    LINEAR,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    all_but_local_statistics,
+)
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.kernels.heads import head_slots
 

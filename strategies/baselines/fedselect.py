@@ -162,9 +162,9 @@ def aggregate(W: Stack, used: NDArray[np.bool_], weights: NDArray[np.float64], p
 class FedSelect(PersonalizedStrategy[FedSelectParams]):
     """Server half: means over the clients that share a parameter."""
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: its personal mask may have any number of ones."""
-        return dataclasses.replace(super().expected(), num_params=self.layout.d)
+        return dataclasses.replace(super().form(state, turn), num_params=self.layout.d)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError if parameters are not 0 where the mask marks them as personal."""

@@ -55,6 +55,7 @@ from strategies.base import (
     Objective,
     Overview,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -253,18 +254,20 @@ class FLOCO(FedAvg[FLOCOParams]):
     # the clients that `sample` drew: in round tau - 1 all clients train, but only these are averaged
     _averaged: frozenset[int] = frozenset()
 
-    def sample(self, client_ids: list[int], round: int) -> list[int]:
+    def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Return the drawn clients, or all clients in the round before the projection."""
-        drawn = super().sample(client_ids, round)
+        drawn = super().sample_clients(state, client_ids, turn)
         self._averaged = frozenset(drawn)
-        return client_ids if round == self.params.projection_round - 1 else drawn
+        return client_ids if turn.round == self.params.projection_round - 1 else drawn
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the client's centre from round tau on, zeros if it has none."""
-        if max(self.state.round, self.attempt.round) < self.params.projection_round:
-            return {}
-        mine = self.state.clients.get(client_id)
-        return {"centre": np.zeros(self.params.endpoints, np.float32) if mine is None else mine["centre"]}
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the global model, and from round tau on the client's centre, zeros if it has none."""
+        if max(state.round, turn.round) < self.params.projection_round:
+            return Sent(state.model)
+        mine = state.clients.get(client_id)
+        return Sent(
+            state.model, {"centre": np.zeros(self.params.endpoints, np.float32) if mine is None else mine["centre"]}
+        )
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average the drawn clients' uploads, and place clients.
@@ -322,7 +325,7 @@ class FLOCO(FedAvg[FLOCOParams]):
         """
         if client_id is not None and self.params.personal_epochs:
             return None
-        extras = {} if client_id is None else self.download_extras(client_id)
+        extras = {} if client_id is None else self.download(self.state, client_id, self.attempt).extras
         centre, _ = centre_of(extras, self.params.endpoints)
         return collapse(self.state.model, self.layout, centre)
 

@@ -62,6 +62,7 @@ from strategies.base import (
     Objective,
     Overview,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -231,7 +232,6 @@ class HeteroFL(FedAvg[HeteroFLParams]):
 
     # an element may have only one client that holds it
     robust = frozenset()
-    makes_models = True
     sends_parts = True
     not_late = MappingProxyType({MOVED: "clients upload parts of the model, which fedbuff does not move"})
 
@@ -249,12 +249,12 @@ class HeteroFL(FedAvg[HeteroFLParams]):
     def _parts(self) -> dict[float, Part]:
         return {rate: part_of(self.layout, rate) for rate in set(self.rates)}
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model, and with `mask-classes` the client's classes."""
         if not self.params.mask_classes:
-            return super().expected()
+            return super().form(state, turn)
         num_classes = head_slots(self.layout)[0].shape[0]
-        return dataclasses.replace(super().expected(), extras={CLASSES: ("|u1", (num_classes,))})
+        return dataclasses.replace(super().form(state, turn), extras={CLASSES: ("|u1", (num_classes,))})
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for classes other than 0 and 1, and for a client without any."""
@@ -271,14 +271,13 @@ class HeteroFL(FedAvg[HeteroFLParams]):
         """Return equal weights for all uploads, less for late ones."""
         return uploads.once
 
-    def model_for(self, client_id: int) -> Model:
-        """Return the client's network inside the wide one: the global model with 0 beyond its part."""
-        part = self.held_by(client_id)
-        return within(self.state.model, part)
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the global model, of which the client is sent its part, and the client's rate."""
+        return Sent(state.model, {RATE: np.array([self.rates[client_id]])})
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the client's rate."""
-        return {RATE: np.array([self.rates[client_id]])}
+    def exported(self, client_id: int | None = None) -> Model | None:
+        """Return a client's network inside the wide one: the global model with 0 beyond its part."""
+        return self.state.model if client_id is None else within(self.state.model, self.held_by(client_id))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average each element over the clients that hold it, and with `mask-classes` a class's row over those that have it."""

@@ -104,7 +104,7 @@ class IFCA(FedAvg[IFCAParams]):
     # clients of different clusters send different models
     spread = math.inf
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: one of the models, and its number."""
         return Expected.of(components.alone(self.layout, 0), extras={CLUSTER: ("<i4", (1,))})
 

@@ -26,7 +26,6 @@ Deviations:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -45,6 +44,7 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -145,9 +145,9 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
         trains = sorted(set(range(n)) - self.config.unseen)
         return min(draws, key=lambda masks: objective(masks[trains], sizes, p.capacity))
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the layers to train, unless all train."""
-        return {} if self.params.capacity == 1 else {LAYERS: np.packbits(self.masks[client_id])}
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the global model, and the layers to train, unless all train."""
+        return Sent(state.model, {} if self.params.capacity == 1 else {LAYERS: np.packbits(self.masks[client_id])})
 
     def held_by(self, client_id: int) -> Part:
         """Return the tensors that a client uploads: those it trains, and all statistics."""

@@ -54,6 +54,7 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -291,14 +292,14 @@ class PFedFDA(FedAvg[PFedFDAParams]):
         self.state.memory["means"] = rng.generator(config.seed, "pfedfda-means").random((classes, k)).astype(np.float32)
         self.state.memory["covariance"] = triangle(np.eye(k))
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the shared Gaussians."""
-        return {name: self.state.memory[name] for name in ("means", "covariance")}
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the global model and the shared Gaussians."""
+        return Sent(state.model, {name: state.memory[name] for name in ("means", "covariance")})
 
-    def expected(self) -> Expected:
+    def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the body and adapted Gaussians."""
         extras = {name: ("<f4", self.state.memory[name].shape) for name in ("means", "covariance")}
-        return dataclasses.replace(super().expected(), extras=extras)
+        return dataclasses.replace(super().form(state, turn), extras=extras)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for Gaussians that give no classifier, as they would spoil the shared ones."""

@@ -43,6 +43,7 @@ from strategies.base import (
     Method,
     Overview,
     PersonalizedStrategy,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -140,7 +141,6 @@ def step(value: Array, slope: Array, speed: Array | None, params: PFedHNParams) 
 class PFedHN(PersonalizedStrategy[PFedHNParams]):
     """Server half. Memory: the hypernetwork by layer and `embeddings` float32 [N, e], and the momentum of both."""
 
-    makes_models = True
     reads_moves = True
     not_late = MappingProxyType({AGE: "the server takes an equal step for every upload"})
 
@@ -161,11 +161,11 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
         """Return the bytes of the hypernetwork's output layer, and of its momentum."""
         return 4 * self.params.hidden * self.layout.d * (2 if self.params.momentum else 1)
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the model that the hypernetwork makes for the client."""
         with one_thread():
             network = self.network
-            return Model(generate(network, self.state.memory[_EMBEDDINGS][client_id]), self.state.model.buffers)
+            return Sent(Model(generate(network, state.memory[_EMBEDDINGS][client_id]), state.model.buffers))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Take a step for each upload."""
@@ -197,7 +197,7 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the client's model; None if it keeps a part of it. There is no global one."""
-        return None if client_id is None else (None if self.params.local_head else self.model_for(client_id))
+        return None if client_id is None or self.params.local_head else super().exported(client_id)
 
 
 def shared(layout: Layout, params: Any) -> frozenset[str]:

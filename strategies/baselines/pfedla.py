@@ -46,6 +46,7 @@ from strategies.base import (
     Method,
     Overview,
     PersonalizedStrategy,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -119,6 +120,7 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
     """Server half. Kept per client: its last upload, `params` and `buffers`, and its hypernetwork by layer with `v`."""
 
     reads_moves = True
+    keeps_models = True
     not_late = MappingProxyType({AGE: "the hypernetworks weigh the clients' last models"})
 
     def network_of(self, client_id: int) -> Mapping[str, Array]:
@@ -135,12 +137,12 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
         layers = {name: layer for name, layer in network.items() if name != _EMBEDDING}
         return generate(layers, network[_EMBEDDING], relu_last=True).reshape(len(self.layout.params), -1)
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the client's mixture of all clients' layers."""
         with one_thread():
             alpha = layer_weights(self.units(self.network_of(client_id)), client_id, self.params.keep_layers)[0]
         rest = 1 - alpha[:, sorted(self.state.clients)].sum(axis=1)
-        start = self.state.model
+        start = state.model
         mixed = np.empty(self.layout.d)
         for layer, slot in enumerate(self.layout.params):
             at = slice(slot.start, slot.stop)
@@ -151,7 +153,7 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
         buffers = (1 - weights[sorted(self.state.clients)].sum()) * start.buffers.astype(np.float64)
         for j in sorted(self.state.clients):
             buffers += weights[j] * self.state.clients[j]["buffers"]
-        return Model(mixed.astype(np.float32), buffers.astype(np.float32))
+        return Sent(Model(mixed.astype(np.float32), buffers.astype(np.float32)))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Keep the uploads, and take a step on their clients' hypernetworks."""
@@ -160,7 +162,7 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
         models = {j: own["params"] for j, own in state.clients.items()}
         changed = {}
         for row, i in enumerate(uploads.ids):
-            delta = self.model_for(i).params.astype(np.float64) - uploads.W[row]
+            delta = self.download(state, i, turn).model.params.astype(np.float64) - uploads.W[row]
             network = self.network_of(i)
             toward = np.zeros((len(slots), self.config.num_clients))
             for layer, slot in enumerate(slots):

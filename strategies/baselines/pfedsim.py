@@ -38,7 +38,19 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app.figures import Matrix
 from fl_app.keys import RATIO, key
 from fl_app.layout import Model
-from strategies.base import AGE, LINEAR, LocalUpdate, Method, Overview, State, Turn, Uploads, all_tensors, local_epochs
+from strategies.base import (
+    AGE,
+    LINEAR,
+    LocalUpdate,
+    Method,
+    Overview,
+    Sent,
+    State,
+    Turn,
+    Uploads,
+    all_tensors,
+    local_epochs,
+)
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels.aggregate import mix
 from strategies.kernels.heads import head_slots
@@ -98,6 +110,7 @@ class PFedSim(FedAvg[PFedSimParams]):
     # all last uploads together, and their mixtures; the uploads are kept
     made_stacks = 2
     kept_stacks = 1
+    keeps_models = True
     not_late = MappingProxyType({AGE: "after the warm-up an upload's weights follow from its classifier"})
 
     @cached_property
@@ -105,9 +118,9 @@ class PFedSim(FedAvg[PFedSimParams]):
         """Return the classifier's parameters, bool [d]."""
         return self.layout.indices(self.layout.classifier)
 
-    def model_for(self, client_id: int) -> Model:
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the client's mixture under its own classifier; before it has one, the global model."""
-        return self.state.model_of(client_id)
+        return Sent(state.model_of(client_id))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average in the warm-up; later keep the uploads, and mix the bodies of all clients for each."""

@@ -48,6 +48,7 @@ from strategies.base import (
     Method,
     Overview,
     RoundContext,
+    Sent,
     State,
     Turn,
     Uploads,
@@ -131,7 +132,7 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
 
     def summed(self, upload: Upload) -> Mapping[str, NDArray[np.float64]]:
         """Return the change of the client's control variate; the round sums these up."""
-        sent, c = self.state.model.params, self.download_extras(0)[CONTROL].astype(np.float64)
+        sent, c = self.state.model.params, self.control(self.state).astype(np.float64)
         steps, momentum = int(upload.metrics[STEPS]), self.config.momentum
         scale = round_rate(self.config, self.attempt.round) * effective_steps(steps, momentum)
         return {CONTROL: control_change(sent.astype(np.float64), upload.model.params, c, scale)}
@@ -158,13 +159,17 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
                 f"{STEPS} must be an integer in {fewest}..{most} for {upload.num_examples} samples, got {steps!r}"
             )
 
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the control variate c."""
-        return {CONTROL: self.state.memory.get(CONTROL, np.zeros(self.layout.d, np.float32))}
+    def download(self, state: State, client_id: int, turn: Turn) -> Sent:
+        """Return the global model and the control variate c."""
+        return Sent(state.model, {CONTROL: self.control(state)})
+
+    def control(self, state: State) -> NDArray[np.float32]:
+        """Return c, float32 [d]; at first 0."""
+        return state.memory.get(CONTROL, np.zeros(self.layout.d, np.float32))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Step towards the mean, and move c by the changes of the clients' control variates."""
-        sent, c = state.model.params, self.download_extras(0)[CONTROL]
+        sent, c = state.model.params, self.control(state)
         eta, momentum = round_rate(self.config, turn.round), self.config.momentum
         scales = np.array([[eta * effective_steps(int(m[STEPS]), momentum)] for m in uploads.metrics])
         x, control = np.empty_like(sent), np.empty_like(sent)

@@ -29,7 +29,7 @@ def needed(server: ServerHalf[Any], expected: Expected) -> Needed:
     uploads = n * (upload - missing)
     messages = n * (v - (missing if server.sends_parts else 0)) + uploads
     kept = n * (v + upload) if config.keep_uploads else 0
-    models = v + (n * v if server.keeps_models() else 0)
+    models = v + (n * v if server.keeps_models else 0)
     return Needed(messages, uploads, models + server.memory_bytes() + kept, v)
 
 

@@ -25,7 +25,7 @@ from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.server import client_arrays
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import AGE, LATE, MOVED, ServerHalf
-from strategies.base.turn import Sent
+from strategies.base.state import Sent
 from strategies.base.uploads import SMALL
 
 # FedBuff scales an update of age t by (1 + t) ** -FEDBUFF_POWER
@@ -121,7 +121,7 @@ def aged(server: ServerHalf[Any], work: Work, upload: Upload, age: int) -> tuple
     buffered = config.staleness_rule == "fedbuff"
     if buffered or server.reads_moves:
         scale = (1 + age) ** -FEDBUFF_POWER if buffered else 1.0
-        now, then = server.model_for(work.client_id), work.sent.model
+        now, then = server.downloaded(work.client_id, server.attempt).model, work.sent.model
         moved = Model(
             _moved(now.params, upload.model.params, then.params, scale),
             _moved(now.buffers, upload.model.buffers, then.buffers, scale),
@@ -166,7 +166,7 @@ def check(config: RunConfig, half: type[ServerHalf[Any]]) -> None:
 
 def check_forms(server: ServerHalf[Any]) -> None:
     """Raise UserError if a method's late uploads cannot be moved to its next model: they are more, or less, than the model."""
-    config, expected = server.config, server.expected()
+    config, expected = server.config, server.formed(server.attempt)
     if not config.staleness or not (config.staleness_rule == "fedbuff" or server.reads_moves):
         return
     more = sorted(name for name, (dtype, _) in expected.extras.items() if np.dtype(dtype).kind == "f")

@@ -91,7 +91,7 @@ def needed(server: ServerHalf[Any], expected: Expected, at_once: int, ray: bool 
     drawn = config.drawn(config.num_clients)
     if not config.private and not (streams(type(server)) and not why_kept(config, expected)):
         stacks = drawn * upload, *[drawn * v] * server.made_stacks
-        kept = *[config.num_clients * v] * server.keeps_models(), *[drawn * v] * server.kept_stacks
+        kept = *[config.num_clients * v] * server.keeps_models, *[drawn * v] * server.kept_stacks
         fixed = _SERVER * v
     if config.is_timed or config.replay:
         # uploads wait until the clock lets them arrive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -48,11 +49,11 @@ class PlainRounds:
 
     def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
         """Return the clients that the method chooses."""
-        return self.server.sample(connected, attempt.round)
+        return self.server.chosen(connected, attempt)
 
     def expected(self) -> Expected:
         """Return the form of uploads that the method expects."""
-        return self.server.expected()
+        return self.server.formed(self.server.attempt)
 
     def open(self, attempt: Attempt, ids: list[int]) -> Intake:
         """Allocate the round's stacks, or sums if these are enough."""
@@ -79,13 +80,22 @@ class PlainRounds:
         return True
 
     def expected_from(self, client_id: int) -> Expected:
-        """Return the form that the method expects of this client's upload."""
-        return self.server.expected_from(client_id)
+        """Return the form of one client's upload: that of the part that it holds."""
+        form, part = self.server.attempt.expected or self.expected(), self.server.held_by(client_id)
+        if part is None:
+            return form
+        return dataclasses.replace(form, d=part.d, b=part.b, variances=part.among(form.variances))
 
     def check(self, client_id: int, upload: Upload) -> Upload:
-        """Let the method check an upload, and return it in the form of the round's stacks."""
+        """Let the method check an upload, and return it in the form of the round's stacks.
+
+        Beyond a client's part it has the values that the client was sent: it has not moved there.
+        """
         self.server.check(upload)
-        return self.server.complete(client_id, upload)
+        part = self.server.held_by(client_id)
+        if part is None:
+            return upload
+        return dataclasses.replace(upload, model=part.put(self.server.attempt.sent_to(client_id).model, upload.model))
 
     def accept(self, attempt: Attempt, client_id: int, upload: Upload, metrics: Numbers, nbytes: int) -> None:
         """Put a checked upload into the round's stacks, or add it to its sums."""
@@ -149,7 +159,7 @@ class PlainRounds:
 
     def _model_sent(self, client_id: int) -> Model:
         """Return the model that a client was sent."""
-        model = self.server.sent_to(client_id)
+        model = self.server.attempt.sent_to(client_id).model
         client_arrays.release(self.server.state.clients.get(client_id, {}))
         return model
 

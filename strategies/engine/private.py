@@ -346,7 +346,7 @@ class PrivateRounds:
         n, expected, hashes = len(ids), self.expected(), SentHashes(self.config.private_absent == "company")
         empty = np.empty((n, 0), np.float32)
         attempt.expected = expected
-        downloads = ((i, self.server.download_for(i, attempt.round, "train")) for i in ids)
+        downloads = ((i, self.server.download_for(i, attempt, "train")) for i in ids)
         sent = {i: hashes.of(download, {**self.server.told, **attempt.states[i]}) for i, download in downloads}
         keys = {i: str(attempt.declared[i][KEYS]) for i in ids}
         return MaskedIntake(
@@ -594,7 +594,7 @@ class PrivateRounds:
         """
         apart = {}
         for label, members in sums.groups.items():
-            sent = self.server.model_for(members[0]).params
+            sent = self.server.downloaded(members[0], attempt).model.params
             apart[label] = float(np.linalg.norm(sums.means[label].params.astype(np.float64) - sent))
         limit = self.config.max_update_norm or USUAL
         lines = {
@@ -653,7 +653,7 @@ class PrivateRounds:
         """Return the number of bits in the sketch of a method's mask; 0 if the method sends none."""
         from fl_app.privacy import sketch
 
-        d = self.server.expected().num_params
+        d = self.server.formed(self.server.attempt).num_params
         return sketch.length(d, self.config.private_sketch) if d else 0
 
     def announcements(self) -> list[str]:
@@ -755,8 +755,8 @@ def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
 
 def check(config: RunConfig, half: type[ServerHalf[Any]], why_not: str) -> None:
     """Raise UserError if a run cannot be private. why_not: why its method cannot run private, "" if it can."""
-    if not why_not and half.sample is not ServerHalf.sample:
-        why_not = "it chooses the clients of a round itself (sample), and a private run asks whole companies"
+    if not why_not and half.sample_clients is not ServerHalf.sample_clients or half.sample is not ServerHalf.sample:
+        why_not = "it chooses the clients of a round itself (sample_clients), and a private run asks whole companies"
     if why_not:
         raise UserError(f"private: method {config.method} cannot run private: {why_not}")
     check_weights(half, config)

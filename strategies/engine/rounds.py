@@ -37,8 +37,7 @@ from fl_app.stopwatch import Stopwatch
 from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.base import hooks
 from strategies.base.server_half import ServerHalf
-from strategies.base.state import State
-from strategies.base.turn import Sent
+from strategies.base.state import Sent, State
 from strategies.base.uploads import Intake
 from strategies.engine import late, steps
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults, cause_of, failure_lines
@@ -263,6 +262,7 @@ class Rounds:
         # the registry's own dictionary: clients that introduce themselves later are in it too
         attempt.declared = registry.properties
         attempt.statements = registry.statements if self.config.private else None
+        attempt.downloaded = lambda client_id: self.server.downloaded(client_id, attempt)
         self.attempt = self.server.attempt = attempt
 
     def begin_training(self, round: int) -> None:
@@ -372,7 +372,7 @@ class Rounds:
         attempt, shared = self.attempt, wire.SharedBytes()
         kind = "evaluate" if task == "evaluate" else "train"
         for client_id in ids:
-            download = self.server.download_for(client_id, attempt.round, task)
+            download = self.server.download_for(client_id, attempt, task)
             scalars = self.protocol.scalars(attempt, client_id) if task == "train" else {}
             content = wire.encode_download(
                 dataclasses.replace(
@@ -403,7 +403,7 @@ class Rounds:
         work = Work(client_id, attempt.round, wire.state_version(attempt.round, attempt.generation))
         if self.config.staleness and download is not None:
             # a part's download lacks the values that fill up its upload
-            model = self.server.sent_to(client_id) if self.server.sends_parts else download.model
+            model = attempt.sent_to(client_id).model if self.server.sends_parts else download.model
             work.sent, work.form = Sent(model, download.extras), self.protocol.expected_from(client_id)
         return work
 

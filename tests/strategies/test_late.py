@@ -24,7 +24,7 @@ from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import LATE as LATE_REASON
-from strategies.base.turn import Sent
+from strategies.base.state import Sent
 from strategies.engine import late, steps
 from strategies.engine.attempt import Attempt
 from strategies.engine.late import Work

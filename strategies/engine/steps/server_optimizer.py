@@ -19,7 +19,7 @@ def fits(half: type[ServerHalf[Any]]) -> bool:
     """Return whether a method declares `averages`, and no later override may set another model."""
     # FedAvg[Params] is FedAvg
     return half.averages and declares(
-        getattr(half, "__origin__", half), "averages", ("update", "personalize", "model_for")
+        getattr(half, "__origin__", half), "averages", ("update", "personalize", "download", "model_for")
     )
 
 
