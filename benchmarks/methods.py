@@ -152,8 +152,8 @@ class Client:
     def take_part(self, round: int) -> None:
         """Take part in a round as the only client."""
         context, received = self.context(round)
-        turn = self.server.attempt = Turn(self.config, round)
-        turn.downloaded = lambda client_id: self.server.downloaded(client_id, turn)
+        turn = Turn(self.config, round)
+        self.server.begin(turn)
         self.server.chosen([0], turn)
         upload = local_round(self.method, context, received, self.state)
         intake = Intake.of([0], self.server.formed(turn))

@@ -135,9 +135,7 @@ class Federation:
 
     def turn(self, round: int) -> Turn:
         """Return a round as the server half sees it."""
-        turn = Turn(self.config, round, declared=dict(self.declared))
-        turn.downloaded = lambda client_id: self.server.downloaded(client_id, turn)
-        return turn
+        return Turn(self.config, round, declared=dict(self.declared))
 
     @property
     def declared(self) -> dict[int, dict[str, Scalar]]:
@@ -164,7 +162,8 @@ class Federation:
         results of training. Without W the clients train. Raises UserError for other shapes.
         """
         self.rounds += 1
-        turn = self.server.attempt = self.turn(self.rounds)
+        turn = self.turn(self.rounds)
+        self.server.begin(turn)
         chosen = sorted(range(len(self.data)) if ids is None else ids)
         trained = self._trained(W, B, len(chosen))
         self.server.chosen(chosen, turn)

@@ -48,7 +48,7 @@ def checked(cls: type, half: type, rules: Mapping[str, Rule]) -> None:
     """
     for hook, rule in rules.items():
         owner = next((each for each in cls.__mro__ if hook in vars(each)), None)
-        if owner is not None and (owner is cls or not issubclass(owner, half)):
+        if owner is cls or not (owner is None or owner in half.__mro__ or issubclass(owner, half)):
             setattr(cls, hook, _checking(vars(owner)[hook], hook, rule))
 
 

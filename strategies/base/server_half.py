@@ -97,10 +97,16 @@ class ServerHalf(EarlierHooks, Generic[P]):
         self.config, self.params, self.full_layout, self.shared, self.folder = config, params, layout, shared, folder
         self.layout = layout.subset(shared)
         self.state = State(layout.take(initial, shared))
-        self.attempt = Turn(config)
+        self.attempt: Turn
+        self.begin(Turn(config))
         self.reports = Reports()
         self.told: Mapping[str, Scalar] = {}
         self.cohorts: Cohorts | None = None
+
+    def begin(self, turn: Turn) -> None:
+        """Begin a round. The hooks are asked in it until the next one begins."""
+        self.attempt = turn
+        turn.downloaded = lambda client_id: self.downloaded(client_id, turn)
 
     @classmethod
     def of_settings(cls, config: RunConfig) -> Self:

@@ -262,8 +262,8 @@ class Rounds:
         # the registry's own dictionary: clients that introduce themselves later are in it too
         attempt.declared = registry.properties
         attempt.statements = registry.statements if self.config.private else None
-        attempt.downloaded = lambda client_id: self.server.downloaded(client_id, attempt)
-        self.attempt = self.server.attempt = attempt
+        self.attempt = attempt
+        self.server.begin(attempt)
 
     def begin_training(self, round: int) -> None:
         """Begin an attempt at a round. Raises UserError if a disk has no room for it."""

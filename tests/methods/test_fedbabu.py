@@ -125,13 +125,13 @@ def test_a_client_tunes_from_the_global_body_and_the_initial_classifier(
 
 def test_the_server_half_is_fedpers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads: list[tuple[np.ndarray, np.ndarray]] = []
-    personalize = METHOD.strategy.personalize
+    update = METHOD.strategy.update
 
-    def record(self: Any, round: int, given: Any) -> None:
+    def record(self: Any, state: Any, given: Any, turn: Any) -> Any:
         uploads.append((given.W.copy(), given.sizes.copy()))
-        personalize(self, round, given)
+        return update(self, state, given, turn)
 
-    monkeypatch.setattr(METHOD.strategy, "personalize", record)
+    monkeypatch.setattr(METHOD.strategy, "update", record)
     folder = run(method="fedbabu", num_server_rounds=1)
     layout, _ = initial("mlp")
     W, sizes = uploads[0]

@@ -267,7 +267,7 @@ def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
     encoders = 2 * 4 * (layout.d - (5 * 3 + 3) + layout.b)
 
     def sent(client_id: int) -> int:
-        return payload_bytes(encode_download(f.server.download_for(client_id, f.rounds, "evaluate")))
+        return payload_bytes(encode_download(f.server.download_for(client_id, f.server.attempt, "evaluate")))
 
     f.round()
     assert [sent(i) for i in range(3)] == [4 * (layout.d + layout.b)] * 3

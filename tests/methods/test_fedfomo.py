@@ -21,6 +21,11 @@ from tests.methods.one_client import client, same, samples, small
 from tests.methods.runs import small_clients
 
 
+def offered_to(server: Any, client_id: int) -> list[int]:
+    found: list[int] = server.offered(server.state, client_id, server.attempt)
+    return found
+
+
 def test_weights_by_hand() -> None:
     # Gains (0.5, 0.1, -0.2) over distances (1, 0.1, 2) + 1e-5: 0.499995, 0.999900, cut to 0; over their sum.
     close(model_weights(1, [0.5, 0.9, 1.2], [1, 0.1, 2]), np.array([0.333353, 0.666647, 0]))
@@ -58,7 +63,7 @@ def test_exploration_falls_round_by_round_down_to_nothing(tmp_path: Path, monkey
     monkeypatch.setattr("strategies.baselines.fedfomo.most_liked", note)
     for round in range(1, 7):
         federation.server.attempt.round = round
-        federation.server.offered(0)
+        offered_to(federation.server, 0)
     assert seen == pytest.approx([0.3, 0.2, 0.1, 0, 0, 0], abs=1e-12) and min(seen) == 0
 
 
@@ -119,7 +124,7 @@ def test_rounds_by_hand(tmp_path: Path, kinds: dict[str, Any]) -> None:
     mixed = 0
     for _ in range(2):
         federation.server.attempt.round = federation.rounds + 1
-        offered = [federation.server.offered(i) for i in range(4)]
+        offered = [offered_to(federation.server, i) for i in range(4)]
         want = [by_hand(federation, i) for i in range(4)]
         affinity = [federation.server.personal[i]["affinity"].copy() for i in range(4)]
         uploads = federation.round()
@@ -139,12 +144,14 @@ def test_rounds_by_hand(tmp_path: Path, kinds: dict[str, Any]) -> None:
 def test_only_clients_that_were_seen_are_offered(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "fedfomo", sizes=(10, 6, 8, 7))
     federation.round(ids=[1])
-    assert federation.server.offered(0) == federation.server.offered(1) == []
+    assert offered_to(federation.server, 0) == offered_to(federation.server, 1) == []
     assert federation.context(0)[1] is federation.server.global_model
     assert federation.context(1)[1].params.tobytes() == federation.server.personal[1]["params"].tobytes()
     federation.round(ids=[0, 1])
     assert (
-        federation.server.offered(0) == [1] and federation.server.offered(1) == [0] and not federation.server.offered(2)
+        offered_to(federation.server, 0) == [1]
+        and offered_to(federation.server, 1) == [0]
+        and not offered_to(federation.server, 2)
     )
     uploads = federation.round(ids=[0, 1, 2])
     assert uploads.extras["scores"][0, 0] != 0 and (uploads.extras["scores"][:, 1:] == 0).all()

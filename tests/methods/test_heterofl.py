@@ -203,14 +203,14 @@ def test_rounds_by_hand(tmp_path: Path) -> None:
     for i in range(3):
         sent = fed.upload(i).model
         part = server.held_by(i)
-        assert sent.params.size == part.params.sum() == server.expected_from(i).d
+        assert sent.params.size == part.params.sum() == server.protocol.expected_from(i).d
         used = fed.evaluated(i)
         assert (used.params[~part.params] == 0).all() and (used.params[part.params] != 0).any()
         hidden = np.zeros(len(used.params), bool)
         for slot in server.layout.params:
             hidden[slot.start : slot.stop] = slot.name.startswith("features")
         # tested as trained: a hidden layer is divided by the rate
-        close(used.params, server.model_for(i).params / np.where(hidden, server.rates[i], 1))
+        close(used.params, server.exported(i).params / np.where(hidden, server.rates[i], 1))
 
 
 @pytest.mark.parametrize("scale", [True, False])
@@ -220,7 +220,7 @@ def test_fine_tuning_trains_as_a_round_does(tmp_path: Path, scale: bool) -> None
     update, (ctx, _), state = fed.method.local_update(), fed.context(0), fed.states[0]
     start = fed.evaluated(0)
     tuned = update.finetune(start, state, ctx, ctx.config.local_epochs)
-    trained = update.train(update.merge(fed.server.download_for(0, 1, "train").model, state, ctx), state, ctx)
+    trained = update.train(update.merge(fed.server.download_for(0, fed.turn(1), "train").model, state, ctx), state, ctx)
     close(tuned.params, update.personal(trained, state, ctx).params)
     assert not (tuned.params[~part_of(fed.layout, 0.8).params]).any() and (tuned.params != start.params).any()
 
@@ -233,7 +233,7 @@ def test_a_narrow_network_is_tested_as_it_was_trained(tmp_path: Path, batchnorm:
     )
     fed.round()
     update, (ctx, _), state = fed.method.local_update(), fed.context(0), fed.states[0]
-    received = update.merge(fed.server.download_for(0, 2, "train").model, state, ctx)
+    received = update.merge(fed.server.download_for(0, fed.turn(2), "train").model, state, ctx)
     personal = update.personal(received, state, ctx)
     x = torch.randn(7, 1, 2, 2)
     outputs = []

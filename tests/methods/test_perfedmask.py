@@ -108,10 +108,10 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
         upload = federation.upload(i)
         mine = linear if server.masks[i, 0] else ~linear
         assert (
-            upload.model.params.size == mine.sum() == server.expected_from(i).d
+            upload.model.params.size == mine.sum() == server.protocol.expected_from(i).d
             and upload.model.buffers.size == layout.b
         )
-        whole = server.complete(i, upload).model.params
+        whole = server.protocol.check(i, upload).model.params
         assert (whole[~mine] == before[~mine]).all() and (whole[mine] != before[mine]).any()
         rows.append(whole)
     federation.rounds = 0

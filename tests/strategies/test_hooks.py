@@ -74,7 +74,16 @@ def started(here: Path, raw: dict[str, Scalar], server: str = "", client: str = 
         ("def download_extras(self, client_id): return {'a,b': np.ones(1)}", r"download_extras\(\) .* got 'a,b'"),
         ("def model_for(self, client_id): pass", r"model_for\(\) must return a Model, got None"),
         ("def expected(self): pass", r"expected\(\) must return an Expected, got None"),
-        ("def complete(self, client_id, upload): pass", r"complete\(\) must return an Upload, got None"),
+        ("def form(self, state, turn): pass", r"form\(\) must return an Expected, got None"),
+        ("def update(self, state, uploads, turn): pass", r"update\(\) must return a State, got None"),
+        (
+            "def download(self, state, client_id, turn): return state.model",
+            r"download\(\) must return a Sent .*, got params",
+        ),
+        (
+            "def sample_clients(self, state, client_ids, turn): return [99]",
+            r"sample_clients\(\) must return some of .* got \[99\]",
+        ),
         (PERSONALIZE + "self.note_round('x', self)", r"note_round\('x', ...\) needs a number, .* got <"),
         (PERSONALIZE + "self.note(0, 'x', {1.5: 2})", r"note\('x', ...\) needs texts or integers .* got 1.5"),
         (PERSONALIZE + "self.note_round(3, 2)", r"note_round\(3, ...\) needs a text as its name, got 3"),

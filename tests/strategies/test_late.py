@@ -133,7 +133,8 @@ def taken_in(
         METHODS[method], clients=len(ages), d=8, **{"quorum": 0.6, "staleness": 3, "staleness-decay": 0.5}
     )
     server, protocol, none = fed.server, PlainRounds(fed.server), np.zeros(0, np.float32)
-    attempt = server.attempt = Attempt(server.config, 4)
+    attempt = Attempt(server.config, 4)
+    server.begin(attempt)
     attempt.sent = dict.fromkeys(range(len(ages)), 0)
     attempt.intake = protocol.open(attempt, list(attempt.sent))
     for i, age in enumerate(ages):
@@ -398,8 +399,8 @@ def test_uploads_of_another_form_than_the_model_are_refused(monkeypatch: pytest.
     ):
         server = federation(method, quorum=0.6, staleness=1, staleness_rule=rule).server
         late.check_forms(server)
-        form = dataclasses.replace(server.expected(), d=7)
-        monkeypatch.setattr(server, "expected", lambda form=form: form)
+        other = dataclasses.replace(server.form(server.state, server.attempt), d=7)
+        monkeypatch.setattr(server, "form", lambda state, turn, other=other: other)
         with pytest.raises(UserError, match=error):
             late.check_forms(server)
 

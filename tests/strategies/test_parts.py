@@ -31,7 +31,8 @@ def test_a_client_has_not_moved_beyond_its_part(tmp_path: Path) -> None:
     """The distance of a client that adds 0.1 to each of its k elements is 0.1 sqrt(k)."""
     fed: Any = Federation(tmp_path, "heterofl", network=lambda: small(batchnorm=True), heterofl=KEYS["heterofl"])
     server, protocol = fed.server, PlainRounds(fed.server)
-    server.attempt = attempt = Attempt(server.config, 1)
+    attempt = Attempt(server.config, 1)
+    server.begin(attempt)
     attempt.intake = protocol.open(attempt, [0, 1, 2])
     held = {}
     for i in range(3):

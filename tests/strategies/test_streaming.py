@@ -118,7 +118,8 @@ def play(
     server, clients = half(method, folder, d, 5), sorted(arrivals)
     W, B = rows(len(clients), d), rows(len(clients), 5, 1)
     protocol = PlainRounds(server)
-    server.attempt = attempt = Attempt(server.config, 1)
+    attempt = Attempt(server.config, 1)
+    server.begin(attempt)
     attempt.intake = Intake.of(clients, server.expected()) if stack else protocol.open(attempt, clients)
     assert isinstance(attempt.intake, FoldedIntake) != stack
     for i in arrivals:
@@ -176,7 +177,8 @@ def peak(folder: Path, n: int, arrivals: Sequence[int], method: str, d: int) -> 
     """Most memory of a round of n clients, in vectors [d]."""
     server = half(method, folder, d, 0)
     protocol = PlainRounds(server)
-    server.attempt = attempt = Attempt(server.config, 1)
+    attempt = Attempt(server.config, 1)
+    server.begin(attempt)
     attempt.intake = protocol.open(attempt, list(range(n)))
     tracemalloc.start()
     try:
