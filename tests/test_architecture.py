@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fl_app.sources import SOURCES
+from strategies import METHODS
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 # of a run; it alone, of the ground floor, names strategies
@@ -24,6 +27,14 @@ BELOW_API = (
     "corolla.experiments",
     "corolla.report",
 )
+
+# Folders that take a contributor's file, each with the place of its one line (CONTRIBUTING.md).
+DOORS = {
+    "corolla.cli": "corolla/cli/__init__.py",
+    "fl_app.data": "REGISTERED in fl_app/sources.py",
+    "strategies": "METHODS in strategies/__init__.py",
+    "strategies.baselines": "METHODS in strategies/__init__.py",
+}
 
 # What the files of a floor may import beside their own floor. The longest prefix of a module's name says which floor it is on.
 FLOORS: dict[str, tuple[str, ...]] = {
@@ -88,6 +99,19 @@ def test_imports_point_down() -> None:
             if not any(f"{target}.".startswith(f"{name}.") for name in allowed)
         ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_contributors_file_has_its_line() -> None:
+    used = {source.prepare.partition(":")[0] for source in SOURCES.values()}.union(*graph().values())
+    used |= {
+        f"{folder}.{name.replace('-', '_')}" for folder in ("strategies", "strategies.baselines") for name in METHODS
+    }
+    lacking = [
+        f"{path.relative_to(ROOT)}: nothing imports it; its line in {DOORS[folder]} is missing"
+        for module, path in modules().items()
+        if (folder := module.rpartition(".")[0]) in DOORS and not path.name.startswith("__") and module not in used
+    ]
+    assert not lacking, "; ".join(lacking)
 
 
 def test_nothing_but_the_studies_imports_them() -> None:
