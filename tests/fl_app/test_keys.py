@@ -17,6 +17,7 @@ from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Rule, Scalar, bears_on, key, own, specs
 from fl_app.known_names import OWN_TEST_PART, PARTITIONS
 from fl_app.server.run_folder import CONFIG, check_unchanged
+from fl_app.sources import NODE, SOURCES
 from fl_app.toml import flatten, read_toml, to_toml
 from strategies import METHOD_PARAMS
 from tests.conftest import Run
@@ -102,7 +103,7 @@ def test_the_classes_of_keys() -> None:
     assert {spec.name for spec in every if spec.about == "running"} == RUNNING
     assert {spec.name for spec in every if spec.about == "place"} == PLACES
     assert {spec.about for spec in every} == {"data", "training", "running", "place"}
-    assert all(set(spec.partitions) <= {*PARTITIONS, OWN_TEST_PART, "table", "hf", "node"} for spec in every)
+    assert all(set(spec.partitions) <= {*PARTITIONS, OWN_TEST_PART, *SOURCES, NODE} for spec in every)
 
 
 @pytest.mark.parametrize(("method", "spec"), EVERY_KEY)
