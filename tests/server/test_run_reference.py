@@ -15,6 +15,7 @@ import pytest
 import client_app.client
 from fl_app.figures import Links, Matrix
 from fl_app.layout import Model
+from fl_app.metrics import OF_EVERY_METHOD
 from fl_app.server.client_rows import read_columns
 from fl_app.server.run_folder import RunFolder
 from strategies import METHODS
@@ -155,6 +156,14 @@ def test_columns_of_many_clients_are_on_the_page(run: Run) -> None:
     assert all(f"`{name}`" in sections()["clients.parquet"] for name in left)
 
 
+def test_clients_report_every_number_of_every_method(run: Run) -> None:
+    record = json.loads((run(dp_epsilon=5.0, num_server_rounds=1).path / "metrics.jsonl").read_text())
+    for row in record["clients"].values():
+        reported = {*row, *(f"seconds-{phase}" for phase in row["seconds"])}
+        lacking = [metric.name for metric in OF_EVERY_METHOD if metric.name not in reported]
+        assert lacking == [], "CorollaClient._train in client_app/client.py reports every number of OF_EVERY_METHOD"
+
+
 def test_every_key_of_a_config_is_on_its_page(run: Run) -> None:
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     text = (run(method="fedcac", num_server_rounds=1).path / "config.toml").read_text()
@@ -169,8 +178,8 @@ def test_every_key_of_a_config_is_on_its_page(run: Run) -> None:
 
 def test_every_number_that_a_method_declares_or_notes_is_on_the_page() -> None:
     declared = {metric.name for method in METHODS.values() for metric in method.reports}
-    declared |= {f.record for method in METHODS.values() for f in method.drawn if not isinstance(f, Matrix | Links)}
-    between = {f.record for method in METHODS.values() for f in method.drawn if isinstance(f, Matrix)}
+    declared |= {f.record for method in METHODS.values() for f in method.figures if not isinstance(f, Matrix | Links)}
+    between = {f.record for method in METHODS.values() for f in method.figures if isinstance(f, Matrix)}
     noted = set()
     for path in [path for folder in ("", "baselines") for path in (ROOT / "strategies" / folder).glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
