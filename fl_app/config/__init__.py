@@ -175,8 +175,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     robust_liars: float = key(
         0.3,
-        "Part of the clients that may lie, for the rules that count them (`trimmed-mean`, `krum`); at least one client of three "
-        "or more.",
+        "Part of the clients that may lie, for the [rules that count them](security.md#clients-that-lie); at least one client of "
+        "three or more.",
         Rule(low=0, high=0.5, high_open=True),
         compared=False,
     )

@@ -229,6 +229,8 @@ def test_every_rule_has_a_file_and_a_name() -> None:
     assert files == RULES == {*get_args(Average)} - {"none"}, (
         "a rule is a file of strategies/kernels/averages/ and a name in `Average` of fl_app/known_names.py"
     )
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    assert f"`robust = {' | '.join(get_args(Average)[1:])}`" in page, "docs/security.md describes every rule"
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
