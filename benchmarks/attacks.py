@@ -27,7 +27,7 @@ from fl_app.layout import NOTHING, Model, Vector
 from fl_app.wire import Expected, Upload
 from strategies import METHODS
 from strategies.base import ClientState, LocalUpdate, RoundContext
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines import ifca
 from strategies.engine.screening import USUAL, Screening
 from strategies.kernels import masks
@@ -180,12 +180,12 @@ def _inside(scene: Scene, params: np.ndarray) -> bool:
     screening = Screening.restored(before[-1].saved() if before else {})
     uploads = [*scene.others, *[_with(scene, params, scene.honest.model.buffers)] * scene.liars]
     starts = [*scene.starts, *[scene.sent.params] * scene.liars]
-    intake = Intake.of(list(range(len(uploads))), Expected(len(params), 0))
+    buffer = UploadBuffer.of(list(range(len(uploads))), Expected(len(params), 0))
     for k, upload in enumerate(uploads):
-        intake.accept(k, Upload(Model(upload.model.params, NOTHING.buffers), num_examples=upload.num_examples), {})
-    stacks = {"parameters": intake.W}
-    outliers = screening.measure(scene.round, intake, stacks, MARGIN * USUAL, lambda k: {"parameters": starts[k]})
-    screening.accept(scene.round, intake.ids)
+        buffer.add(k, Upload(Model(upload.model.params, NOTHING.buffers), num_examples=upload.num_examples), {})
+    stacks = {"parameters": buffer.W}
+    outliers = screening.measure(scene.round, buffer, stacks, MARGIN * USUAL, lambda k: {"parameters": starts[k]})
+    screening.accept(scene.round, buffer.ids)
     scene.screenings[scene.round] = screening
     return all(outlier.client_id < len(scene.others) for outlier in outliers)
 

@@ -38,7 +38,7 @@ from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import RoundContext
 from strategies.base.turn import Turn
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines import pfedfda
 from strategies.engine.plain import PlainRounds
 
@@ -156,9 +156,9 @@ class Client:
         self.server.begin(turn)
         self.server.chosen([0], turn)
         upload = local_round(self.method, context, received, self.state)
-        intake = Intake.of([0], self.server.formed(turn))
-        intake.accept(0, PlainRounds(self.server).check(0, upload), upload.metrics)
-        self.server.personalize(round, intake.uploads())
+        buffer = UploadBuffer.of([0], self.server.formed(turn))
+        buffer.add(0, PlainRounds(self.server).check(0, upload), upload.metrics)
+        self.server.personalize(round, buffer.result())
 
     def third_round(self) -> Callable[[], Upload]:
         """Take part in two rounds. Return the third as a function that can be repeated."""

@@ -34,7 +34,7 @@ from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Drawings, Method, RoundContext, Uploads
 from strategies.base.method import AnyMethod
 from strategies.base.turn import Turn
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.engine import steps
 from strategies.engine.plain import PlainRounds
 
@@ -167,11 +167,11 @@ class Federation:
         chosen = sorted(range(len(self.data)) if ids is None else ids)
         trained = self._trained(W, B, len(chosen))
         self.server.chosen(chosen, turn)
-        protocol, intake = PlainRounds(self.server), Intake.of(chosen, self.server.formed(turn))
+        protocol, buffer = PlainRounds(self.server), UploadBuffer.of(chosen, self.server.formed(turn))
         for i, model in zip(chosen, trained, strict=True):
             upload = self.upload(i, model)
-            intake.accept(i, protocol.check(i, upload), upload.metrics)
-        uploads = intake.uploads()
+            buffer.add(i, protocol.check(i, upload), upload.metrics)
+        uploads = buffer.result()
         kept = uploads.rows(list(range(len(chosen))))
         turn.uploads = uploads
         before, after = self.server.state, self.server.updated(uploads, turn)

@@ -22,7 +22,7 @@ from strategies.base import hooks
 from strategies.base.earlier import EarlierHooks
 from strategies.base.state import Sent, State
 from strategies.base.turn import Turn
-from strategies.base.uploads import Intake, Sums, Uploads
+from strategies.base.uploads import Sums, UploadBuffer, Uploads
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.parts import Part
 
@@ -196,10 +196,10 @@ class ServerHalf(EarlierHooks, Generic[P]):
     def check(self, upload: Upload) -> None:
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""
 
-    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
         """Return the stacks in which uploads must not lie far apart (key `max-update-norm`), [N, ...] by a plural name."""
-        more = {what: intake.extras[name] for what, name in self.compared_extras.items() if name in intake.extras}
-        return {"parameters": intake.W, "BatchNorm statistics": intake.B, **more}
+        more = {what: buffer.extras[name] for what, name in self.compared_extras.items() if name in buffer.extras}
+        return {"parameters": buffer.W, "BatchNorm statistics": buffer.B, **more}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the values that a client was sent for the stacks of `compared`, by the same names.

@@ -115,7 +115,7 @@ class Sums:
 
 
 @dataclass
-class Intake:
+class UploadBuffer:
     """Stacks that replies are decoded into, with one row for each client whose upload may come.
 
     factors: by client, the factor of its upload's age on its weight; 1 for clients that are not in it.
@@ -138,7 +138,7 @@ class Intake:
         return {client_id: row for row, client_id in enumerate(self.ids)}
 
     @classmethod
-    def of(cls, ids: list[int], expected: Expected, limit: float = 0, directory: Path | None = None) -> Intake:
+    def of(cls, ids: list[int], expected: Expected, limit: float = 0, directory: Path | None = None) -> UploadBuffer:
         """Allocate stacks for the uploads of these clients. Memory is taken only when it is written.
 
         Stacks of more than `limit` bytes in all (0: no limit) are memory maps of unnamed files in `directory`. Stacks
@@ -154,7 +154,7 @@ class Intake:
         W, B, bits = (stacks.pop(name) for name in ("W", "B", "bits"))
         return cls(ids, expected, W, B, bits if mask_bytes else None, stacks, np.zeros(n))
 
-    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
+    def add(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
         """Copy an upload into its client's row. nbytes: the size of the message."""
         row = self.row_of[client_id]
         self.W[row], self.B[row] = upload.model.params, upload.model.buffers
@@ -178,8 +178,8 @@ class Intake:
         """Remove an accepted upload."""
         del self.metrics[client_id], self.upload_bytes[client_id]
 
-    def uploads(self) -> Uploads:
-        """Move the used rows to the front, in place, and return them. The intake's own stacks are no longer complete."""
+    def result(self) -> Uploads:
+        """Move the used rows to the front, in place, and return them. The buffer's own stacks are no longer complete."""
         rows = self.rows
         ids = [self.ids[row] for row in rows]
 
@@ -192,15 +192,14 @@ class Intake:
         bits = None if self.bits is None else closed(self.bits)
         extras = {name: closed(stack) for name, stack in self.extras.items()}
         metrics = [self.metrics[i] for i in ids]
-        return Uploads(ids, closed(self.W), closed(self.B), self.sizes[rows], bits, extras, metrics)
-
-    def forget_stacks(self) -> None:
-        """Drop the references to the stacks. From then on only the method holds them."""
+        uploads = Uploads(ids, closed(self.W), closed(self.B), self.sizes[rows], bits, extras, metrics)
+        # from here on only the caller holds the stacks
         nothing = np.empty((0, 0), np.float32)
         self.W, self.B, self.bits, self.extras = nothing, nothing, None, {}
+        return uploads
 
 
-StepBefore = Callable[[Uploads, Intake], Uploads]
+StepBefore = Callable[[Uploads, UploadBuffer], Uploads]
 """A step between the uploads and the method: (the uploads, what they came from) -> the uploads that the method gets."""
 
 StepAfter = Callable[[State, State], State]

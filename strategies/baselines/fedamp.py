@@ -57,7 +57,7 @@ from strategies.base import (
     all_tensors,
     local_epochs,
 )
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines.fedprox import proximal
 from strategies.kernels import aggregate
 from strategies.kernels.aggregate import Stack
@@ -231,7 +231,7 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
         """Return the last round's uploads, in a resumed run from the models kept for its clients."""
         if self._last is None:
             limit, ids = self.config.server_memory_limit * 1e9, self._with_cloud()
-            stacks = Intake.of(ids, Expected.of(self.layout), limit, self.folder.path)
+            stacks = UploadBuffer.of(ids, Expected.of(self.layout), limit, self.folder.path)
             for row, client_id in enumerate(ids):
                 stacks.W[row], stacks.B[row] = (
                     self.state.clients[client_id]["params"],

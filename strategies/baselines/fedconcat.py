@@ -54,7 +54,7 @@ from strategies.base import (
     Turn,
     Uploads,
 )
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines import components
 from strategies.baselines.ifca import cluster_means
 from strategies.kernels.aggregate import Stack
@@ -273,9 +273,9 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             return super().form(state, turn)
         return Expected.of(NO_TENSORS, extras={CLASSIFIER: ("<f4", self.classifier().shape)})
 
-    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
         """Return the classifiers. Models are not compared, as those of different clusters differ."""
-        return {"classifiers": intake.extras[CLASSIFIER]} if self.grown else {}
+        return {"classifiers": buffer.extras[CLASSIFIER]} if self.grown else {}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the classifier that the client was sent."""

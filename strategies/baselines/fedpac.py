@@ -60,7 +60,7 @@ from strategies.base import (
     Uploads,
     all_tensors,
 )
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedproto import (
     COUNTS,
@@ -191,9 +191,9 @@ class FedPAC(FedAvg[FedPACParams]):
             model = Model(params, model.buffers)
         return Sent(model, sent_prototypes(self))
 
-    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
         """Return the stacks to compare: the model's and the centroids."""
-        return {**super().compared(intake), **compared_prototypes(self, intake)}
+        return {**super().compared(buffer), **compared_prototypes(self, buffer)}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the model and the centroids that a client was sent."""

@@ -61,7 +61,7 @@ from strategies.base import (
     Turn,
     Uploads,
 )
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.heads import head_slots
 
@@ -189,11 +189,11 @@ def comparable(P: ArrayLike, counts: ArrayLike, sent: ArrayLike) -> NDArray[np.f
     return found
 
 
-def compared_prototypes(server: PersonalizedStrategy[Any], intake: Intake) -> Mapping[str, Stack]:
+def compared_prototypes(server: PersonalizedStrategy[Any], buffer: UploadBuffer) -> Mapping[str, Stack]:
     """Return the uploads' prototypes, float32 [N, C, k], as `PersonalizedStrategy.compared` does."""
-    stack, counts = intake.extras[PROTOTYPES], intake.extras[COUNTS]
+    stack, counts = buffer.extras[PROTOTYPES], buffer.extras[COUNTS]
     found, sent = server.stack_like(stack), compared_with_sent(server)[_COMPARED]
-    for row in intake.rows:
+    for row in buffer.rows:
         found[row] = comparable(stack[row], counts[row], sent)
     return {_COMPARED: found}
 
@@ -251,9 +251,9 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
         """Return the global prototypes, from the second round on."""
         return Sent(state.model, sent_prototypes(self))
 
-    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
         """Return the stacks to compare: the prototypes alone, because no tensors travel."""
-        return compared_prototypes(self, intake)
+        return compared_prototypes(self, buffer)
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the prototypes that a client was sent."""

@@ -56,7 +56,7 @@ from strategies.base import (
     Uploads,
     all_tensors,
 )
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.fedobp import COUNTS, count_by_layer
 from strategies.kernels import masks
 from strategies.kernels.aggregate import Stack, check_weights, mean_block, weighted_mean
@@ -172,16 +172,16 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
         if count := np.count_nonzero(upload.model.params[masks.unpack(upload.mask, self.layout.d)]):
             raise WireError(f"{count} parameters that the mask marks as personal are not 0")
 
-    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
         """Return the shared values to compare, with those that the client was sent in place of personal ones.
 
-        It overwrites personal values in `intake.W`, which `aggregate` does not read.
+        It overwrites personal values in `buffer.W`, which `aggregate` does not read.
         """
-        assert intake.bits is not None
-        for row in intake.rows:
-            personal = masks.unpack(intake.bits[row], self.layout.d)
-            intake.W[row, personal] = self.sent_to(intake.ids[row]).params[personal]
-        return super().compared(intake)
+        assert buffer.bits is not None
+        for row in buffer.rows:
+            personal = masks.unpack(buffer.bits[row], self.layout.d)
+            buffer.W[row, personal] = self.sent_to(buffer.ids[row]).params[personal]
+        return super().compared(buffer)
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return the global model that the client was sent, as in `compared`."""

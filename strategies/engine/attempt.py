@@ -20,7 +20,7 @@ from fl_app.server.record import Record
 from fl_app.server.run_folder import called
 from fl_app.wire import Expected, WireError
 from strategies.base.turn import Turn
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.engine.late import Work
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Attempt(Turn):
     - `name`: in the display of progress.
     - `generation`: distinguishes the client states of different attempts.
     - `began`: second of the monotonic clock.
-    - `intake`: the stacks or sums that uploads are decoded into.
+    - `buffer`: the stacks or sums that uploads are decoded into.
     - `sent`: bytes sent to each client that is asked. `received`: bytes of each client's upload, dropped ones included.
     - `failures`: all failures. `causes`: each client's last cause. `heads`: how the logged causes begin.
     - `far`: far uploads that are used.
@@ -60,7 +60,7 @@ class Attempt(Turn):
     name: str = ""
     generation: int = 0
     began: float = field(default_factory=time.monotonic)
-    intake: Intake = field(default_factory=lambda: Intake.of([], Expected.of(NO_TENSORS)))
+    buffer: UploadBuffer = field(default_factory=lambda: UploadBuffer.of([], Expected.of(NO_TENSORS)))
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
     failures: list[Record] = field(default_factory=list)
@@ -111,16 +111,16 @@ class Attempt(Turn):
         table: the metrics of the run (fl_app.metrics.of_training). own: the method's. figures: those that the method
         declares. Its notes between clients are in `between` afterwards, and not in the record.
         """
-        intake = self.intake
-        used = [i for i in intake.ids if i in intake.metrics]
+        buffer = self.buffer
+        used = [i for i in buffer.ids if i in buffer.metrics]
         notes = matrices.divided(self.round_notes, self.client_notes, used, figures)
         self.between = notes.between
         # with many clients their lists of others take long to walk through, at each collection of garbage
         self.round_notes, self.client_notes = {}, {}
-        samples = dict(zip(intake.ids, map(int, intake.sizes), strict=True))
+        samples = dict(zip(buffer.ids, map(int, buffer.sizes), strict=True))
         rows = {
             i: records.client_row(
-                intake.metrics[i], samples[i], intake.upload_bytes[i], self.sent.get(i, 0), notes.clients[i]
+                buffer.metrics[i], samples[i], buffer.upload_bytes[i], self.sent.get(i, 0), notes.clients[i]
             )
             for i in used
         }

@@ -19,11 +19,11 @@ from fl_app.server.run_folder import called
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import State
-from strategies.base.uploads import Intake, Uploads
+from strategies.base.uploads import UploadBuffer, Uploads
 from strategies.engine import steps
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
 from strategies.engine.screening import USUAL, Outlier, Screening
-from strategies.engine.streaming import FoldedIntake, streams, why_kept
+from strategies.engine.streaming import RunningMean, streams, why_kept
 
 log = logging.getLogger("corolla")
 
@@ -37,8 +37,6 @@ class PlainRounds:
         self.steps = steps.before(self.config)
         # far uploads of the last round that were used
         self.outliers: list[Outlier] = []
-        # the sums of the round's uploads, if no stack is kept
-        self.folded: FoldedIntake | None = None
 
     def announcements(self) -> list[str]:
         """Return log lines: the records that differential privacy covers, and why a streaming method's uploads are kept."""
@@ -55,13 +53,15 @@ class PlainRounds:
         """Return the form of uploads that the method expects."""
         return self.server.formed(self.server.attempt)
 
-    def open(self, attempt: Attempt, ids: list[int]) -> Intake:
+    def open(self, attempt: Attempt, ids: list[int]) -> UploadBuffer:
         """Allocate the round's stacks, or sums if these are enough."""
         attempt.expected = self.expected()
         if not streams(type(self.server)) or why_kept(self.config, attempt.expected):
-            return Intake.of(ids, attempt.expected, self.config.server_memory_limit * 1e9, self.server.folder.path)
-        self.folded = FoldedIntake.into_sums(ids, attempt.expected, self.server)
-        return self.folded
+            return UploadBuffer.of(
+                ids, attempt.expected, self.config.server_memory_limit * 1e9, self.server.folder.path
+            )
+        sent = None if math.isinf(self.server.spread) else self._sent
+        return RunningMean.started(ids, attempt.expected, self.server, sent)
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
         """Return no scalars: a plain round sends none beside the model."""
@@ -97,27 +97,20 @@ class PlainRounds:
             return upload
         return dataclasses.replace(upload, model=part.put(self.server.attempt.sent_to(client_id).model, upload.model))
 
-    def accept(self, attempt: Attempt, client_id: int, upload: Upload, metrics: Numbers, nbytes: int) -> None:
-        """Put a checked upload into the round's stacks, or add it to its sums."""
-        if self.folded is not None and not math.isinf(self.server.spread):
-            self.folded.note_moves(client_id, upload, self._sent(client_id))
-        attempt.intake.accept(client_id, upload, metrics, nbytes)
-
     def screen(self, attempt: Attempt) -> Uploads:
         """Drop far uploads by name and return the others. Raises TooFewResults below `min-results`, and has changed
         nothing then.
         """
-        intake = attempt.intake
-        outliers = self._outliers(attempt, intake)
+        buffer = attempt.buffer
+        outliers = self._outliers(attempt, buffer)
         require_results(attempt, self.config.min_results, 1)
-        self.outliers = [outlier for outlier in outliers if outlier.client_id in intake.metrics]
-        refused = [outlier.client_id for outlier in outliers if outlier.client_id not in intake.metrics]
-        self.screening.accept(attempt.round, intake.metrics, refused)
-        uploads = intake.uploads()
+        self.outliers = [outlier for outlier in outliers if outlier.client_id in buffer.metrics]
+        refused = [outlier.client_id for outlier in outliers if outlier.client_id not in buffer.metrics]
+        self.screening.accept(attempt.round, buffer.metrics, refused)
+        uploads = buffer.result()
         self._keep(attempt.round, uploads)
         for step in self.steps:
-            uploads = step(uploads, intake)
-        intake.forget_stacks()
+            uploads = step(uploads, buffer)
         return uploads
 
     def update(self, attempt: Attempt, accepted: Any) -> State:
@@ -163,21 +156,21 @@ class PlainRounds:
         client_arrays.release(self.server.state.clients.get(client_id, {}))
         return model
 
-    def _outliers(self, attempt: Attempt, intake: Intake) -> list[Outlier]:
+    def _outliers(self, attempt: Attempt, buffer: UploadBuffer) -> list[Outlier]:
         """Return the far uploads. They are dropped by name if `max-update-norm` is set, else noted and logged."""
         spread = self.server.spread
         if math.isinf(spread):
             return []
         limit = self.config.max_update_norm * spread
-        if isinstance(intake, FoldedIntake):
-            moves = intake.moved, intake.lengths
-            outliers = self.screening.measure_moves(attempt.round, intake, *moves, USUAL * spread)
+        if isinstance(buffer, RunningMean):
+            moves = buffer.moved, buffer.lengths
+            outliers = self.screening.measure_moves(attempt.round, buffer, *moves, USUAL * spread)
         else:
-            stacks = self.server.compared(intake)
-            outliers = self.screening.measure(attempt.round, intake, stacks, limit or USUAL * spread, self._sent)
+            stacks = self.server.compared(buffer)
+            outliers = self.screening.measure(attempt.round, buffer, stacks, limit or USUAL * spread, self._sent)
         for outlier in outliers:
             if limit:
-                intake.reject(outlier.client_id)
+                buffer.reject(outlier.client_id)
                 attempt.fail(outlier.client_id, f"round {attempt.round}", "dropped", outlier.refusal())
             else:
                 attempt.far.append({"client": outlier.client_id, "cause": str(outlier)})
@@ -200,8 +193,8 @@ def require_results(attempt: Attempt, min_results: float, least: int) -> None:
     """Raise TooFewResults unless at least a part `min_results` of the clients that were asked sent a usable upload, and at
     least `least` of them. Late uploads of earlier rounds do not count.
     """
-    asked = [i for i in attempt.intake.ids if i not in attempt.working]
-    needed, usable = max(least, math.ceil(min_results * len(asked))), sum(i in attempt.intake.metrics for i in asked)
+    asked = [i for i in attempt.buffer.ids if i not in attempt.working]
+    needed, usable = max(least, math.ceil(min_results * len(asked))), sum(i in attempt.buffer.metrics for i in asked)
     if usable < needed:
         raise TooFewResults(f"{usable} of {len(asked)} uploads usable, {needed} needed")
 

@@ -24,7 +24,7 @@ from fl_app import reasons, rng
 from fl_app.config import RunConfig
 from fl_app.errors import MethodFault, UserError
 from fl_app.keys import Scalar
-from fl_app.layout import NO_TENSORS, Layout, Model
+from fl_app.layout import NO_TENSORS, Model
 from fl_app.privacy import companies
 from fl_app.privacy.companies import threshold
 from fl_app.privacy.transcript import SentHashes, Transcript
@@ -51,7 +51,7 @@ from fl_app.wire import (
 )
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import State
-from strategies.base.uploads import DeclaredSizes, Intake, Sums
+from strategies.base.uploads import DeclaredSizes, Sums, UploadBuffer
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
 from strategies.engine.cohorts import CohortStore
@@ -67,19 +67,26 @@ log = logging.getLogger("corolla")
 
 
 @dataclass(kw_only=True)
-class MaskedIntake(Intake):
+class MaskedSum(UploadBuffer):
     """Sums that uploads are added to as they come.
 
-    config: the run's. version: the version of the client states that the attempt makes. groups: by label, the members of a
-    sum. totals: uint64 [P, d + b + 1], sums of uploads of which all or none are in a group's sum. row_of_sum: by client, its
-    row in `totals`. sent: by client, the hash of what it is sent. keys: by client, its signed keys of the run. transcripts: by
-    label, their digest. shares: by client, the sealed shares of its own mask, by member. committed: their hashes, and at
-    None that of the mask's seed. lost: by client, the members that have no share of its mask. seeds: by label and client,
-    those of own masks. survivors: by label, the members whose sum is to be opened. agreed: by client, its signature of them,
-    "" for a false one. answers: by client, its shares of their masks, and its keys with the other members.
+    - `config`: the run's. `d`: the number of travelling parameters. `version`: of the client states that the attempt makes.
+    - `groups`: by label, the members of a sum.
+    - `totals`: uint64 [P, d + b + 1], sums of uploads of which all or none are in a group's sum.
+    - `row_of_sum`: by client, its row in `totals`.
+    - `sent`: by client, the hash of what it is sent. `keys`: by client, its signed keys of the run.
+    - `transcripts`: by label, their digest.
+    - `shares`: by client, the sealed shares of its own mask, by member.
+    - `committed`: their hashes, and at None that of the mask's seed.
+    - `lost`: by client, the members that have no share of its mask.
+    - `seeds`: by label and client, those of own masks.
+    - `survivors`: by label, the members whose sum is to be opened.
+    - `agreed`: by client, its signature of them, "" for a false one.
+    - `answers`: by client, its shares of their masks, and its keys with the other members.
     """
 
     config: RunConfig
+    d: int
     version: str
     groups: Mapping[int, list[int]]
     totals: NDArray[np.uint64]
@@ -100,7 +107,7 @@ class MaskedIntake(Intake):
         """By client, the label of its group."""
         return {i: label for label, own in self.groups.items() for i in own}
 
-    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
+    def add(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
         """Add an upload to its group's sum and keep no copy. Raises WireError if its masks belong to another attempt."""
         if (made_for := upload.metrics.get(PRIVATE, "")) != self.version:
             raise WireError(f"its masks belong to attempt {str(made_for)[:20] or 'none'}, not to {self.version}")
@@ -111,14 +118,14 @@ class MaskedIntake(Intake):
         self.committed[client_id] = dict(zip([*members, None], hashes, strict=True))
         self.totals[self.row_of_sum[client_id]] += upload.extras[SUM]
         rest = Upload(upload.model, upload.mask, num_examples=upload.num_examples)
-        super().accept(client_id, rest, metrics, nbytes)
+        super().add(client_id, rest, metrics, nbytes)
 
-    def sums(self, layout: Layout) -> Sums:
-        """Return the sums as means. Raises TooFewResults if masks did not cancel: the client at fault cannot be found."""
+    def result(self) -> Any:
+        """Return the sums as means (Sums). Raises TooFewResults if masks did not cancel: the client at fault cannot be found."""
         totals = {label: self._opened(label) for label in self.survivors}
-        means = {label: self._mean(total, layout, self.survivors[label]) for label, total in totals.items()}
+        means = {label: self._mean(total, self.survivors[label]) for label, total in totals.items()}
         ids = sorted(i for own in self.survivors.values() for i in own)
-        whole = self._mean(np.add.reduce([*totals.values()], axis=0, dtype=np.uint64), layout, ids)
+        whole = self._mean(np.add.reduce([*totals.values()], axis=0, dtype=np.uint64), ids)
         bits = None if self.bits is None else self.bits[[self.row_of[i] for i in ids]]
         return Sums(ids, self.survivors, means, whole, bits, self.expected.num_params)
 
@@ -219,11 +226,11 @@ class MaskedIntake(Intake):
         shares.remove(total, masks, own, gone, between)
         return total
 
-    def _mean(self, total: NDArray[np.uint64], layout: Layout, members: list[int]) -> Model:
+    def _mean(self, total: NDArray[np.uint64], members: list[int]) -> Model:
         from fl_app.privacy import masking
 
         try:
-            return masking.decode(total, layout.d, self.config.num_clients, len(members), self.config.private_range)
+            return masking.decode(total, self.d, self.config.num_clients, len(members), self.config.private_range)
         except ValueError:
             raise TooFewResults(_uncancelled(members)) from None
 
@@ -255,12 +262,12 @@ def _statements(attempt: Attempt) -> Statements:
     return attempt.statements
 
 
-def opened_sums(intake: Intake) -> list[list[int]]:
+def opened_sums(buffer: UploadBuffer) -> list[list[int]]:
     """Return the clients of the sums that a private attempt can open: the server has them, even if it does not count."""
-    if not isinstance(intake, MaskedIntake):
+    if not isinstance(buffer, MaskedSum):
         return []
-    open = (label for label in intake.survivors if intake.is_open(label))
-    return [intake.survivors[label] for label in open if len(intake.restored(label)) == len(intake.survivors[label])]
+    open = (label for label in buffer.survivors if buffer.is_open(label))
+    return [buffer.survivors[label] for label in open if len(buffer.restored(label)) == len(buffer.survivors[label])]
 
 
 class PrivateRounds:
@@ -309,7 +316,7 @@ class PrivateRounds:
             self.store.replace(cohorts.split(self.store.cohorts, here))
         all_of = cohorts.members(self.store.cohorts)
         able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.present(self.store.cohorts, here)
-        known = [own for earlier in attempt.earlier for own in opened_sums(earlier.intake)]
+        known = [own for earlier in attempt.earlier for own in opened_sums(earlier.buffer)]
         able = [own for own in able if not cohorts.differs(self.store.cohorts, own, known)]
         able = [own for own in able if not whole or self.signatures.can_have(own[0], here)]
         if idle := sorted(here.difference(*able) - self.config.unseen):
@@ -336,7 +343,7 @@ class PrivateRounds:
         """The number of words in an upload: its values and its weight."""
         return self.server.layout.d + self.server.layout.b + 1
 
-    def open(self, attempt: Attempt, ids: list[int]) -> Intake:
+    def open(self, attempt: Attempt, ids: list[int]) -> UploadBuffer:
         """Fix the group of each upload, hash what each client is sent, and start the sums at 0."""
         if self.config.max_size_weight:
             declared = [float(attempt.declared[i]["train-samples"]) for i in ids]
@@ -349,7 +356,7 @@ class PrivateRounds:
         downloads = ((i, self.server.download_for(i, attempt, "train")) for i in ids)
         sent = {i: hashes.of(download, {**self.server.told, **attempt.states[i]}) for i, download in downloads}
         keys = {i: str(attempt.declared[i][KEYS]) for i in ids}
-        return MaskedIntake(
+        return MaskedSum(
             ids,
             expected,
             W=empty,
@@ -358,6 +365,7 @@ class PrivateRounds:
             extras={},
             sizes=np.zeros(n),
             config=self.config,
+            d=self.server.layout.d,
             version=state_version(attempt.round, attempt.generation),
             groups=groups,
             totals=np.zeros((len(set(rows.values())), self._words), np.uint64),
@@ -391,21 +399,21 @@ class PrivateRounds:
 
         If masks are sent, the sealed key of their sketches is added.
         """
-        intake = attempt.intake
-        if not isinstance(intake, MaskedIntake):
+        buffer = attempt.buffer
+        if not isinstance(buffer, MaskedSum):
             return {}
-        members = intake.groups[intake.label_of[client_id]]
+        members = buffer.groups[buffer.label_of[client_id]]
         scalars: dict[str, Scalar] = {
             f"{PRIVATE}-members": ",".join(map(str, members)),
-            KEYS: ",".join(intake.keys[i] for i in members),
-            f"{PRIVATE}-sent": ",".join(intake.sent[i] for i in members),
+            KEYS: ",".join(buffer.keys[i] for i in members),
+            f"{PRIVATE}-sent": ",".join(buffer.sent[i] for i in members),
             f"{PRIVATE}-most": self.store.most,
         }
         scalars |= self._splits(client_id)
-        if intake.expected.sends_mask:
+        if buffer.expected.sends_mask:
             sealer = self._sealer(attempt)
             scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealer-keys": attempt.declared[sealer][KEYS]}
-            scalars |= {SEALED: self.sealed[sealer][intake.keys[client_id]]}
+            scalars |= {SEALED: self.sealed[sealer][buffer.keys[client_id]]}
         return scalars
 
     def before(self, attempt: Attempt) -> Iterator[Questions]:
@@ -413,16 +421,16 @@ class PrivateRounds:
 
         Raises TooFewResults if too few clients sign, or if the sealer is silent.
         """
-        intake, sealer = attempt.intake, self._sealer(attempt)
-        yield from self._signed_splits(intake.ids, set(attempt.connected) - attempt.without)
-        if not intake.expected.sends_mask:
+        buffer, sealer = attempt.buffer, self._sealer(attempt)
+        yield from self._signed_splits(buffer.ids, set(attempt.connected) - attempt.without)
+        if not buffer.expected.sends_mask:
             return
         known = self.sealed.setdefault(sealer, {})
-        assert isinstance(intake, MaskedIntake)
-        if new := [i for i in intake.ids if intake.keys[i] not in known]:
-            members, keys = ",".join(map(str, new)), ",".join(intake.keys[i] for i in new)
+        assert isinstance(buffer, MaskedSum)
+        if new := [i for i in buffer.ids if buffer.keys[i] not in known]:
+            members, keys = ",".join(map(str, new)), ",".join(buffer.keys[i] for i in new)
             yield SEAL, {sealer: {f"{PRIVATE}-members": members, KEYS: keys}}
-        if any(intake.keys[i] not in known for i in new):
+        if any(buffer.keys[i] not in known for i in new):
             raise TooFewResults(f"client {sealer} sealed no key of the sketches: the others are asked again", [sealer])
 
     def _signed_splits(self, ids: Iterable[int], here: Collection[int]) -> Iterator[Questions]:
@@ -454,81 +462,83 @@ class PrivateRounds:
 
         Raises TooFewResults if too many clients dropped out.
         """
-        intake = attempt.intake
-        assert isinstance(intake, MaskedIntake)
-        self._refuse_sealer(attempt, intake)
+        buffer = attempt.buffer
+        assert isinstance(buffer, MaskedSum)
+        for i in buffer.metrics:
+            self.signatures.heard(i)
+        self._refuse_sealer(attempt, buffer)
         require_results(attempt, self.config.min_results, GROUP_MIN)
-        survivors = self._survivors(attempt, intake)
+        survivors = self._survivors(attempt, buffer)
         counted_ids = {i for own in survivors.values() for i in own}
-        yield from self._signed_splits(sorted(counted_ids), intake.metrics.keys())
-        if left := sorted(intake.metrics.keys() - counted_ids):
+        yield from self._signed_splits(sorted(counted_ids), buffer.metrics.keys())
+        if left := sorted(buffer.metrics.keys() - counted_ids):
             log.info("round %d: clients %s are left out: others of their companies are away", attempt.round, left)
             for i in left:
-                intake.reject(i)
+                buffer.reject(i)
             require_results(attempt, self.config.min_results, GROUP_MIN)
-        intake.survivors = survivors
+        buffer.survivors = survivors
         told = {
             i: {f"{PRIVATE}-members": ",".join(map(str, own)), **self._splits(i)}
             for own in survivors.values()
             for i in own
         }
-        if parted := [label for label in survivors if intake.dropped(label)]:
+        if parted := [label for label in survivors if buffer.dropped(label)]:
             yield AGREE, {i: told[i] for label in parted for i in survivors[label]}
         for label in parted:
             own = survivors[label]
-            without = [i for i in own if not intake.agreed.get(i)]
+            without = [i for i in own if not buffer.agreed.get(i)]
             # each has keys with those that dropped out, so who is silent is needed; who signs falsely may not be
-            if not intake.agreed.keys() >= {*own} or len(own) - len(without) < threshold(len(intake.groups[label])):
-                raise TooFewResults(_gone(without, own), [*without, *intake.dropped(label)])
-        agreed = {label: ",".join(intake.agreed[i] for i in survivors[label]) for label in parted}
+            if not buffer.agreed.keys() >= {*own} or len(own) - len(without) < threshold(len(buffer.groups[label])):
+                raise TooFewResults(_gone(without, own), [*without, *buffer.dropped(label)])
+        agreed = {label: ",".join(buffer.agreed[i] for i in survivors[label]) for label in parted}
         yield (
             OPEN,
             {
                 i: {
                     **told[i],
-                    SHARES: ",".join(intake.shares[j][i] for j in own),
-                    COMMITTED: ",".join(intake.committed[j][i] for j in own),
+                    SHARES: ",".join(buffer.shares[j][i] for j in own),
+                    COMMITTED: ",".join(buffer.committed[j][i] for j in own),
                     **({AGREED: agreed[label]} if label in agreed else {}),
                 }
                 for label, own in survivors.items()
                 for i in own
             },
         )
-        self._refuse_makers(attempt, intake)
+        self._refuse_makers(attempt, buffer)
 
-    def _refuse_makers(self, attempt: Attempt, intake: MaskedIntake) -> None:
+    def _refuse_makers(self, attempt: Attempt, buffer: MaskedSum) -> None:
         """Raise TooFewResults without the clients whose shares do not open the sums that they are in."""
-        for i, holders in intake.lost.items():
+        for i, holders in buffer.lost.items():
             log.warning("round %d: clients %s have no share of client %d's mask", attempt.round, sorted(holders), i)
-        blamed = {i: cause for label in intake.survivors for i, cause in intake.at_fault(label).items()}
+        blamed = {i: cause for label in buffer.survivors for i, cause in buffer.at_fault(label).items()}
         for i, cause in blamed.items():
             attempt.fail(i, f"round {attempt.round}, {OPEN}", "dropped", WireError(cause))
         if blamed:
-            shut = [label for label in intake.survivors if not intake.is_open(label)]
-            silent = {i for label in shut for i in intake.groups[label] if i not in intake.answers}
+            shut = [label for label in buffer.survivors if not buffer.is_open(label)]
+            silent = {i for label in shut for i in buffer.groups[label] if i not in buffer.answers}
             why = f"the shares of clients {sorted(blamed)} do not open the sum: the others are asked again without them"
             raise TooFewResults(why, silent.union(blamed))
 
-    def _survivors(self, attempt: Attempt, intake: MaskedIntake) -> dict[int, list[int]]:
+    def _survivors(self, attempt: Attempt, buffer: MaskedSum) -> dict[int, list[int]]:
         """Return the clients of each group whose sum may be opened: whole companies, all of which have answered.
 
         Raises TooFewResults if they are too few to open it.
         """
-        here = set(intake.metrics)
-        absent = [i for i in intake.ids if i not in here]
+        here = set(buffer.metrics)
+        absent = [i for i in buffer.ids if i not in here]
         if not absent:
-            return {label: list(own) for label, own in intake.groups.items()}
+            return {label: list(own) for label, own in buffer.groups.items()}
         whole, parted = self.config.private_absent == "company", self.store.cohorts
         if whole:
             parted = cohorts.split(parted, set(range(self.config.num_clients)) - set(absent))
             able = [own for own in cohorts.members(parted) if here.issuperset(own)]
         else:
             able = cohorts.present(parted, here)
-        known = [own for earlier in attempt.earlier for own in opened_sums(earlier.intake)]
+        known = [own for earlier in attempt.earlier for own in opened_sums(earlier.buffer)]
         kept = {i for own in able if not cohorts.differs(parted, own, known) for i in own}
-        survivors = {label: [i for i in own if i in kept] for label, own in intake.groups.items()}
+        survivors = {label: [i for i in own if i in kept] for label, own in buffer.groups.items()}
         survivors = {label: own for label, own in survivors.items() if own}
-        if not survivors or any(len(own) < threshold(len(intake.groups[label])) for label, own in survivors.items()):
+        if not survivors or any(len(own) < threshold(len(buffer.groups[label])) for label, own in survivors.items()):
             raise TooFewResults(
                 f"clients {absent} dropped out, and too few are left to open the sum: the others are asked again",
                 absent,
@@ -538,26 +548,26 @@ class PrivateRounds:
 
     def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> bool:
         """Take a client's answer to a question. Return whether no more answers are needed."""
-        intake = attempt.intake
-        assert isinstance(intake, MaskedIntake)
+        buffer = attempt.buffer
+        assert isinstance(buffer, MaskedSum)
         if SIGNED in entries:
             experiment = experiment_of(self.server.folder.secret)
             has_signed = functools.partial(_statements(attempt).has_signed_split, experiment)
             self.signatures.take(client_id, str(entries[SIGNED]), has_signed)
             return False
-        if not intake.survivors:
-            self._take_sealed(intake, client_id, entries)
+        if not buffer.survivors:
+            self._take_sealed(buffer, client_id, entries)
             return True
         self.signatures.heard(client_id)
         if AGREED in entries:
-            intake.agree(client_id, str(entries[AGREED]), _statements(attempt))
+            buffer.agree(client_id, str(entries[AGREED]), _statements(attempt))
             return False
-        intake.answer(client_id, entries)
-        return all(map(intake.is_open, intake.survivors))
+        buffer.answer(client_id, entries)
+        return all(map(buffer.is_open, buffer.survivors))
 
-    def _take_sealed(self, intake: MaskedIntake, client_id: int, entries: Numbers) -> None:
+    def _take_sealed(self, buffer: MaskedSum, client_id: int, entries: Numbers) -> None:
         """Take the sketches' key, sealed for the clients of an attempt."""
-        new = [intake.keys[i] for i in intake.ids if intake.keys[i] not in self.sealed[client_id]]
+        new = [buffer.keys[i] for i in buffer.ids if buffer.keys[i] not in self.sealed[client_id]]
         found = str(entries.get(SEALED, "")).split(",")
         if len(found) != len(new):
             raise WireError(f"{SEALED} must be a key for each of {len(new)} clients, got {len(found)}")
@@ -571,20 +581,12 @@ class PrivateRounds:
         """Return the upload unchanged: it is masked, so there is nothing to check."""
         return upload
 
-    def accept(
-        self, attempt: Attempt, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int
-    ) -> None:
-        """Add an upload to its group's sum."""
-        attempt.intake.accept(client_id, upload, metrics, nbytes)
-        self.signatures.heard(client_id)
-
     def screen(self, attempt: Attempt) -> Sums:
         """Unmask the sums and return them. Raises TooFewResults if they cannot be opened, and has changed nothing then."""
-        intake = attempt.intake
-        assert isinstance(intake, MaskedIntake)
-        sums = intake.sums(self.server.layout)
+        buffer = attempt.buffer
+        assert isinstance(buffer, MaskedSum)
+        sums: Sums = buffer.result()
         self._screen_sums(attempt, sums)
-        intake.forget_stacks()
         return sums
 
     def _screen_sums(self, attempt: Attempt, sums: Sums) -> None:
@@ -613,11 +615,11 @@ class PrivateRounds:
         """Return the client whose key hides the masks: the first connected one that did not fail in the round."""
         return min(i for i in attempt.connected if i in attempt.declared and i not in attempt.without)
 
-    def _refuse_sealer(self, attempt: Attempt, intake: MaskedIntake) -> None:
+    def _refuse_sealer(self, attempt: Attempt, buffer: MaskedSum) -> None:
         """Raise TooFewResults without the sealer if most clients cannot open what it sealed. They are not to blame."""
         from fl_app.privacy.keyring import not_sealed
 
-        if not intake.expected.sends_mask:
+        if not buffer.expected.sends_mask:
             return
         sealer = self._sealer(attempt)
         complain = [
@@ -625,7 +627,7 @@ class PrivateRounds:
             for i, cause in attempt.causes.items()
             if str(why := not_sealed(sealer, i)) in cause or reasons.of(why).sentence in cause
         ]
-        if 2 * len(complain) > len(intake.ids):
+        if 2 * len(complain) > len(buffer.ids):
             raise TooFewResults(
                 f"client {sealer} sealed no key of the sketches that clients {complain} can open: they are asked again without it",
                 [sealer],

@@ -38,7 +38,7 @@ from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.base import hooks
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import Sent, State
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.engine import late, steps
 from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults, cause_of, failure_lines
 from strategies.engine.disk import needed
@@ -68,7 +68,7 @@ class RoundProtocol(Protocol):
         """Return the form that an upload must have as it travels."""
         ...
 
-    def open(self, attempt: Attempt, ids: list[int]) -> Intake:
+    def open(self, attempt: Attempt, ids: list[int]) -> UploadBuffer:
         """Return the stacks or sums that the uploads of an attempt's clients are decoded into."""
         ...
 
@@ -94,12 +94,6 @@ class RoundProtocol(Protocol):
 
     def check(self, client_id: int, upload: Upload) -> Upload:
         """Return a decoded upload in the form in which it is taken in. Raises WireError to drop it."""
-        ...
-
-    def accept(
-        self, attempt: Attempt, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int
-    ) -> None:
-        """Take a checked upload into the attempt's stacks or sums. Raises WireError to drop it."""
         ...
 
     def screen(self, attempt: Attempt) -> Any:
@@ -312,7 +306,7 @@ class Rounds:
         attempt.working = frozenset(self.working)
         attempt.held = sum(work.size for work in self.working.values())
         attempt.states = {i: {wire.STATE_VERSION: self.versions.get(i, ""), **self._first(i)} for i in ids}
-        attempt.intake = self.protocol.open(attempt, sorted([*ids, *self.working]))
+        attempt.buffer = self.protocol.open(attempt, sorted([*ids, *self.working]))
         attempt.sent = dict.fromkeys(ids, 0)
         if not self.clock:
             # of an attempt that did not count, or of a server that was restarted
@@ -343,7 +337,7 @@ class Rounds:
         attempt, config = self.attempt, self.config
         is_due = 0 < config.round_deadline <= time.monotonic() - attempt.began
         ended = attempt.ended & attempt.sent.keys()
-        answered = sum(i in attempt.intake.metrics for i in ended)
+        answered = sum(i in attempt.buffer.metrics for i in ended)
         return may_close(answered, len(ended) - answered, len(attempt.sent), is_due, config)
 
     def _drawn(self) -> list[int]:
@@ -456,15 +450,15 @@ class Rounds:
         attempt, upload, age = self.attempt, work.upload, self.attempt.round - work.round
         assert upload is not None, "only uploads are taken in"
         if age:
-            upload, attempt.intake.factors[work.client_id] = late.aged(self.server, work, upload, age)
+            upload, attempt.buffer.factors[work.client_id] = late.aged(self.server, work, upload, age)
             attempt.client_notes.setdefault(work.client_id, {})["age"] = age
         else:
             work.upload = None
-        self.protocol.accept(attempt, work.client_id, upload, work.metrics, work.nbytes)
+        attempt.buffer.add(work.client_id, upload, work.metrics, work.nbytes)
 
     def _drop(self, work: Work, error: Exception, became: str = "dropped") -> None:
         """Leave out a client's upload by name."""
-        self.attempt.intake.skip(work.client_id)
+        self.attempt.buffer.skip(work.client_id)
         self.attempt.fail(work.client_id, f"round {self.attempt.round}", became, error)
 
     def close(self, clock: Clock | Replay) -> None:
@@ -481,7 +475,7 @@ class Rounds:
             if work.cause:
                 work.upload = None
         clock.close(attempt.round, [Answer(work.arrives, work.cause) for work in attempt.works.values()])
-        for client_id in attempt.intake.ids:
+        for client_id in attempt.buffer.ids:
             work = attempt.works.get(client_id) or self.working[client_id]
             if work.arrives <= clock.now:
                 self._arrive(work)
@@ -537,9 +531,9 @@ class Rounds:
             self.close(self.clock)
         if self.config.closes_early:
             works = {**self.working, **attempt.works}
-            attempt.missed = {i: works[i] for i in attempt.intake.ids if i not in attempt.ended}
+            attempt.missed = {i: works[i] for i in attempt.buffer.ids if i not in attempt.ended}
             for client_id in attempt.missed:
-                attempt.intake.skip(client_id)
+                attempt.buffer.skip(client_id)
         self._ask_questions(self.protocol.after(attempt))
         return self.protocol.screen(attempt)
 
@@ -553,8 +547,8 @@ class Rounds:
         for step in self.steps:
             after = step(before, after)
         self.server.state = dataclasses.replace(after, round=attempt.round)
-        self._settle(list(self.attempt.intake.metrics))
-        for client_id, reported in self.attempt.intake.metrics.items():
+        self._settle(list(self.attempt.buffer.metrics))
+        for client_id, reported in self.attempt.buffer.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
         self.working, self.attempt.works = self.attempt.missed, {}
         for work in self.working.values():

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.wire import WireError
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.kernels.aggregate import Stack, distances_of_pairs
 from strategies.kernels.robust import distances_to_median
 
@@ -95,32 +95,32 @@ class Screening:
     _now: dict[str, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def measure(
-        self, round: int, intake: Intake, stacks: Mapping[str, Stack], limit: float, sent: Sent
+        self, round: int, buffer: UploadBuffer, stacks: Mapping[str, Stack], limit: float, sent: Sent
     ) -> list[Outlier]:
         """Note the distances of a round's uploads. Return those beyond `limit` usual distances, the farthest first.
 
-        stacks: float32 [N, ...] by name, with the intake's rows. sent: returns the values that a client was sent, sized
+        stacks: float32 [N, ...] by name, with the buffer's rows. sent: returns the values that a client was sent, sized
         like rows. If one client's values for a stack are missing or have another size, only distances from the median
         count in that stack.
         """
-        rows, ids = intake.rows, [intake.ids[row] for row in intake.rows]
+        rows, ids = buffer.rows, [buffer.ids[row] for row in buffer.rows]
         stacks = {what: stack.reshape(len(stack), -1) for what, stack in stacks.items() if stack.size and len(rows) > 2}
         moved, lengths = _moved(stacks, rows, ids, sent)
         apart = {what: distances_to_median(stack, rows) for what, stack in stacks.items()}
-        return self._judge(round, ids, intake.sizes[rows], apart, moved, lengths, limit)
+        return self._judge(round, ids, buffer.sizes[rows], apart, moved, lengths, limit)
 
     def measure_moves(
-        self, round: int, intake: Intake, moved: Squares, lengths: Squares, limit: float
+        self, round: int, buffer: UploadBuffer, moved: Squares, lengths: Squares, limit: float
     ) -> list[Outlier]:
         """Do as `measure` for uploads that are not kept. The only distances are those from the model that was sent.
 
         moved, lengths: by compared name and by client, the squares of these distances, and of the lengths of the sent
         vectors.
         """
-        rows, ids = intake.rows, [intake.ids[row] for row in intake.rows]
+        rows, ids = buffer.rows, [buffer.ids[row] for row in buffer.rows]
         known = [what for what, of in moved.items() if len(rows) > 2 and all(i in of for i in ids)]
         far, long = ({what: np.sqrt([of[what][i] for i in ids]) for what in known} for of in (moved, lengths))
-        found = self._judge(round, ids, intake.sizes[rows], far, far, long, limit)
+        found = self._judge(round, ids, buffer.sizes[rows], far, far, long, limit)
         return [replace(outlier, origin="what it was sent") for outlier in found]
 
     def _judge(

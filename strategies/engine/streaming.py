@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
@@ -23,7 +23,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf, declares
-from strategies.base.uploads import Intake, Uploads
+from strategies.base.uploads import UploadBuffer, Uploads
 from strategies.kernels.aggregate import distances_of_pairs
 from strategies.kernels.blocks import COLUMNS, UNIT
 from strategies.kernels.folded import Folded, RowSum
@@ -34,6 +34,8 @@ log = logging.getLogger("corolla")
 _WAITING_BYTES = 64e6
 # a class that overrides one of these hooks must declare `streams` itself
 _HOOKS = ("update", "personalize", "weights", "averaging_of", "compared", "summed")
+
+Reference = Callable[[int], Mapping[str, Any]]
 
 
 def streams(half: type[ServerHalf[Any]]) -> bool:
@@ -60,16 +62,20 @@ def why_kept(config: RunConfig, expected: Expected) -> str:
 
 
 @dataclass(kw_only=True)
-class FoldedIntake(Intake):
-    """Adds uploads to sums.
+class RunningMean(UploadBuffer):
+    """Means of uploads, which are added to sums as they come.
 
-    moved: by compared name and by client, the squared distance of its upload from the values it was sent. lengths:
-    likewise, the squared length of these values.
+    - `sent`: returns the values that a client was sent, by compared name. None: no moves are measured.
+    - `moved`: by compared name and by client, the squared distance of its upload from the values it was sent.
+    - `lengths`: likewise, the squared length of these values.
     """
 
     server: ServerHalf[Any]
+    sent: Reference | None
     moved: dict[str, dict[int, float]] = field(default_factory=dict)
     lengths: dict[str, dict[int, float]] = field(default_factory=dict)
+    _W: Folded = field(default_factory=lambda: Folded(0, UNIT))
+    _B: Folded = field(default_factory=lambda: Folded(0, UNIT))
     _summed: dict[str, RowSum] = field(default_factory=dict)
     _waiting: dict[int, Upload] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)
@@ -80,15 +86,17 @@ class FoldedIntake(Intake):
     _sent: dict[str, tuple[Any, float]] = field(default_factory=dict)
 
     @classmethod
-    def into_sums(cls, ids: list[int], expected: Expected, server: ServerHalf[Any]) -> FoldedIntake:
-        """Start with empty sums. Everything beside the models is stacked."""
-        beside = Intake.of(ids, dataclasses.replace(expected, d=0, b=0))
-        stacks = {f.name: getattr(beside, f.name) for f in dataclasses.fields(Intake) if f.init}
-        intake = cls(**{**stacks, "expected": expected}, server=server)
-        intake._W, intake._B = Folded(expected.d, UNIT), Folded(expected.b, UNIT)
-        return intake
+    def started(
+        cls, ids: list[int], expected: Expected, server: ServerHalf[Any], sent: Reference | None = None
+    ) -> RunningMean:
+        """Start with empty sums. Everything beside the models is stacked. sent: None if no moves are measured."""
+        beside = UploadBuffer.of(ids, dataclasses.replace(expected, d=0, b=0))
+        stacks = {f.name: getattr(beside, f.name) for f in dataclasses.fields(UploadBuffer) if f.init}
+        buffer = cls(**{**stacks, "expected": expected}, server=server, sent=sent)
+        buffer._W, buffer._B = Folded(expected.d, UNIT), Folded(expected.b, UNIT)
+        return buffer
 
-    def note_moves(self, client_id: int, upload: Upload, sent: Mapping[str, Any]) -> None:
+    def _note_moves(self, client_id: int, upload: Upload, sent: Mapping[str, Any]) -> None:
         """Note the distance of an upload from the model that its client was sent."""
         for what, vector in (("parameters", upload.model.params), ("BatchNorm statistics", upload.model.buffers)):
             start = sent.get(what)
@@ -101,9 +109,11 @@ class FoldedIntake(Intake):
             (self.moved.setdefault(what, {})[client_id],) = distances_of_pairs([(vector, start)])
             self.lengths.setdefault(what, {})[client_id] = length
 
-    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
+    def add(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
         """Take in an upload. It is added to the sums when its turn comes."""
-        super().accept(client_id, dataclasses.replace(upload, model=NOTHING), metrics, nbytes)
+        if self.sent is not None:
+            self._note_moves(client_id, upload, self.sent(client_id))
+        super().add(client_id, dataclasses.replace(upload, model=NOTHING), metrics, nbytes)
         self._hold(self.row_of[client_id], upload)
         self._add_up()
 
@@ -113,25 +123,21 @@ class FoldedIntake(Intake):
             self._gone.add(self.row_of[client_id])
             self._add_up()
 
-    def uploads(self) -> Uploads:
+    def result(self) -> Uploads:
         """Add the uploads that still wait. Return the sums, and the stacks of everything beside the models."""
         for row in sorted(self._waiting):
             self._add(row)
-        uploads = super().uploads()
         summed = {name: total.total() for name, total in self._summed.items()}
         # a streaming method asks for nothing but means over the rows
         W, B = cast(Any, self._W), cast(Any, self._B)
         W.close()
         B.close()
-        return dataclasses.replace(uploads, W=W, B=B, summed=summed)
-
-    def forget_stacks(self) -> None:
-        """Drop the sums."""
-        super().forget_stacks()
+        uploads = super().result()
         self._W, self._B = Folded(0, UNIT), Folded(0, UNIT)
         self._summed, self._waiting, self._sent = {}, {}, {}
         if self._file is not None:
             self._file.close()
+        return dataclasses.replace(uploads, W=W, B=B, summed=summed)
 
     def _add_up(self) -> None:
         while self._next in self._waiting or self._next in self._gone:

@@ -26,7 +26,7 @@ from fl_app.privacy import masking
 from fl_app.server import matrices
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.fedcac import FedCACUpdate
 from strategies.kernels import masks
 from tests.e2e.conftest import BackgroundRun, own_cluster, replay, rounds, summary
@@ -163,14 +163,14 @@ def plain_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, np
         "state-dir": str(tmp_path / "state"),
     }
     found: dict[int, np.ndarray] = {}
-    decode = Intake.accept
+    decode = UploadBuffer.add
 
-    def noted(self: Intake, client_id: int, upload: wire.Upload, metrics: Any, nbytes: int | None = None) -> None:
+    def noted(self: UploadBuffer, client_id: int, upload: wire.Upload, metrics: Any, nbytes: int | None = None) -> None:
         assert upload.mask is not None
         found[client_id] = masks.unpack(upload.mask, self.expected.num_params)
         decode(self, client_id, upload, metrics, nbytes)
 
-    monkeypatch.setattr(Intake, "accept", noted)
+    monkeypatch.setattr(UploadBuffer, "add", noted)
     grid = InProcessGrid(client_app, config, CLIENTS)
     server_app.run(grid, parse(config, METHOD_PARAMS), lambda what, done, total: None)
     return found

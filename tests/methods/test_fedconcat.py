@@ -290,11 +290,11 @@ def test_classifiers_are_screened_and_models_of_different_clusters_are_not(tmp_p
     for round in (1, 2):
         f.server.attempt.round, f.server.round = round, round - 1
         expected = f.server.expected()
-        kinds.append(sorted(f.server.compared(_intake(f, expected))))
+        kinds.append(sorted(f.server.compared(_buffer(f, expected))))
     assert kinds == [[], ["classifiers"]]
 
 
-def _intake(f: Federation, expected: Any) -> Any:
-    from strategies.base.uploads import Intake
+def _buffer(f: Federation, expected: Any) -> Any:
+    from strategies.base.uploads import UploadBuffer
 
-    return Intake.of(list(range(len(f.data))), expected)
+    return UploadBuffer.of(list(range(len(f.data))), expected)

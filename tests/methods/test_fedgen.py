@@ -28,7 +28,7 @@ from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.wire import Upload, WireError
 from strategies import METHOD_PARAMS
 from strategies.base import Uploads
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines.fedgen import (
     FedGen,
     FedGenParams,
@@ -201,7 +201,7 @@ def test_the_order_of_uploads_and_the_number_of_threads_do_not_matter(tmp_path: 
     for threads, order in [(1, (0, 1, 2)), (2, (2, 0, 1))]:
         fedgen = server(tmp_path, network())
         given_rows = uploads_of(fedgen.layout)
-        intake = Intake.of([4, 5, 7], fedgen.expected())
+        buffer = UploadBuffer.of([4, 5, 7], fedgen.expected())
         for row in order:
             upload = Upload(
                 Model(given_rows.W[row], np.zeros(0, np.float32)),
@@ -209,11 +209,11 @@ def test_the_order_of_uploads_and_the_number_of_threads_do_not_matter(tmp_path: 
                 extras={"class-counts": given_rows.extras["class-counts"][row]},
             )
             fedgen.check(upload)
-            intake.accept([4, 5, 7][row], upload, {})
+            buffer.add([4, 5, 7][row], upload, {})
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            fedgen.personalize(1, intake.uploads())
+            fedgen.personalize(1, buffer.result())
             assert torch.get_num_threads() == threads
         finally:
             torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fl_app.errors import UserError
 from fl_app.layout import NO_TENSORS, Layout
 from fl_app.wire import Expected, Upload, WireError
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines.fedproto import (
     METHOD,
     FedProtoParams,
@@ -79,11 +79,11 @@ def test_a_client_with_all_classes_is_not_far() -> None:
     for round in (1, 2):
         P = np.where(counts[..., None] > 0, centres + 0.5 * random.standard_normal((10, 10, 32)), 0)
         stack = np.stack([comparable(*own, sent) for own in zip(P, counts, strict=True)])
-        intake = Intake.of(list(range(10)), Expected.of(NO_TENSORS))
+        buffer = UploadBuffer.of(list(range(10)), Expected.of(NO_TENSORS))
         for i in range(10):
-            intake.metrics[i], intake.sizes[i] = {}, 100
+            buffer.metrics[i], buffer.sizes[i] = {}, 100
         known = {"prototypes": sent}
-        assert screening.measure(round, intake, {"prototypes": stack}, USUAL, lambda _: known) == []  # noqa: B023
+        assert screening.measure(round, buffer, {"prototypes": stack}, USUAL, lambda _: known) == []  # noqa: B023
         screening.accept(round, range(10))
         sent = mean_prototypes(P, counts)[0].astype(np.float32)
 

@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 
 from fl_app.site import site_directory
 from strategies.engine.attempt import Attempt
-from strategies.engine.private import MaskedIntake, PrivateRounds, opened_sums
+from strategies.engine.private import MaskedSum, PrivateRounds, opened_sums
 
 # round; what each client counts in it
 Sum = tuple[int, dict[int, float]]
@@ -65,10 +65,10 @@ def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
     screen = PrivateRounds.screen
 
     def noted(self: PrivateRounds, attempt: Attempt) -> Any:
-        intake = attempt.intake
-        assert isinstance(intake, MaskedIntake)
+        buffer = attempt.buffer
+        assert isinstance(buffer, MaskedSum)
         notes = site_directory() / "runs" / self.server.folder.experiment
-        for own in opened_sums(intake):
+        for own in opened_sums(buffer):
             counts = (json.loads((notes / f"client-{i:04d}" / "sums.json").read_text())["count"] for i in own)
             seen.append((attempt.round, dict(zip(own, counts, strict=True))))
         return screen(self, attempt)

@@ -25,8 +25,8 @@ def test_costs_are_those_that_the_page_has() -> None:
     told = published(10)
     assert len(found) == len(told) == 10
     for name, value, figure in zip(range(10), found, told, strict=True):
-        # seconds are of a machine; bytes of the protocol
-        low, high = (1 / 4, 4) if name < 5 else (0.99, 1.01)
+        # seconds are of a machine, and another one may be faster; bytes are of the protocol
+        low, high = (0, 4) if name < 5 else (0.99, 1.01)
         assert low * figure <= value <= high * figure, (name, value, figure)
     # a round's bytes beside those of a plain one
     assert told[6] / told[7] < 2.001 and told[5] + told[8] < 0.001 * told[7]

@@ -23,6 +23,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Download
 from strategies import METHODS, fedcac
+from strategies.base import Turn
 from strategies.engine.private import PrivateRounds
 from strategies.kernels.linkage import ALONE
 from tests.conftest import Run, config
@@ -111,9 +112,9 @@ def test_fedcac_has_the_overlaps_of_the_masks_exactly(run: Run) -> None:
 def test_fedcac_differs_by_its_groups_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain run that is given a private run's groups ends with the private run's losses."""
     groups: dict[int, dict[int, list[int]]] = {}
-    note = fedcac.FedCAC.note
+    note = Turn.note
 
-    def noted(self: fedcac.FedCAC, client_id: int, name: str, value: object) -> None:
+    def noted(self: Turn, client_id: int, name: str, value: object) -> None:
         if self.config.private and name == "collaborators":
             groups.setdefault(self.round, {})[client_id] = list(value)  # type: ignore[call-overload]
         note(self, client_id, name, value)
@@ -136,7 +137,7 @@ def test_fedcac_differs_by_its_groups_alone(run: Run, monkeypatch: pytest.Monkey
         "max_update_norm": 0,
         "dirichlet_alpha": 0.1,
     }
-    monkeypatch.setattr(fedcac.FedCAC, "note", noted)
+    monkeypatch.setattr(Turn, "note", noted)
     hidden, plain = losses(run(run_name="hidden", private=True, **setting)), losses(run(run_name="plain", **setting))
     assert any(0 < len(others) < 7 for of_round in groups.values() for others in of_round.values())
     monkeypatch.setattr(fedcac.FedCAC, "choose", chosen)

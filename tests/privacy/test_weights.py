@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Weights, str]] = {
     "metrics": (lambda self, uploads: [m["loss"] for m in uploads.metrics], "its weights need the uploads' metrics"),
     "rounds": (
         lambda self, uploads: uploads.sizes**self.round,
-        "must follow from .* 'FedCAC' object has no attribute 'round'",
+        "must follow from .* 'FedCAC' object has no attribute 'state'",
     ),
     "others": (lambda self, uploads: uploads.sizes + uploads.sizes.sum(), "depends on the other clients"),
     "ids": (lambda self, uploads: np.ones(len(uploads.ids)), "a positive number for each of the 1 uploads' sizes, got"),

@@ -17,7 +17,7 @@ from fl_app.server.client_registry import ClientRegistry
 from fl_app.server.exchange import Exchange
 from fl_app.server.identity import Holders
 from fl_app.wire import Expected
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from tests.conftest import config
 from tests.server.fake_grid import FakeGrid, properties
 
@@ -127,8 +127,8 @@ def test_messages_to_all_cost_the_same_for_each_client() -> None:
 
 
 def test_uploads_of_all_are_taken_in_by_their_row() -> None:
-    intake = Intake.of(list(range(3, 3 + MANY)), Expected.of(NO_TENSORS))
-    assert [intake.row_of[i] for i in (3, 4, 2 + MANY)] == [0, 1, MANY - 1]
+    buffer = UploadBuffer.of(list(range(3, 3 + MANY)), Expected.of(NO_TENSORS))
+    assert [buffer.row_of[i] for i in (3, 4, 2 + MANY)] == [0, 1, MANY - 1]
 
 
 def test_meeting_those_who_are_drawn_costs_the_same_for_each_client() -> None:

@@ -15,7 +15,7 @@ from fl_app.server.client_arrays import _on_disk, release, settle, stack, stack_
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Expected
 from strategies import fedcac, feddac
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.kernels import aggregate, masks
 
 Run = Callable[..., RunFolder]
@@ -58,11 +58,11 @@ def test_rows_of_dropped_clients_are_closed_up_and_the_record_keeps_its_sizes() 
         return np.array(values, np.float32)[:, None]
 
     W, B, sizes = column(1, 2, 3, 4), column(5, 6, 7, 8), np.array([100.0, 200, 300, 400])
-    intake = Intake([4, 5, 6, 7], Expected(1, 1), W, B, None, {"x": column(9, 8, 7, 6)}, sizes)
-    intake.metrics = {7: {}, 5: {}}
-    uploads = intake.uploads()
+    buffer = UploadBuffer([4, 5, 6, 7], Expected(1, 1), W, B, None, {"x": column(9, 8, 7, 6)}, sizes)
+    buffer.metrics = {7: {}, 5: {}}
+    uploads = buffer.result()
     assert (
-        uploads.ids == [5, 7] and uploads.sizes.tolist() == [200, 400] and intake.sizes.tolist() == [100, 200, 300, 400]
+        uploads.ids == [5, 7] and uploads.sizes.tolist() == [200, 400] and buffer.sizes.tolist() == [100, 200, 300, 400]
     )
     assert (
         uploads.W.tolist() == [[2], [4]]
@@ -82,16 +82,16 @@ def test_a_rounds_stacks_beyond_the_limit_lie_on_the_disk(tmp_path: Path, monkey
     expected = Expected(1000, 5, num_params=1000, extras={"x": ("<i8", (2, 3))})
     # a client's row has 4000 + 20 + 125 + 48 bytes
     for limit, mapped in ((0, False), (4 * 4193, False), (4 * 4193 - 1, True)):
-        intake = Intake.of([1, 2, 3, 5], expected, limit, tmp_path)
-        assert intake.bits is not None
-        stacks: list[NDArray[Any]] = [intake.W, intake.B, intake.bits, intake.extras["x"]]
+        buffer = UploadBuffer.of([1, 2, 3, 5], expected, limit, tmp_path)
+        assert buffer.bits is not None
+        stacks: list[NDArray[Any]] = [buffer.W, buffer.B, buffer.bits, buffer.extras["x"]]
         assert [isinstance(each, np.memmap) for each in stacks] == [mapped] * 4
         assert [each.shape for each in stacks] == [(4, 1000), (4, 5), (4, 125), (4, 2, 3)]
-        assert intake.extras["x"].dtype == np.int64
-        intake.W[2] = np.arange(1000)
-        release({"W": intake.W[2]})
-        assert (intake.W[2] == np.arange(1000)).all()
-        assert isinstance(stack_like(intake.W, tmp_path), np.memmap) == mapped
+        assert buffer.extras["x"].dtype == np.int64
+        buffer.W[2] = np.arange(1000)
+        release({"W": buffer.W[2]})
+        assert (buffer.W[2] == np.arange(1000)).all()
+        assert isinstance(stack_like(buffer.W, tmp_path), np.memmap) == mapped
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ from fl_app.wire import Expected
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, TooFewResults
 from strategies.engine.cohorts import OUTSIDE, CohortStore
-from strategies.engine.private import MaskedIntake, PrivateRounds, opened_sums
+from strategies.engine.private import MaskedSum, PrivateRounds, opened_sums
 from strategies.kernels.linkage import ALONE, partition
 from tests.strategies.test_linkage import alike, random_similarity
 
@@ -117,7 +117,7 @@ class Asking:
                 label: [i for i in asked if self.summed[i] == label] for label in sorted({*self.summed[asked].tolist()})
             }
             metrics: dict[int, Any] = {i: {} for i in asked if i not in gone}
-            attempt.intake = MaskedIntake(
+            attempt.buffer = MaskedSum(
                 asked,
                 Expected(0, 0),
                 *[np.empty((0, 0), np.float32)] * 2,
@@ -126,6 +126,7 @@ class Asking:
                 np.zeros(0),
                 metrics,
                 config=RunConfig(),
+                d=0,
                 version="",
                 groups=groups,
                 totals=np.empty((0, 0), np.uint64),
@@ -135,16 +136,16 @@ class Asking:
                 transcripts={},
             )
             with contextlib.suppress(TooFewResults):
-                attempt.intake.survivors = self.protocol._survivors(attempt, attempt.intake)
-                attempt.intake.answers = {i: ([], []) for own in attempt.intake.survivors.values() for i in own}
-                attempt.intake.seeds = {
-                    label: dict.fromkeys(own, b"") for label, own in attempt.intake.survivors.items()
+                attempt.buffer.survivors = self.protocol._survivors(attempt, attempt.buffer)
+                attempt.buffer.answers = {i: ([], []) for own in attempt.buffer.survivors.values() for i in own}
+                attempt.buffer.seeds = {
+                    label: dict.fromkeys(own, b"") for label, own in attempt.buffer.survivors.items()
                 }
             attempt.without = without | gone.intersection(asked)
             earlier.append(attempt)
             if not gone.intersection(asked):
                 break
-        return [own for attempt in earlier for own in opened_sums(attempt.intake)]
+        return [own for attempt in earlier for own in opened_sums(attempt.buffer)]
 
 
 @given(st.integers(3, 16), st.integers(0, 9999), st.booleans(), st.sampled_from(["alone", "company"]))

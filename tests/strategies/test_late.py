@@ -136,14 +136,14 @@ def taken_in(
     attempt = Attempt(server.config, 4)
     server.begin(attempt)
     attempt.sent = dict.fromkeys(range(len(ages)), 0)
-    attempt.intake = protocol.open(attempt, list(attempt.sent))
+    attempt.buffer = protocol.open(attempt, list(attempt.sent))
     for i, age in enumerate(ages):
         start = np.zeros(8) if starts is None else starts[i]
         work = Work(i, 4 - age, "", Sent(Model(np.asarray(start, np.float32), none), {}))
         upload = Upload(Model(np.asarray(after[i], np.float32), none), num_examples=sizes[i])
         if age:
-            upload, attempt.intake.factors[i] = late.aged(server, work, upload, age)
-        protocol.accept(attempt, i, upload, {}, 0)
+            upload, attempt.buffer.factors[i] = late.aged(server, work, upload, age)
+        attempt.buffer.add(i, upload, {}, 0)
     return protocol.screen(attempt)
 
 

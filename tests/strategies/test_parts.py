@@ -33,7 +33,7 @@ def test_a_client_has_not_moved_beyond_its_part(tmp_path: Path) -> None:
     server, protocol = fed.server, PlainRounds(fed.server)
     attempt = Attempt(server.config, 1)
     server.begin(attempt)
-    attempt.intake = protocol.open(attempt, [0, 1, 2])
+    attempt.buffer = protocol.open(attempt, [0, 1, 2])
     held = {}
     for i in range(3):
         part = held[i] = server.held_by(i)
@@ -44,15 +44,15 @@ def test_a_client_has_not_moved_beyond_its_part(tmp_path: Path) -> None:
             i, type(upload)(changed, upload.mask, upload.extras, upload.metrics, upload.num_examples)
         )
         assert (whole.model.params[~part.params] == server.global_model.params[~part.params]).all()
-        protocol.accept(attempt, i, whole, {}, 0)
+        attempt.buffer.add(i, whole, {}, 0)
     assert len({part.d for part in held.values()}) > 1
     screening = Screening()
-    screening.measure(1, attempt.intake, server.compared(attempt.intake), 3.0, server.compared_with)
+    screening.measure(1, attempt.buffer, server.compared(attempt.buffer), 3.0, server.compared_with)
     moved = np.array([0.1 * math.sqrt(part.d) for part in held.values()])
     for i in range(3):
-        close(np.linalg.norm(attempt.intake.W[i] - server.compared_with(i)["parameters"]), moved[i], atol=1e-5)
+        close(np.linalg.norm(attempt.buffer.W[i] - server.compared_with(i)["parameters"]), moved[i], atol=1e-5)
     # the usual distance is the median of these, or of those to the median upload
-    apart = np.linalg.norm(attempt.intake.W - np.median(attempt.intake.W, axis=0), axis=1)
+    apart = np.linalg.norm(attempt.buffer.W - np.median(attempt.buffer.W, axis=0), axis=1)
     close(np.array(screening.usual["parameters"][1]), max(np.median(moved), np.median(apart)), atol=1e-5)
 
 
@@ -63,17 +63,18 @@ def test_a_late_part_is_filled_with_the_model_that_its_client_was_sent(
     """A deployment's client 2 is asked in round 1, and answers in round 2, when there is another global model."""
     models: dict[int, Model] = {}
     seen: list[tuple[Part, Model, Model]] = []
-    original = PlainRounds.accept
+    original = PlainRounds.check
 
-    def accept(self: PlainRounds, attempt: Attempt, client_id: int, upload: Any, *rest: Any) -> None:
-        models[attempt.round] = self.server.global_model
+    def check(self: PlainRounds, client_id: int, upload: Any) -> Any:
+        whole = original(self, client_id, upload)
+        models[self.server.attempt.round] = self.server.global_model
         if client_id == 2:
             part = self.server.held_by(2)
             assert part is not None
-            seen.append((part, upload.model, self.server.sent_to(2)))
-        original(self, attempt, client_id, upload, *rest)
+            seen.append((part, whole.model, self.server.sent_to(2)))
+        return whole
 
-    monkeypatch.setattr(PlainRounds, "accept", accept)
+    monkeypatch.setattr(PlainRounds, "check", check)
     keys = {"method": method, "quorum": 0.6, "staleness": 1, "num_server_rounds": 2, "num_clients": 3}
     raw = raw_config | flat({**keys, method: KEYS[method]})
     folder = server_app.run(Late(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None, math.inf, hears=False)

@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from fl_app import wire
 from fl_app.layout import NOTHING, Model
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.engine.screening import USUAL, Screening
 
 Places = Sequence[Any]  # numbers, or vectors
 
 
-def intake_of(places: Places, sizes: Sequence[int] | None = None) -> Intake:
+def buffer_of(places: Places, sizes: Sequence[int] | None = None) -> UploadBuffer:
     """Uploads at these places."""
     rows = np.array(places, np.float32).reshape(len(places), -1)
-    intake = Intake.of(list(range(len(rows))), wire.Expected(rows.shape[1], 0))
+    buffer = UploadBuffer.of(list(range(len(rows))), wire.Expected(rows.shape[1], 0))
     for i, row in enumerate(rows):
-        intake.accept(i, wire.Upload(Model(row, NOTHING.buffers), num_examples=sizes[i] if sizes else 1), {})
-    return intake
+        buffer.add(i, wire.Upload(Model(row, NOTHING.buffers), num_examples=sizes[i] if sizes else 1), {})
+    return buffer
 
 
 def found(
@@ -37,12 +37,12 @@ def found(
     limit: float = USUAL,
 ) -> dict[int, float]:
     """Outliers, and how far they are."""
-    intake = intake_of(places, sizes)
-    stacks = {"parameters": intake.W, "BatchNorm statistics": intake.B}
+    buffer = buffer_of(places, sizes)
+    stacks = {"parameters": buffer.W, "BatchNorm statistics": buffer.B}
     starts = (
         np.zeros((len(places), 0), np.float32) if sent is None else np.array(sent, np.float32).reshape(len(places), -1)
     )
-    outliers = screening.measure(round, intake, stacks, limit, lambda i: {"parameters": starts[i]})
+    outliers = screening.measure(round, buffer, stacks, limit, lambda i: {"parameters": starts[i]})
     return {outlier.client_id: float(f"{outlier.times:.6g}") for outlier in outliers}
 
 

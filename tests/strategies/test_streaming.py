@@ -23,14 +23,14 @@ from fl_app.wire import Upload
 from strategies import METHODS
 from strategies.base import Uploads
 from strategies.base.server_half import ServerHalf
-from strategies.base.uploads import Intake
+from strategies.base.uploads import UploadBuffer
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.feddpa import SHARE
 from strategies.baselines.scaffold import STEPS
 from strategies.engine import streaming
 from strategies.engine.attempt import Attempt
 from strategies.engine.plain import PlainRounds
-from strategies.engine.streaming import FoldedIntake, streams
+from strategies.engine.streaming import RunningMean, streams
 from strategies.kernels.aggregate import mean_block, weighted_mean
 from strategies.kernels.folded import Folded, RowSum
 from strategies.kernels.robust import PLAIN
@@ -120,15 +120,15 @@ def play(
     protocol = PlainRounds(server)
     attempt = Attempt(server.config, 1)
     server.begin(attempt)
-    attempt.intake = Intake.of(clients, server.expected()) if stack else protocol.open(attempt, clients)
-    assert isinstance(attempt.intake, FoldedIntake) != stack
+    attempt.buffer = UploadBuffer.of(clients, server.expected()) if stack else protocol.open(attempt, clients)
+    assert isinstance(attempt.buffer, RunningMean) != stack
     for i in arrivals:
         if i in lost:
-            attempt.intake.skip(i)
+            attempt.buffer.skip(i)
             continue
         upload, metrics = uploaded(W, B, i)
-        attempt.intake.accept(i, protocol.check(i, upload) if not stack else upload, metrics)
-    server.personalize(1, protocol.screen(attempt) if not stack else attempt.intake.uploads())
+        attempt.buffer.add(i, protocol.check(i, upload) if not stack else upload, metrics)
+    server.personalize(1, protocol.screen(attempt) if not stack else attempt.buffer.result())
     return server
 
 
@@ -179,14 +179,14 @@ def peak(folder: Path, n: int, arrivals: Sequence[int], method: str, d: int) -> 
     protocol = PlainRounds(server)
     attempt = Attempt(server.config, 1)
     server.begin(attempt)
-    attempt.intake = protocol.open(attempt, list(range(n)))
+    attempt.buffer = protocol.open(attempt, list(range(n)))
     tracemalloc.start()
     try:
         for i in arrivals:
             vector = np.random.default_rng(i).standard_normal(d, dtype=np.float32)
             metrics: dict[str, Scalar] = {STEPS: 2}
             upload = Upload(Model(vector, np.empty(0, np.float32)), None, {}, metrics, 10 + i % 3)
-            attempt.intake.accept(i, protocol.check(i, upload), metrics)
+            attempt.buffer.add(i, protocol.check(i, upload), metrics)
         server.personalize(1, protocol.screen(attempt))
         return tracemalloc.get_traced_memory()[1] / (4 * d)
     finally:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from fl_app.config import RunConfig
-from strategies.base.uploads import Intake, StepBefore, Uploads
+from strategies.base.uploads import StepBefore, UploadBuffer, Uploads
 
 
 def step(config: RunConfig) -> StepBefore | None:
@@ -15,8 +15,8 @@ def step(config: RunConfig) -> StepBefore | None:
     return _aged if config.staleness else None
 
 
-def _aged(uploads: Uploads, intake: Intake) -> Uploads:
-    if not intake.factors:
+def _aged(uploads: Uploads, buffer: UploadBuffer) -> Uploads:
+    if not buffer.factors:
         return uploads
-    factors = np.array([intake.factors.get(i, 1.0) for i in uploads.ids])
+    factors = np.array([buffer.factors.get(i, 1.0) for i in uploads.ids])
     return dataclasses.replace(uploads, sizes=uploads.sizes * factors, factors=factors)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from fl_app.config import RunConfig
-from strategies.base.uploads import Intake, StepBefore, Uploads
+from strategies.base.uploads import StepBefore, UploadBuffer, Uploads
 from strategies.kernels.robust import capped
 
 
@@ -17,7 +17,7 @@ def step(config: RunConfig) -> StepBefore | None:
     if not factor:
         return None
 
-    def bound(uploads: Uploads, intake: Intake) -> Uploads:
+    def bound(uploads: Uploads, buffer: UploadBuffer) -> Uploads:
         sizes = capped(uploads.sizes, factor)
         bounded = np.divide(sizes, uploads.sizes, out=np.ones_like(sizes), where=uploads.sizes > 0)
         return dataclasses.replace(uploads, sizes=sizes, bounded=bounded)
