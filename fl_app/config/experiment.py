@@ -41,7 +41,7 @@ class ExperimentKeys:
     num_server_rounds: int = key(30, "Number of rounds (T).", AT_LEAST_ONE, extends=True, headline=True)
     num_clients: int = key(
         0,
-        "Clients N of the experiment; `corolla run --clients` sets it. 0: the SuperNodes' `num-partitions`.",
+        "Clients N of the run; `corolla run --clients` sets it. 0: the SuperNodes' `num-partitions`.",
         NOT_NEGATIVE,
         about="data",
         headline=True,
