@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
@@ -16,6 +16,8 @@ from strategies.base.state import Sent, State
 from strategies.base.turn import Turn, averaging
 from strategies.base.uploads import Sums, Uploads
 from strategies.kernels.robust import Averaging
+
+_EARLIER = ("sample", "expected", "model_for", "download_extras", "personalize", "personalize_sums")
 
 
 @functools.cache
@@ -30,6 +32,18 @@ class EarlierHooks:
     config: RunConfig
     state: State
     attempt: Turn
+    keeps_models: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Note that a class with a `model_for` of its own keeps a model for each client."""
+        super().__init_subclass__(**keywords)
+        own: dict[str, Any] = dict(vars(cls))
+        if "model_for" in own and "keeps_models" not in own:
+            cls.keeps_models = not own.get("makes_models", False)
+
+    def earlier_hooks(self) -> list[str]:
+        """Return the earlier names of hooks that the method's class has."""
+        return [name for name in _EARLIER if getattr(type(self), name) is not getattr(EarlierHooks, name)]
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """See ServerHalf.update."""

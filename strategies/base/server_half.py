@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fl_app import rng, trainable_tensors
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, listed
 from fl_app.keys import Scalar, show
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports
@@ -223,7 +223,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
         Default: call `update` with the mean over all clients as the only upload. It has no client id.
         """
         one = Uploads([], sums.mean.params[None], sums.mean.buffers[None], np.ones(1), None, {}, [])
-        return self.update(state, one, turn)
+        return self.updated(one, turn)
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
@@ -279,6 +279,12 @@ class ServerHalf(EarlierHooks, Generic[P]):
             ", ".join(f"{key.name}={show(value)}" for key, value in c.own_keys() if "." in key.name)
             or "the method has no keys",
         )
+        if names := self.earlier_hooks():
+            log.warning(
+                "method %s: %s: earlier names of hooks, for one release (docs/methods-howto.md)",
+                c.method,
+                listed(names),
+            )
 
 
 def declares(half: type[ServerHalf[Any]], name: str, hooks: Iterable[str]) -> bool:

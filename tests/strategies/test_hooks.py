@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import MethodFault, RoundFailed
 from fl_app.keys import Scalar
+from fl_app.layout import Model
+from fl_app.server.checkpoint import load_latest
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics
-from strategies import METHOD_PARAMS
-from strategies.base import hooks
+from strategies import METHOD_PARAMS, METHODS
+from strategies.base import Sums, Turn, hooks
 from strategies.base.uploads import Uploads
 from strategies.baselines.fedavg import FedAvg
 
@@ -237,3 +241,35 @@ def test_a_half_without_a_config_is_named_by_its_class() -> None:
     hooks.checked(Bare, Bare, hooks.SERVER)
     with pytest.raises(MethodFault, match=r"^method class Bare: sample\(\) must return some"):
         Bare().sample([0, 1], 1)
+
+
+def test_earlier_names_of_hooks_work_and_are_told(
+    here: Path, raw_config: dict[str, Scalar], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "corolla")
+    lines = PERSONALIZE + "self.memory['seen'] = np.array(uploads.ids)"
+    folder = started(
+        here, raw_config, f"{lines}\n    def model_for(self, client_id): return self.last_personal(client_id)"
+    )
+    assert [name for name in ("personalize", "model_for", "expected") if any(name in m for m in caplog.messages)] == [
+        "personalize",
+        "model_for",
+    ]
+    assert load_latest(folder.path).arrays["memory.seen"].tolist() == [0, 1, 2]
+
+
+def test_an_earlier_personalize_gets_the_sums_of_a_private_round() -> None:
+    class Own(FedAvg[Any]):
+        def personalize(self, round: int, uploads: Uploads) -> None:
+            super().personalize(round, uploads)
+            self.memory["seen"] = np.array([round, *uploads.ids])
+
+        def model_for(self, client_id: int) -> Model:
+            return self.global_model
+
+    server = federation(dataclasses.replace(METHODS["fedavg"], name="own", strategy=Own)).server
+    mean = Model(np.full(8, 2, np.float32), np.zeros(0, np.float32))
+    state = server.updated_by_sums(Sums([0, 1, 2], {0: [0, 1, 2]}, {0: mean}, mean, None, 0), Turn(server.config, 3))
+    assert (state.model.params == 2).all() and state.memory["seen"].tolist() == [3]
+    # the server keeps a model for each client, as far as it can be known
+    assert Own.keeps_models and not FedAvg.keeps_models
