@@ -60,8 +60,6 @@ log = logging.getLogger("corolla")
 _CONTENT_SECONDS = 600
 # most messages that are held for runs that wait for approval
 _MAX_HELD = 1000
-# most messages whose replies are awaited; Flower's loop asks for one at a time
-_MAX_OPEN = 100
 # most bytes of an application's pyproject.toml
 _MAX_PROJECT = 64 * 1024
 # most bytes of a run's configuration, as JSON: the audit keeps it
@@ -155,7 +153,7 @@ class Gate:
     # the code of runs that may start, by its sha256
     _fabs: dict[str, Fab] = field(default_factory=dict)
     _held: list[tuple[Message, ObjectTree]] = field(default_factory=list)
-    # messages not yet answered, by id
+    # the message not yet answered, by id; Flower's loop takes one at a time
     _open: dict[str, Message] = field(default_factory=dict)
     # the parts of the reply that leaves
     _leaving: set[str] = field(default_factory=set)
@@ -194,8 +192,13 @@ class Gate:
     def receive(self) -> tuple[Message, ObjectTree] | None:
         """Return the next message of a run that may run here.
 
-        Messages of refused runs are answered. Those of runs that wait for approval are held until a person decides.
+        Messages of refused runs are answered, as is a last message that could not be fetched. Those of runs that wait for
+        approval are held until a person decides.
         """
+        # Flower asks for the next one although the last one has no reply: its parts could not be fetched
+        unanswered, self._open = self._open, {}
+        for asked in unanswered.values():
+            self._send_error(asked, Error(ErrorCode.UNKNOWN, "the message could not be fetched"))
         received = self._released() or self._inner.receive()
         if received is None:
             return None
@@ -213,7 +216,7 @@ class Gate:
         if why:
             self._refuse(message, why)
             return None
-        _keep_last(self._open, message.metadata.message_id, message, _MAX_OPEN)
+        self._open = {message.metadata.message_id: message}
         self._pulled = self._strays = 0
         self.arriving.begin()
         return received

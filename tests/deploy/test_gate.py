@@ -500,15 +500,23 @@ def test_a_reply_answers_the_tasks_that_the_messages_own_part_names(tmp_path: Pa
     assert len(link.sent) == 1 and refusals(tmp_path) == []
 
 
-def test_a_reply_that_comes_late_leaves_the_next_message_open(tmp_path: Path, link: SuperLink) -> None:
+def test_a_message_that_cannot_be_fetched_is_answered_before_the_next(tmp_path: Path, link: SuperLink) -> None:
     made, opened = gate(tmp_path, link)
-    messages = []
-    for _ in range(2):
-        link.ask("train")
-        messages.append(ask(opened, link))
-    for message in messages[::-1]:
+    first = link.ask("train")
+    with pytest.raises(KeyError):
+        # its parts are gone: Flower's loop gives it up, and asks for another
+        ask(opened, link) and opened.pull_object(7, "ab" * 32)
+    assert opened.receive() is None and made.waiting() is None
+    second = link.ask("evaluate")
+    ask(opened, link)
+    (error, _), waits = link.sent[0], made.waiting()
+    assert error.has_error() and error.metadata.reply_to_message_id == first.metadata.message_id
+    assert waits is not None and waits.metadata.message_id == second.metadata.message_id
+    # what comes late answers nothing
+    for message in (first, second):
         deliver(opened, made, reply_to(message, 1))
-    assert len(link.sent) == 2 and refusals(tmp_path) == []
+    assert [sent.metadata.reply_to_message_id for sent, _ in link.sent[1:]] == [second.metadata.message_id]
+    assert len(link.sent) == 2 and refusals(tmp_path) == ["reply: it answers no open message"]
 
 
 LONG = "A" * 2_000_000
@@ -669,7 +677,8 @@ def test_a_run_that_is_judged_again_keeps_its_approval(
     link.ask("get_properties")
     assert opened.receive() is None
     approval.decide(tmp_path, "7", True)
-    assert opened.receive() is not None
+    exchange(opened, made, link, 1)
+    link.sent.clear()
     for run_id in range(20, 26):
         link.ask("get_properties", run_id)
         assert opened.receive() is None
@@ -692,7 +701,7 @@ def test_a_part_that_is_not_what_its_name_says(tmp_path: Path, link: SuperLink) 
 
 
 def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink) -> None:
-    _, opened = gate(tmp_path, link, approval="ask")
+    made, opened = gate(tmp_path, link, approval="ask")
     first, second = link.ask("get_properties", 7), link.ask("get_properties", 8)
     assert opened.receive() is None and opened.receive() is None and opened.receive() is None and link.sent == []
     assert [request.run for request in approval.waiting(tmp_path)] == ["7", "8"]
@@ -700,13 +709,14 @@ def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink)
     with pytest.raises(UserError, match="run 5: does not wait for approval here; waiting: 7, 8"):
         approval.decide(tmp_path, "5", True)
     approval.decide(tmp_path, "8", True)
-    received = opened.receive()
-    assert received is not None and received[0] is second
+    assert (received := ask(opened, link)) is second
+    deliver(opened, made, reply_to(received, 1))
+    link.sent.clear()
     approval.decide(tmp_path, "7", False)
     assert opened.receive() is None and link.errors == ["refused//approval"]
     assert "has declined it" in audit.entries(tmp_path)[-1]["why"]
     assert approval.waiting(tmp_path) == [] and first.metadata.run_id == 7
-    assert [kind for kind, _ in lines(tmp_path)] == ["run", "run", "approval", "approval", "refusal"]
+    assert [kind for kind, _ in lines(tmp_path)] == "run run approval download upload approval refusal".split()
     link.ask("train", 8)
     assert opened.receive() is not None  # the whole run is approved
 
