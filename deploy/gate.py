@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from flwr.app import Error, Message, RecordDict
 from flwr.cli.config_utils import get_fab_metadata
 from flwr.common.config import get_fused_config_from_fab
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import MESSAGE_TTL_TOLERANCE, ErrorCode
 from flwr.common.serde_utils import error_to_proto, metadata_from_proto, metadata_to_proto
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.message_pb2 import ObjectTree
@@ -192,8 +192,8 @@ class Gate:
     def receive(self) -> tuple[Message, ObjectTree] | None:
         """Return the next message of a run that may run here.
 
-        Messages of refused runs are answered, as is a last message that could not be fetched. Those of runs that wait for
-        approval are held until a person decides.
+        Messages of refused runs are answered, and one that could not be fetched. Those of runs that wait for approval
+        are held until a person decides.
         """
         # Flower asks for the next one although the last one has no reply: its parts could not be fetched
         unanswered, self._open = self._open, {}
@@ -536,12 +536,18 @@ def _envelope(message: Message, **less: str) -> bytes:
 
 
 def _is_plain(reply: Message, asked: Message, object_id: str, content: bytes) -> bool:
-    """Return whether a reply's fields follow from the message that it answers, except its times and its error.
+    """Return whether a reply's fields follow from the message that it answers, except its beginning and its error.
 
+    It ends with the message, and began no longer ago than a message lasts: a SuperLink drops others without a word.
     object_id, content: its part that holds these fields a second time.
     """
     expected = metadata_to_proto(Message(RecordDict(), reply_to=asked).metadata)
     found = metadata_to_proto(reply.metadata)
+    late = found.created_at + found.ttl - expected.created_at - expected.ttl
+    # by the clock of this machine alone; a message that has ended here may last at its server. NaN is neither
+    lasts = min(0.0, expected.ttl - MESSAGE_TTL_TOLERANCE) < found.ttl <= expected.ttl + asked.metadata.ttl
+    if not (abs(late) <= MESSAGE_TTL_TOLERANCE and lasts):
+        return False
     expected.message_id, expected.created_at, expected.ttl = object_id, found.created_at, found.ttl
     try:
         return found == expected and get_object_body(content, Message) == _envelope(reply, message_id="")

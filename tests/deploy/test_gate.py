@@ -7,6 +7,7 @@ import gc
 import hashlib
 import io
 import struct
+import time
 import weakref
 import zipfile
 from collections.abc import Iterator
@@ -519,7 +520,23 @@ def test_a_message_that_cannot_be_fetched_is_answered_before_the_next(tmp_path: 
     assert len(link.sent) == 2 and refusals(tmp_path) == ["reply: it answers no open message"]
 
 
+@pytest.mark.parametrize("ahead", [-1e6, -30.0, 0.0, 30.0, 1e6])
+def test_the_times_of_an_honest_reply_need_no_common_clock(tmp_path: Path, link: SuperLink, ahead: float) -> None:
+    made, opened = gate(tmp_path, link)
+    asked = link.ask("train")
+    asked.metadata.__dict__.update(_created_at=asked.metadata.created_at + ahead, _ttl=600.0)
+    asked.metadata.__dict__["_message_id"] = asked.object_id
+    message = ask(opened, link)
+    # it took five minutes
+    began = time.time() - 300
+    reply = reply_to(message, 1, created_at=began, ttl=message.metadata.created_at + message.metadata.ttl - began)
+    deliver(opened, made, reply)
+    assert len(link.sent) == 1 and refusals(tmp_path) == []
+
+
 LONG = "A" * 2_000_000
+# when messages end, in seconds since 1970
+ENDS = time.time() + 3600
 
 
 @pytest.mark.parametrize(
@@ -533,14 +550,21 @@ LONG = "A" * 2_000_000
         {"src_node_id": 5},
         {"dst_node_id": 5},
         {"run_id": 8},
+        # a SuperLink drops a reply with such times
+        *({"ttl": ttl} for ttl in (-5.0, 0.0, 1e-3, 1e9, float("inf"), float("nan"))),
+        *({"created_at": at} for at in (0.0, 1.0, 1e10, -float("inf"), float("nan"))),
+        {"created_at": 1e10, "ttl": ENDS - 1e10},
+        {"created_at": 1.0, "ttl": ENDS - 1.0},
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=lambda fields: "-".join(f"{name}={str(value)[:6]}" for name, value in fields.items()),
 )
 def test_an_envelope_holds_what_follows_from_the_message(
     tmp_path: Path, link: SuperLink, fields: dict[str, Any]
 ) -> None:
     made, opened = gate(tmp_path, link)
-    link.ask("train")
+    asked = link.ask("train")
+    asked.metadata.__dict__["_ttl"] = ENDS - asked.metadata.created_at
+    asked.metadata.__dict__["_message_id"] = asked.object_id
     deliver(opened, made, reply_to(ask(opened, link), 1, **fields))
     assert len(link.sent) == 1 and link.errors and refusals(tmp_path) == ["reply: its envelope has fields of its own"]
 
