@@ -431,7 +431,8 @@ class NoisyTrainer:
             local.data.poisson = None
         if not bool(self.weights.isfinite().all()):
             raise Diverged(f"training diverged (learning-rate {self.learning_rate:g})")
-        return trained
+        # no noise protects what a forward pass puts into buffers
+        return Model(trained.params, start.buffers)
 
     def differentiate(
         self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
@@ -482,19 +483,44 @@ class NoisyTrainer:
 
     @torch.no_grad()
     def _check_records_are_apart(self) -> None:
-        """Raise UserError if a made-up sample's output changes with another sample in its batch."""
-        data = self._local.data
-        self._local.train_mode()
-        outputs = []
-        for other in (0, 1):
-            samples = data.blank(2)
-            samples[1] = other
-            # dropout must drop the same units both times
-            torch.manual_seed(0)
-            outputs.append(self.logits(self.module, data.inputs(samples))[0])
+        """Raise UserError if a made-up sample's output changes with another sample in its batch, or buffers with any.
+
+        The parameters are made up too: the server's own could hide it.
+        """
+        local, stream = self._local, self._stream("apart")
+
+        def drawn(like: Tensor, deviation: float = 1.0) -> Tensor:
+            values = (stream.uniform(like.numel()) - 0.5) * (deviation * math.sqrt(12))
+            return torch.from_numpy(values).reshape(like.shape).to(like)
+
+        local.train_mode()
+        own = [(p, p.detach().clone()) for p in self.module.parameters()]
+        buffers, outputs = [b.clone() for b in self.module.buffers()], []
+        samples = local.data.blank(2)
+        inputs = local.data.inputs(samples)
+        if inputs.is_floating_point():
+            inputs = drawn(inputs)
+        try:
+            for p, _ in own:
+                # outputs of a size like the inputs', layer by layer
+                p.copy_(drawn(p, (p.numel() / max(1, len(p))) ** -0.5 if p.ndim > 1 else 1.0))
+            for other in (0, 1):
+                inputs = inputs.clone()
+                inputs[1] = drawn(inputs[1]) if inputs.is_floating_point() else other
+                # dropout must drop the same units both times
+                torch.manual_seed(0)
+                outputs.append(self.logits(self.module, inputs)[0])
+        finally:
+            for p, value in own:
+                p.copy_(value)
+        model = self._local.config.model
         if not torch.allclose(outputs[0], outputs[1], equal_nan=True):
             raise UserError(
-                f"dp-epsilon: model {self._local.config.model} does not keep records apart: its output for one changes with others"
+                f"dp-epsilon: model {model} does not keep records apart: its output for one changes with others"
+            )
+        if not all(map(torch.equal, buffers, self.module.buffers())):
+            raise UserError(
+                f"dp-epsilon: model {model} does not keep records apart: a forward pass changes its buffers"
             )
 
     def _stream(self, purpose: str) -> SecureRandom:

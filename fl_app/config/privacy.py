@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Rule, key
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, Rule, key
 
 # Above this, the fixed-point numbers of a million clients are coarse.
 LARGEST_PRIVATE_RANGE = 2.0**20
@@ -68,7 +68,7 @@ class PrivacyKeys:
     dp_clip: float = key(
         1.0,
         "Norm to which each training record's gradient is clipped. The noise is proportional to it.",
-        POSITIVE,
+        Rule(low=1e-6),
         compared=False,
     )
     report_class_counts: bool = key(
