@@ -381,6 +381,7 @@ def _unpack(tar: tarfile.TarFile, parts: list[Part], archive: Path) -> None:
     fresh = [part.path.with_name(f".{part.path.name}.restoring-{os.getpid()}") for part in parts]
     missing = {str(k): part for k, part in enumerate(parts)}
     known = dict(zip(missing, fresh, strict=True))
+    absent = {above for path in fresh for above in path.parents if not above.exists()}
     try:
         for path in fresh:
             make_directory(path)
@@ -402,6 +403,10 @@ def _unpack(tar: tarfile.TarFile, parts: list[Part], archive: Path) -> None:
     finally:
         for path in fresh:
             shutil.rmtree(path, ignore_errors=True)
+        # those that hold nothing, the innermost first
+        for path in sorted(absent, reverse=True):
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def _put_back(moves: Sequence[tuple[Path, Path]]) -> None:

@@ -196,6 +196,9 @@ SOUND = {"what": "keys", "path": "@/keys"}
         ([SOUND], ["0", "0/../../outside"]),
         ([SOUND], ["0", "/outside"]),
         ([SOUND], ["0", ""]),
+        # a directory there would be in the way of the site's rules
+        ([{**SOUND, "path": "@/config/site.toml/x"}], ["0", "other"]),
+        ([{**SOUND, "path": "@/config/site.toml/x"}, {**SOUND, "path": "@/config/y/z"}], ["0"]),
         # the second one cannot be put back
         ([SOUND, {**SOUND, "path": "@/file/inside"}], ["0", "1"]),
     ],
