@@ -1,14 +1,13 @@
 """A site's count of the evaluations that it has answered in confidential runs: `max-evaluations` of site.toml.
 
 The server chooses the model of an evaluation. Enough questions tell a site's test labels, whatever the run's
-configuration is. A run itself is a question too: whether the site's data suit it. So the count is of the site's data, over
-all runs, SuperNodes and clusters, beside the sites' audits, where no confined application can change it.
+configuration is. A run itself is a question too: whether the site's data suit it. Runs and SuperNodes can name the same
+rows by many paths. So all SuperNodes of a machine account have one count, over all runs and clusters, beside their
+audits, where no confined application can change it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,19 +18,13 @@ from fl_app.keys import Scalar
 from fl_app.outgoing import OPEN, modes_of
 
 FILE = "evaluations"
-OF_DATA = "of-data"
 # Messages without a model.
 _WITHOUT_FIGURES = ("query", "get_properties", "get_parameters")
 
 
-def place(sites: Path, own: Path, data_path: str) -> Path:
-    """Return the directory with the count of a SuperNode's data: that of all SuperNodes with the same `data-path`.
-
-    sites: the directory of all sites. own: that of this one, which counts alone if it has no path.
-    """
-    if not data_path:
-        return own
-    return sites / OF_DATA / hashlib.sha256(os.path.realpath(data_path).encode()).hexdigest()
+def place(sites: Path) -> Path:
+    """Return the directory with the count of a machine account. sites: the directory of all sites."""
+    return sites / "of-all"
 
 
 def hides(config: Mapping[str, Scalar]) -> bool:

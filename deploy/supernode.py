@@ -230,7 +230,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             return confined(dataclasses.replace(confinement, ports=()), words, [file])
 
         store = given["state_factory"].objectstore_factory.store()
-        counted = evaluations.place(sites_directory(), directory, node.data_path)
+        counted = evaluations.place(sites_directory())
         counter_of_samples = functools.partial(counting.count, start=counter)
         gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples, arriving=arriving)
         state = given["state_factory"].state()
