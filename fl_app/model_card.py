@@ -14,6 +14,7 @@ from typing import Any, Literal, NotRequired, TypedDict, cast, get_type_hints
 
 from fl_app import json_form, plugins, tasks
 from fl_app.checksums import sha256_of
+from fl_app.config.rules import split_names
 from fl_app.data.encoding import Encoding
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import no_such, publish_text
@@ -205,8 +206,9 @@ def _unfit(card: Card) -> str:
     stored = [len(inputs.get("shift", ())), len(inputs.get("scale", ()))]
     if any(count not in (1, width) for count in scaled) or stored not in ([0, 0], [width, width]):
         return f"input's mean, std, shift and scale must hold {width} numbers each"
-    if len(card.get("target-shift", ())) not in (0, len(card["classes"])):
-        return f"target-shift must hold {len(card['classes'])} numbers, got {len(card.get('target-shift', ()))}"
+    numbers = 0 if card["has-classes"] else len(card["classes"])
+    if len(card.get("target-shift", ())) not in (0, numbers):
+        return f"target-shift must hold {numbers} numbers, got {len(card.get('target-shift', ()))}"
     if card["settings"].get("task", card["task"]) != card["task"]:
         return f"task must be the settings' {card['settings'].get('task')!r}, got {card['task']!r}"
     if card["task"] not in tasks.BUILT_IN and not plugins.is_reference(card["task"]):
@@ -223,6 +225,10 @@ def _unfit_table(card: Card, width: int) -> str:
         return "table.encodings must have columns that differ"
     if lacking := [name for name in ("shift", "scale") if name not in card["input"]]:
         return f"input.{lacking[0]} is missing"
+    targets = split_names(card["settings"].get("target", ""))
+    wanted = 1 if card["has-classes"] else len(card["classes"])
+    if len(targets) not in (0, wanted):
+        return f"settings.target must name the model's {wanted} targets, got {len(targets)}"
     names = [name for encoding in encodings for name in encoding.names]
     if len(names) not in (1, width):
         return f"table.encodings must give the model's {width} features, got {len(names)}"

@@ -166,8 +166,11 @@ def test_entries_that_do_not_fit_each_other_are_one_error(asked: tuple[Path, Pat
         "plugins": changed(sound, ("settings", "plugins"), f"{LONG}.py:0000000000000000"),
         "model": changed(sound, ("settings", "model"), f"{LONG}:net"),
     }
+    if sound["has-classes"]:
+        cards["target-shift"] = changed(sound, ("target-shift",), [1.0] * len(sound["classes"]))
     if sound.get("table", {}).get("encodings"):
         cards |= {
+            "targets": changed(sound, ("settings", "target"), "outcome,age"),
             "input.shift": changed(sound, ("input", "shift"), None, remove=True),
             "table.encodings": changed(sound, ("table", "encodings"), sound["table"]["encodings"][:-1]),
             "twice": changed(

@@ -205,6 +205,28 @@ def test_answers_need_no_targets(trained: RunFolder, command: Command, tmp_path:
     assert answers(out) == corolla.load(trained.path).model().predict(frame).tolist()
 
 
+@pytest.mark.parametrize("column, word", [("dose", "unknown"), ("second", "later")])
+def test_a_target_that_is_no_number_is_not_measured(
+    run: Run, command: Command, tmp_path: Path, column: str, word: str
+) -> None:
+    """The targets lie far from zero, so the card has a shift, which no word can take."""
+    generator = np.random.default_rng(7)
+    frame = patients(60).assign(dose=5000 + generator.normal(0, 1e-3, 60))
+    frame.to_csv(tmp_path / "p.csv", index=False)
+    folder = run(
+        dataset=f"table:{tmp_path}/p.csv", target="dose,second", client="hospital", task="regression", num_clients=3,
+        partition="by-column", categorical="ward,outcome", train_samples=0, num_server_rounds=1, model="mlp",
+    )  # fmt: skip
+    file, card = export(folder.path, METHODS, None, tmp_path / "model.pt")
+    assert len(card["target-shift"]) == 2
+    frame.astype({column: object}).assign(**{column: [word, *frame[column][1:]]}).to_csv(
+        tmp_path / "odd.csv", index=False
+    )
+    for words in ((), ("--on-error", "row")):
+        code, _, said = command("predict", str(file), str(tmp_path / "odd.csv"), *words)
+        assert code == 0 and "no metric was measured" in said and word in said, said
+
+
 def test_the_card_holds_what_rows_need(trained: RunFolder, tmp_path: Path) -> None:
     file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
     card = model_card.read(file)

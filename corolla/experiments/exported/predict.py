@@ -29,7 +29,7 @@ from fl_app.data.encoding import NUMBER, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
-from fl_app.errors import UserError
+from fl_app.errors import MALFORMED, UserError
 from fl_app.model_card import Card
 from fl_app.tasks import Metric
 
@@ -242,7 +242,10 @@ def _targets_in(where: Path, rows: Columns, card: Card) -> NDArray[Any] | None:
 
 def _stored_targets(where: Path, name: str, y: NDArray[Any], card: Card) -> NDArray[Any]:
     shift = tuple(card.get("target-shift", ()))
-    both = name, Stored(shift, (1.0,) * len(shift)).of(y)
+    try:
+        both = name, Stored(shift, (1.0,) * len(shift)).of(y)
+    except MALFORMED as error:
+        raise UserError(f"{where}: {name} must hold {len(shift)} numbers in each row: {error}") from None
     return arrays.targets(where, tasks.named(card["task"]), both, both, card["classes"])[0]
 
 
