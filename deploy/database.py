@@ -1,4 +1,4 @@
-"""The SuperLink's database: its owner's alone, whatever the umask, and without a run's leftovers.
+"""The SuperLink's database: its owner's alone, whatever the umask, and without the messages of ended runs.
 
 SQLite leaves deleted bytes in free pages, and in the write-ahead log, until others replace them. A run's uploads would
 stay there for as long. Here deleted bytes are overwritten, and the log is emptied when a run ends.
