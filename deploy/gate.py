@@ -485,10 +485,12 @@ class Gate:
     def _hold(self, received: tuple[Message, ObjectTree]) -> None:
         judged = self._judge(received[0].metadata.run_id)
         approval.ask(self.directory, judged.request)
-        if len(self._held) < _MAX_HELD:
-            run = judged.request.run
-            log.warning("run %s waits for approval: corolla node approve %s", run, run, extra=self._about(received[0]))
-            self._held.append(received)
+        if len(self._held) >= _MAX_HELD:
+            self._refuse(received[0], f"approval: {_MAX_HELD} messages wait for a person already")
+            return
+        run = judged.request.run
+        log.warning("run %s waits for approval: corolla node approve %s", run, run, extra=self._about(received[0]))
+        self._held.append(received)
 
     def _released(self) -> tuple[Message, ObjectTree] | None:
         """Return a held message of a run that has been decided since."""

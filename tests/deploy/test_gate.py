@@ -738,6 +738,19 @@ def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink)
     assert opened.receive() is not None  # the whole run is approved
 
 
+def test_a_message_that_is_not_held_is_answered(
+    tmp_path: Path, link: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.gate._MAX_HELD", 2)
+    _, opened = gate(tmp_path, link, approval="ask")
+    asked = [link.ask(kind) for kind in ("get_properties", "train", "evaluate")]
+    assert [opened.receive() for _ in asked] == [None] * 3
+    assert link.errors == ["refused//approval"]
+    assert link.sent[0][0].metadata.reply_to_message_id == asked[2].metadata.message_id
+    approval.decide(tmp_path, "7", True)
+    assert ask(opened, link) is asked[0]
+
+
 @pytest.mark.parametrize("rules", [{"min_samples": 31}, {"min_samples": 30}, {"max_evaluations": 1}])
 def test_nothing_is_looked_up_for_a_run_that_nobody_has_approved(
     tmp_path: Path, link: SuperLink, rules: dict[str, Any]
