@@ -29,6 +29,8 @@ App = Callable[[Event, Receive, Send], Awaitable[None]]
 _MORE = 1 << 20
 # bytes as which a part of a reply, or a request that keeps something, counts at least
 _LEAST = 1024
+# bytes of memory that a piece of a request takes beside its content, until the request is whole
+_PIECE = 256
 _KEEPING = ("push-object", "push-messages", "push-task-output")
 # the calls that a client's process needs; the others keep their requests, or are for other kinds of applications
 _CALLS = frozenset(
@@ -105,10 +107,10 @@ class Arriving:
             try:
                 while more:
                     events.append(event := await receive())
-                    if not self._takes(piece := len(event.get("body", b""))):
+                    if not self._takes(piece := len(event.get("body", b"")) + _PIECE):
                         return await _refuse(send, _TOO_MUCH)
                     size, more = size + piece, event.get("more_body", False)
-                kept = max(size, _LEAST) if name in _KEEPING else 0
+                kept = max(size - _PIECE * len(events), _LEAST) if name in _KEEPING else 0
 
                 async def again() -> Event:
                     return events.pop(0) if events else await receive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -217,6 +218,25 @@ def test_no_application_fills_its_supernodes_memory(node: Node, attack: Any) -> 
     node.push(honest := node.reply(LIMIT // 4 - 1000))
     node.client.PushTaskOutput(PushTaskOutputRequest(sub_status="completed"))
     assert node.holds(honest) and not node.arriving.too_much
+
+
+def test_pieces_of_one_byte_count_as_the_memory_that_they_take() -> None:
+    arriving, answers = Arriving(4000), list[int]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def send(event: Any) -> None:
+        answers.append(event.get("status", 0))
+
+    async def app(*_: Any) -> None:
+        raise AssertionError("the request has no end")
+
+    tracemalloc.start()
+    asyncio.run(arriving.around(app)({"type": "http", "path": "/push-object"}, receive, send))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert answers == [413, 0] and most < 2 * (1 << 20) and arriving._here == 0
 
 
 def test_what_applications_leave_is_bounded_over_all_runs(node: Node) -> None:
