@@ -114,7 +114,8 @@ class Site:
     max_evaluations: int | None = key(
         None,
         "Most evaluations that this site answers in all its private runs and runs with `dp-epsilon` together; each such run is "
-        "one, and each message to train or to evaluate, unless `report-accuracy = false`",
+        "one, and each message to train or to evaluate, unless `report-accuracy = false`. All SuperNodes of a machine "
+        "account count together, whatever data they name",
         _COUNT,
     )
     tell: str | None = key(
