@@ -206,9 +206,9 @@ class ServerHalf(EarlierHooks, Generic[P]):
 
         Distances are also taken from these values, so that the server's own moves do not count.
         """
-        model = self.sent_to(client_id)
-        extras = self.extras_sent_to(client_id) if self.compared_extras else {}
-        own = {what: extras.get(name, model.params) for what, name in self.compared_extras.items()}
+        sent = self.attempt.sent_to(client_id)
+        model = sent.model
+        own = {what: sent.extras.get(name, model.params) for what, name in self.compared_extras.items()}
         return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
 
     # Private rounds, for methods with `Method.sums`

@@ -36,6 +36,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -148,6 +149,12 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
         if others := self.offered(state, client_id, turn):
             extras |= {IDS: np.array(others), MODELS: np.stack([state.model_of(j).params for j in others])}
         return Sent(state.model_of(client_id), extras)
+
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Return the client's own core model, without the others' that it was sent."""
+        late = self.attempt.started_from.get(client_id)
+        own = self.state.model_of(client_id) if late is None else late.model
+        return {"parameters": own.params, "BatchNorm statistics": own.buffers}
 
     def prior(self, turn: Turn) -> NDArray[np.float64]:
         """Return p0, float64 [N]: the clients' shares of all training samples, 0 for clients that never train."""

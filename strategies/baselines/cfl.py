@@ -127,7 +127,8 @@ class CFL(PersonalizedStrategy[CFLParams]):
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the model of the client's cluster."""
-        return Sent(self.models()[self.clusters().get(client_id, 0)])
+        mine = state.clients.get(client_id)
+        return Sent(self.models()[0 if mine is None else int(mine["cluster"][0])])
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Assign new clients to clusters, split clusters, then average within each."""
