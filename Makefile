@@ -12,7 +12,10 @@ FLOWERS := $(sort $(patsubst constraints/flwr-%.txt,%,$(wildcard constraints/flw
 ifeq ($(filter $(FLOWER),$(FLOWERS)),)
   $(error FLOWER: must be one of $(FLOWERS), got $(FLOWER))
 endif
+LOCK := constraints/flwr-$(FLOWER).txt
+RUNNING := $(VENV)/.running-$(FLOWER)
 INSTALLED := $(VENV)/.installed-$(FLOWER)
+OTHERS = $(filter-out $(RUNNING) $(INSTALLED),$(wildcard $(VENV)/.running-* $(VENV)/.installed-*))
 NEWER := .venv-$(lastword $(FLOWERS))
 WITH_NEWER := COROLLA_NEXT=$(CURDIR)/$(NEWER)/bin/python
 
@@ -24,29 +27,40 @@ install: $(INSTALLED) ## into .venv, with all extras and what development needs;
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-$(INSTALLED): pyproject.toml constraints/flwr-$(FLOWER).txt
-	@$(PYTHON) deploy/install.py $(VENV) constraints/flwr-$(FLOWER).txt
-	@rm -f $(VENV)/.installed*
+$(INSTALLED): pyproject.toml $(LOCK)
+	@$(PYTHON) deploy/install.py $(VENV) $(LOCK)
+	@rm -f $(OTHERS)
+	@touch $@ $(RUNNING)
+
+# what running needs, and no more
+$(RUNNING): pyproject.toml $(LOCK) constraints/run.txt
+	@mkdir -p build
+	@$(PYTHON) deploy/requirements.py $(LOCK) constraints/run.txt > build/run.txt
+	@$(PYTHON) deploy/install.py $(VENV) build/run.txt
+	@rm -f $(OTHERS)
 	@touch $@
 
-# versions that a file has stay; UPGRADE=--upgrade takes the newest. image.txt: the names of the packages in the container image, whose
-# hashes the other files have. build.txt: the tools of its build.
+# versions that a file has stay; UPGRADE=--upgrade takes the newest. image.txt, run.txt: the names of the packages in the container image,
+# and of those that `make run` installs; the other files have their hashes. build.txt: the tools of the image's build.
 COMPILE := $(BIN)/uv pip compile --universal --python-version 3.11 --no-annotate --quiet
 HASHED = $(COMPILE) --generate-hashes --custom-compile-command "make lock" $(UPGRADE) --output-file
-IMAGE_EXTRAS := tables partitions metrics dp monitoring
+NAMED = $(COMPILE) pyproject.toml --extra all --no-header --constraint constraints/flwr-$$version.txt
+SORTED := sed 's/[ =;].*//' | sort -u
 lock: install ## constraints/: the packages of each version of Flower, with hashes
 	@for version in $(FLOWERS); do \
 	  echo "flwr==$$version.*" > $(VENV)/flower.in; \
 	  $(HASHED) constraints/flwr-$$version.txt pyproject.toml --extra dev --constraint $(VENV)/flower.in || exit 1; \
-	  $(COMPILE) pyproject.toml $(IMAGE_EXTRAS:%=--extra %) --no-header --constraint constraints/flwr-$$version.txt || exit 1; \
-	done | sed 's/[ =;].*//' | sort -u > $(VENV)/image.txt
-	@mv $(VENV)/image.txt constraints/image.txt
+	done
+	@printf 'editables\nhatchling\n' > $(VENV)/editable.in
+	@for version in $(FLOWERS); do $(NAMED) || exit 1; done | $(SORTED) > $(VENV)/image.txt
+	@for version in $(FLOWERS); do $(NAMED) $(VENV)/editable.in || exit 1; done | $(SORTED) > $(VENV)/run.txt
+	@mv $(VENV)/image.txt $(VENV)/run.txt constraints
 	@printf 'cyclonedx-bom\nhatchling\n' > $(VENV)/build.in
 	@$(HASHED) constraints/build.txt $(VENV)/build.in
 	@printf 'helm-python-sdk\nkubernetes-validate\n' > $(VENV)/charts.in
 	@$(HASHED) constraints/charts.txt $(VENV)/charts.in
 
-run: install ## install, then compare three methods on digits
+run: $(RUNNING) ## install what running needs, then compare three methods on digits
 	$(BIN)/corolla demo
 
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
@@ -57,13 +71,14 @@ UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs --durations 15
 unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile everything anew
 
-test: install ## the tests
+test: SHELL := /bin/bash
+test: install ## the tests, and the seconds of each part
 	@echo "1/3: what is quick"
-	@$(UNIT) $(QUICK)
+	@TIMEFORMAT="1/3: %0R s"; time $(UNIT) $(QUICK)
 	@echo "2/3: methods, reports, whole runs"
-	@$(UNIT) $(MINUTES)
+	@TIMEFORMAT="2/3: %0R s"; time $(UNIT) $(MINUTES)
 	@echo "3/3: what starts Flower's processes"
-	@$(WAITING) tests/e2e
+	@TIMEFORMAT="3/3: %0R s"; time $(WAITING) tests/e2e
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install ## minutes of real Flower processes
@@ -89,7 +104,7 @@ test-next: install ## with the newest Flower, in an environment of its own
 	$(NEXT)/bin/python -m pip install --quiet --upgrade 'flwr[simulation]'
 	$(NEXT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_flower_patches.py \
-	  tests/server/test_exchange.py tests/server/test_roster.py tests/deploy
+	  tests/server/test_exchange.py tests/server/test_client_registry.py tests/deploy tests/flower
 	$(NEXT)/bin/python -m pytest -rs tests/e2e/test_same_bits.py
 	COROLLA_NEXT=$(CURDIR)/$(NEXT)/bin/python $(BIN)/python -m pytest -m "next or long" -rs tests/e2e/test_next.py tests/e2e/test_fleet_port.py
 
@@ -166,7 +181,7 @@ types: install ## mypy
 docs: install ## the reference of keys, and the tables and pictures of docs/results.md
 	$(BIN)/corolla reference
 	$(BIN)/python -m studies.results_page
-	touch $(INSTALLED)
+	touch $(INSTALLED) $(RUNNING)
 
 # build/site: pages for a browser, with a search; a broken link or anchor ends it. NO_MKDOCS_2_WARNING: a notice of the theme's authors
 site: install ## the documentation as a site: build/site/index.html
@@ -176,9 +191,9 @@ site: install ## the documentation as a site: build/site/index.html
 site-serve: install ## the site on this machine, built anew when a page changes
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs serve
 
-# dist/corolla-*.whl, for an environment without a clone
-wheel: install ## dist/corolla-*.whl
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+# dist/corolla-*.whl, for an environment without a clone; nothing needs to be installed here
+wheel: ## dist/corolla-*.whl
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove the environments and what was built
 	rm -rf $(VENV) .venv-* build dist *.egg-info

@@ -30,8 +30,8 @@ from client_app.device_model import resolve_device
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid, first
 from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.transport.inprocess import InProcessGrid, first
 from strategies import METHOD_PARAMS
 
 SAMPLE_SECONDS = 0.002

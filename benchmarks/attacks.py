@@ -1,8 +1,8 @@
 """Attacks of a lying client within the format, by name, and the client half that applies one to its own uploads.
 
-Every upload here passes the checks of form: names, shapes, finite numbers, the right number of ones in a mask. A liar
+Every upload here passes the checks of form: names, shapes, finite numbers, the right number of ones in a mask. A Byzantine client
 trains as the method does, then changes its upload. The strongest attacks know all other uploads of the round; several
-liars cooperate.
+Byzantine clients cooperate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from client_app.session import Session
 from fl_app.config import RunConfig
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Model, Vector
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies import METHODS
 from strategies.base import ClientState, LocalUpdate, RoundContext
 from strategies.base.uploads import UploadBuffer
@@ -37,13 +37,13 @@ BACKWARDS = 5
 NOISE, NEAR = 1.0, 0.1  # standard deviations
 # of digits
 CLASSES = 10
-# fraction of the bound that an adaptive liar uses
+# fraction of the bound that an adaptive Byzantine client uses
 MARGIN = 0.95
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A liar's knowledge when it uploads.
+    """A Byzantine client's knowledge when it uploads.
 
     It knows the model it was sent, its honest upload, all other clients' uploads of this round, and the models that
     they were sent (starts). It also knows the server's memory of uploads after each past round (screenings).
@@ -52,7 +52,7 @@ class Scene:
     sent: Model
     honest: Upload
     others: Sequence[Upload]
-    liars: int
+    num_byzantine: int
     random: np.random.Generator
     starts: Sequence[Vector]
     round: int = 1
@@ -112,7 +112,7 @@ def changing_mask(scene: Scene) -> Upload:
 
 
 def sybils(scene: Scene) -> Upload:
-    """Upload the first other client's model with noise of standard deviation 0.1, the same for all liars.
+    """Upload the first other client's model with noise of standard deviation 0.1, the same for all of them.
 
     They resemble the victim and each other. So a method that looks for similar clients puts them together. They choose
     the victim's cluster and mask.
@@ -172,14 +172,14 @@ def _with(scene: Scene, params: np.ndarray, buffers: Vector, mask: NDArray[np.ui
 
 
 def _inside(scene: Scene, params: np.ndarray) -> bool:
-    """Return whether the server would accept these parameters from all liars.
+    """Return whether the server would accept these parameters from all of them.
 
     Note the server's memory for that case.
     """
     before = [screening for round, screening in scene.screenings.items() if round < scene.round]
     screening = Screening.restored(before[-1].saved() if before else {})
-    uploads = [*scene.others, *[_with(scene, params, scene.honest.model.buffers)] * scene.liars]
-    starts = [*scene.starts, *[scene.sent.params] * scene.liars]
+    uploads = [*scene.others, *[_with(scene, params, scene.honest.model.buffers)] * scene.num_byzantine]
+    starts = [*scene.starts, *[scene.sent.params] * scene.num_byzantine]
     buffer = UploadBuffer.of(list(range(len(uploads))), Expected(len(params), 0))
     for k, upload in enumerate(uploads):
         buffer.add(k, Upload(Model(upload.model.params, NOTHING.buffers), num_examples=upload.num_examples), {})
@@ -212,7 +212,7 @@ Heard = dict[int, tuple[Vector, Upload]]
 
 
 def hostile(
-    update: type[LocalUpdate[Any]], attack: Attack, liars: int, heard: Heard, screenings: dict[int, Screening]
+    update: type[LocalUpdate[Any]], attack: Attack, num_byzantine: int, heard: Heard, screenings: dict[int, Screening]
 ) -> type[LocalUpdate[Any]]:
     """Return a method's client half that lies when it uploads."""
 
@@ -224,7 +224,7 @@ def hostile(
             honest = super().upload(before, after, state, ctx)
             starts, others = zip(*heard.values(), strict=True)
             sent = ctx.layout.take(before, ctx.shared)
-            return attack(Scene(sent, honest, others, liars, ctx.rng("attack"), starts, ctx.round, screenings))
+            return attack(Scene(sent, honest, others, num_byzantine, ctx.rng("attack"), starts, ctx.round, screenings))
 
     return Hostile
 
@@ -244,17 +244,17 @@ def overheard(update: type[LocalUpdate[Any]], heard: Heard) -> type[LocalUpdate[
     return Overheard
 
 
-def client_app(attack: Attack, liars: int, config: RunConfig) -> ClientApp:
-    """Return a ClientApp for one process. The last `liars` clients lie, after all others have uploaded."""
+def client_app(attack: Attack, num_byzantine: int, config: RunConfig) -> ClientApp:
+    """Return a ClientApp for one process. The last `num_byzantine` clients lie, after all others have uploaded."""
     method, heard, screenings = METHODS[config.method], Heard(), dict[int, Screening]()
     data = functools.cache(lambda client_id: open_client(config, client_id))
 
     def client_fn(context: Context) -> Client:
         client_id, half = int(str(context.node_config["partition-id"])), type(method.local_update())
-        if client_id < config.num_clients - liars:
+        if client_id < config.num_clients - num_byzantine:
             half = overheard(half, heard)
         else:
-            half = hostile(half, attack, liars, heard, screenings)
+            half = hostile(half, attack, num_byzantine, heard, screenings)
         client = CorollaClient(Session(config, dataclasses.replace(method, local_update=half)), client_id, "")
         client.data = data(client_id)
         return client.to_client()

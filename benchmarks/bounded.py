@@ -29,14 +29,14 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from client_app.client_app import app
-from client_app.private import Masker
+from client_app.private_round import Masker
 from fl_app.config import parse
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.privacy import masking
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server_app import run
-from fl_app.wire import GROUP_MIN, Download, Upload
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import GROUP_MIN, Download, Upload
 from strategies import METHOD_PARAMS
 from strategies.engine.distances import SumDistances
 

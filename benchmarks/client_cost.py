@@ -34,8 +34,8 @@ from client_app.process import prepare_training
 from fl_app import models
 from fl_app.config import parse
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 
 clock = time.thread_time
@@ -43,7 +43,7 @@ TARGET_MS = 2.0
 SAMPLES, BATCH, TESTED = 20, 10, 5
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
-    "Flower's objects and the codec": ("fl_app.wire:decode_download", "fl_app.wire:encode_upload"),
+    "Flower's objects and the codec": ("fl_app.transport.wire:decode_download", "fl_app.transport.wire:encode_upload"),
     "opening data": ("client_app.session:Session.data", "client_app.batches:Batches.__init__"),
     "the network as vectors": (
         "client_app.session:Session.network",
@@ -52,7 +52,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     ),
     "client state and its place": (
         "client_app.client:CorollaClient._open_store",
-        "client_app.state:StateStore.load",
+        "client_app.stored_state:StateStore.load",
         "client_app.client:CorollaClient._save",
     ),
     "random seeds": ("torch:manual_seed", "fl_app.rng:seed_global", "fl_app.rng:torch_seed"),

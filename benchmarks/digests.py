@@ -20,9 +20,9 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.metrics import DIGEST_VERSION
 from fl_app.server import record as records
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 
 CLIENTS = 4

@@ -111,8 +111,8 @@ def whole_run(device: str) -> dict[str, float]:
     from client_app.client_app import app
     from fl_app import server_app
     from fl_app.config import parse
-    from fl_app.server.inprocess import InProcessGrid
     from fl_app.server.run_folder import read_metrics, read_summary
+    from fl_app.transport.inprocess import InProcessGrid
     from strategies import METHOD_PARAMS
 
     found = {}

@@ -1,4 +1,4 @@
-"""The uploads that `max-update-norm = 3` would drop without a liar: methods x partitions x participation x optimizers.
+"""The uploads that `max-update-norm = 3` would drop without a Byzantine client: methods x partitions x participation x optimizers.
 
 `python -m benchmarks.honest [METHOD ...]` trains on digits in one process, 10 clients, 4 rounds, all other keys at
 their defaults. These report far uploads and use them. For each method the script prints the number of uploads that
@@ -20,9 +20,9 @@ from client_app.client_app import app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 
 CLIENTS, ROUNDS = 10, 4

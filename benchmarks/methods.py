@@ -24,7 +24,7 @@ from threadpoolctl import threadpool_limits
 from benchmarks.measure import arguments, finish, interleaved
 from benchmarks.training import client_data
 from client_app.process import prepare_training
-from client_app.state import State
+from client_app.stored_state import StoredState
 from client_app.trainer import LocalTrainer
 from corolla.testing import local_round
 from fl_app import weights
@@ -34,7 +34,7 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import RoundContext
 from strategies.base.turn import Turn
@@ -124,10 +124,8 @@ class Client:
         module = method.network(config, **data.info.model_arguments)
         self.layout, self.initial = Layout.of(module), weights.read(module)
         self.shared = method.shared(self.layout, config.params)
-        self.server = method.strategy(
-            config, config.params, self.layout, self.initial, self.shared, RunFolder(Path(), "")
-        )
-        self.state = State()
+        self.server = method.server(config, self.layout, self.initial, self.shared, RunFolder(Path(), ""))
+        self.state = StoredState()
 
     def context(self, round: int) -> tuple[RoundContext[Any], Model]:
         """Return the client's context in a round, and the model that it is sent."""
@@ -165,7 +163,9 @@ class Client:
         for round in (1, 2):
             self.take_part(round)
         context, received = self.context(3)
-        return lambda: local_round(self.method, context, received, State(dict(self.state.arrays), self.state.version))
+        return lambda: local_round(
+            self.method, context, received, StoredState(dict(self.state.arrays), self.state.version)
+        )
 
 
 def forward(context: RoundContext[Any], model: Model) -> None:

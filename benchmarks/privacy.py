@@ -19,16 +19,26 @@ import numpy as np
 from benchmarks.kernels import RESNET18, random_masks, stack
 from benchmarks.measure import arguments, finish, interleaved
 from benchmarks.private_rounds import site_keys
-from client_app.private import Masker, answered
+from client_app.private_round import Masker, answered
 from client_app.run_keys import SiteKeys
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.privacy import keyring, masking, shares, sketch
-from fl_app.privacy.companies import threshold
+from fl_app.privacy.aggregation_groups import threshold
 from fl_app.privacy.keyring import Keyring, RunKeys, drawn_run_keys, open_keyring
 from fl_app.privacy.transcript import SentHashes, config_hash
-from fl_app.wire import AGREED, COMMITTED, OPEN, PRIVATE, SHARES, Download, Upload, payload_bytes, upload_message
+from fl_app.transport.wire import (
+    AGREED,
+    COMMITTED,
+    OPEN,
+    PRIVATE,
+    SHARES,
+    Download,
+    Upload,
+    payload_bytes,
+    upload_message,
+)
 from strategies import fedcac
 from strategies.kernels import aggregate, linkage, masks
 
@@ -55,7 +65,7 @@ class Sites:
     def asked(self, model: Model) -> Download:
         """Return the server's next request to client 0, in one sum of all clients."""
         n, self.attempt = len(self.announced), self.attempt + 1
-        sent = SentHashes(self.config.private_absent == "company").of(
+        sent = SentHashes(self.config.private_left_out == "group").of(
             Download("train", self.attempt, 0, "benchmark", model), {}
         )
         said: dict[str, Scalar] = {
@@ -111,7 +121,7 @@ def by_clients(n: int, model: Model) -> dict[str, float]:
     """Return the costs of a round of FedAvg for n clients in one sum: processor seconds, and bytes of texts and arrays."""
     with tempfile.TemporaryDirectory() as directory:
         sites = Sites(
-            Path(directory), n, RunConfig(method="fedavg", private=True, private_absent="alone", num_clients=n)
+            Path(directory), n, RunConfig(method="fedavg", private=True, private_left_out="client", num_clients=n)
         )
         upload, watch = Upload(model, num_examples=1), Laps()
         asked = sites.asked(model)

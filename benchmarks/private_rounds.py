@@ -29,9 +29,9 @@ from client_app.client_app import app
 from fl_app.config import parse
 from fl_app.keys import Scalar
 from fl_app.privacy import keyring
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server_app import run
-from fl_app.wire import PRIVATE_KEYS
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import PRIVATE_KEYS
 from strategies import METHOD_PARAMS
 
 CLIENTS, ROUNDS, REPEATS = 10, 8, 5

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from client_app.client_app import app
 from fl_app.config import parse
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +40,7 @@ PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 METHODS = ("fedavg", "fedcac")
 CLIENTS = 2
 FIRST = "Rounds.attempts"
-LAST = "round_line"
+LAST = "Round.of"
 CLIENT = "client_app/client_app.py"
 CONFIG = "config"
 

@@ -38,7 +38,7 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.measure import machine
 from fl_app.keys import Scalar
-from fl_app.server.progress_protocol import Folder, read_line
+from fl_app.server.events import Started, event_of
 
 SIZES, SHORT = (100, 1000, 10_000), (50, 150, 450)
 # N log N grows as N^1.13 to N^1.18 between these sizes, N^2 as N^2; the rest is a margin for noise
@@ -61,7 +61,7 @@ class Begun(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Inspect a log record. All are kept."""
-        if isinstance(read_line(record.getMessage()), Folder):
+        if isinstance(event_of(record), Started):
             self.seconds = time.process_time()
         return True
 

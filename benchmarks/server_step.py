@@ -63,7 +63,7 @@ def fedcac_step(uploads: Uploads, neighbours: int) -> None:
     overlap = fedcac.mask_overlap(uploads.W, uploads.bits)
     chosen = fedcac.collaborators(overlap, 1, beta=100)
     if neighbours:
-        chosen &= fedcac.most_alike(overlap, neighbours)
+        chosen &= fedcac.top_k_similar(overlap, neighbours)
     fedcac.personalize(uploads.W, uploads.bits, 1, beta=100, chosen=chosen, out=uploads.W)
 
 

@@ -29,7 +29,7 @@ WARM_UP = 2
 KEPT_STEPS = 4
 
 
-class Trainer(Protocol):
+class StepTrainer(Protocol):
     """The parts of client_app/trainer.py's LocalTrainer that a step uses."""
 
     config: RunConfig
@@ -53,7 +53,7 @@ class Trainer(Protocol):
 class Step:
     """One step of `LocalTrainer.train` on a batch: the gradient, the method's correction, the optimizer."""
 
-    trainer: Trainer
+    trainer: StepTrainer
     differentiate: Differentiate
     correction: Correction | None
     optimizer: Optimizer
@@ -83,9 +83,12 @@ def launched(step: Step, key: Hashable | None) -> Callable[[Tensor, Tensor], obj
     lane = current()
     if lane is None or step.trainer.device.type != "cuda":
         return step
-    # AdamW counts its steps on the CPU, and a graph would not
+    # Adam counts its steps on the CPU, and a graph would not
     if not isinstance(step.optimizer, SGD):
-        lane.lanes.say("clients-at-once: AdamW's steps are launched one by one; SGD's are captured")
+        lane.lanes.say("clients-at-once: Adam's steps are launched one by one; SGD's are captured")
+        return step
+    if step.trainer.config.precision == "float16":
+        lane.lanes.say("clients-at-once: steps in float16 are launched one by one, because their loss is scaled")
         return step
     return GraphedStep(lane, step, key)
 

@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.compat.client.numpy_client import NumPyClient
-from flwr.compat.common.typing import Config, NDArrays
 
 from client_app import at_once
 from client_app.notes import Notes, OwnData, spent_on
 from client_app.session import Session
-from client_app.state import State, StateStore, state_root
-from fl_app import debugging, extras, reasons, software, tasks, trainable_tensors, wire
+from client_app.stored_state import StateStore, StoredState, state_root
+from fl_app import debugging, extras, reasons, software, tasks, trainable_tensors
 from fl_app.checksums import HASHES, stamp_of
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import ClientData, client_names, data_root
-from fl_app.data.moments import Scaling, Sums
+from fl_app.data.moments import MomentSums, Scaling
 from fl_app.debugging import Place
 from fl_app.errors import DIVERGED, Diverged, UserError, diverged
 from fl_app.keys import Scalar
@@ -47,19 +45,21 @@ from fl_app.metrics import (
     range_error,
 )
 from fl_app.model_names import ModelNames, differ
-from fl_app.outgoing import Way
 from fl_app.run_secret import experiment_of
-from fl_app.server.properties import INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
-from fl_app.site import site_directory
+from fl_app.server.properties import COLUMNS, INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
+from fl_app.site_directory import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.stopwatch import Stopwatch
-from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
+from fl_app.transport import wire
+from fl_app.transport.flower import Config, NDArrays, NumPyClient
+from fl_app.transport.outgoing import Way
+from fl_app.transport.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext, hooks
 from strategies.kernels.parts import Part
 
 if TYPE_CHECKING:
     from client_app.flat import FlatModule
-    from client_app.private import Masker
+    from client_app.private_round import Masker
     from client_app.run_keys import SiteKeys
     from client_app.session import Network
     from client_app.trainer import LocalTrainer
@@ -116,7 +116,7 @@ class CorollaClient(NumPyClient):
         aside: dict[str, Scalar] = {}
         try:
             with self._printing_into(aside):
-                download = wire.decode_download(parameters, config)
+                download = self._decoded(parameters, config)
                 answer = {"collect": self._collect, "forget": self._forget}.get(download.task, self._train)
                 arrays, num_examples, metrics = wire.encode_upload(answer(download))
                 self._leave_network()
@@ -129,14 +129,22 @@ class CorollaClient(NumPyClient):
         aside: dict[str, Scalar] = {}
         try:
             with self._printing_into(aside):
-                metrics = self._evaluate(wire.decode_download(parameters, config))
+                metrics = self._evaluate(self._decoded(parameters, config))
                 self._leave_network()
             return float(metrics.pop("loss")), self._reported_count(self.data.num_test), {**metrics, **aside}
         except Exception as error:
             return 0.0, 0, {**self._failed(error), **aside}
 
+    def _decoded(self, parameters: NDArrays, config: Config) -> Download:
+        """Return a message. From here on the client's data have the columns that it names, in their order."""
+        download = wire.decode_download(parameters, config)
+        if (text := download.method.get(COLUMNS)) is not None:
+            with reasons.stage("protocol", "dataset", "readable"):
+                self.data = self.data.with_columns(tuple(map(str, json.loads(str(text)))))
+        return download
+
     def _answered(self, question: Download) -> Config:
-        from client_app.private import answered
+        from client_app.private_round import answered
 
         with reasons.stage("protocol", "private", "hidden"):
             if not self.config.private:
@@ -257,14 +265,14 @@ class CorollaClient(NumPyClient):
         if self._needs_agreement:
             properties[SUMS] = self._sums()
         if self.config.private:
-            from client_app import private
+            from client_app import private_round
 
             with reasons.stage("deployment", "private", "keys"):
                 keys = self._site_keys.keys
-            properties |= private.properties(keys)
+            properties |= private_round.properties(keys)
             if own_data:
                 info = self.data.info
-                properties[FEATURE_TAGS] = private.tags(keys, json.dumps([info.facts.features, info.classes]))
+                properties[FEATURE_TAGS] = private_round.tags(keys, json.dumps([info.facts.features, info.classes]))
         return properties
 
     def _require_classes(self) -> None:
@@ -310,9 +318,9 @@ class CorollaClient(NumPyClient):
         text is too long.
         """
         facts = self.data.info.facts
-        found = Sums.of(self.data.x_train, facts.shift, facts.scale)
+        found = MomentSums.of(self.data.x_train, facts.shift, facts.scale)
         if len(self.data.x_validation):
-            found += Sums.of(self.data.x_validation, facts.shift, facts.scale)
+            found += MomentSums.of(self.data.x_validation, facts.shift, facts.scale)
         sums = found.to_json()
         if len(sums) > wire.MAX_TEXT:
             raise UserError(
@@ -385,7 +393,9 @@ class CorollaClient(NumPyClient):
         with self._naming_divergence(trainer, download.model):
             return self._evaluated(download, ctx, state, trainer)
 
-    def _evaluated(self, download: Download, ctx: RoundContext[Any], state: State, trainer: Any) -> dict[str, Scalar]:
+    def _evaluated(
+        self, download: Download, ctx: RoundContext[Any], state: StoredState, trainer: Any
+    ) -> dict[str, Scalar]:
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
         model = update.personal(start, state, ctx)
@@ -399,7 +409,7 @@ class CorollaClient(NumPyClient):
             tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
             after = self._measured(tuned, trainer, FINETUNED.removeprefix("-"))
             measured |= {name: value for name, value in after.items() if not _is_loss(name)}
-        exported = update.export(model, state, ctx)
+        exported = self.method.exported.model(model, state, ctx)
         if self.config.dataset == NODE:
             self._keep(exported, measured, ctx.layout, download)
         return {
@@ -427,7 +437,7 @@ class CorollaClient(NumPyClient):
         ctx, state, _ = self._prepare(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
-        model = update.export(update.personal(start, state, ctx), state, ctx)
+        model = self.method.exported.model(update.personal(start, state, ctx), state, ctx)
         return Upload(
             model, metrics=self._fallback, num_examples=self._reported_count(ctx.num_samples), dtype=wire.WHOLE
         )
@@ -451,7 +461,7 @@ class CorollaClient(NumPyClient):
         with reasons.stage("data", "dataset", "readable"):
             return self.session.data(self.client_id, self.data_path)
 
-    def _prepare(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
+    def _prepare(self, download: Download) -> tuple[RoundContext[Any], StoredState, Any]:
         """Load the state and build the run's model. Return the method's context, the state and the trainer.
 
         Raises UserError if the download is of another model, or if the state was trained without a privacy budget.
@@ -476,13 +486,14 @@ class CorollaClient(NumPyClient):
             network = self._network(weights_file)
         facts = network.facts
         with reasons.stage("protocol", "model", "same-model"):
-            part = method.local_update.held(facts.shared_layout, download.extras)
+            held = method.submodel
+            part = None if held is None else held.sent_part(facts.shared_layout, download.extras)
             check_same_model(download, facts.layout, facts.shared_layout, config.model, part)
 
         @functools.cache
         def initial() -> Model:
             start = facts.initial()
-            if config.initial_weights and not weights_file and method.local_update.local_from_file:
+            if config.initial_weights and not weights_file and method.local_from_file:
                 start = self.session.initial(self.data.info, config.initial_weights, facts.layout)
             # the method may write into it
             return Model(start.params.copy(), start.buffers.copy())
@@ -503,7 +514,7 @@ class CorollaClient(NumPyClient):
         )
         return ctx, state, ctx.trainer
 
-    def _first_state(self, download: Download) -> State | None:
+    def _first_state(self, download: Download) -> StoredState | None:
         """Return the state of the run that this run goes on from, None if it goes on from none or has a state of its own.
 
         The state stays where it is. Raises UserError if it is missing or damaged.
@@ -516,14 +527,14 @@ class CorollaClient(NumPyClient):
         store = StateStore(root, experiment_of(str(told["secret"])), int(told["client"]), noisy)
         state = store.load(str(told["version"]))
         self._require_state(state, str(told["version"]))
-        return State(state.arrays)
+        return StoredState(state.arrays)
 
-    def _require_state(self, state: State, version: str) -> None:
-        """Raise UserError if a private run would continue from an older state than the members of the client's company.
+    def _require_state(self, state: StoredState, version: str) -> None:
+        """Raise UserError if a private run would continue from an older state than the members of the client's aggregation group.
 
         The server may know how to bring about an older state. Then it knows more of the upload.
         """
-        if state.version != version and self.config.private and self.config.private_absent == "company":
+        if state.version != version and self.config.private and self.config.private_left_out == "group":
             raise UserError(f"private: the state {version} is missing or damaged")
 
     def _network(self, weights_file: str) -> Network:
@@ -574,7 +585,7 @@ class CorollaClient(NumPyClient):
         """Claim the attempt of a private round. Raises UserError if it must not be answered."""
         if not self.config.private:
             return None
-        from client_app.private import Masker
+        from client_app.private_round import Masker
 
         return Masker.of(download, self._site_keys, samples, self.method.own_weight(self.config))
 
@@ -585,7 +596,7 @@ class CorollaClient(NumPyClient):
 
         return SiteKeys.open(site_directory(), self.keys, self.config, self.client_id, self.run)
 
-    def _save(self, state: State, download: Download) -> str:
+    def _save(self, state: StoredState, download: Download) -> str:
         hooks.check_kept(self.config.method, "state.arrays", state.arrays, converts=True)
         # a repeated round would start from it again
         read_from = state.version

@@ -7,22 +7,29 @@ import logging
 import os
 import sys
 
-from flwr.app import Context, Error, Message, MessageType, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
-from flwr.compat.client.client import Client
-from flwr.compat.client.numpy_client import NumPyClient
-from flwr.compat.common.typing import Config, NDArrays
-
 from client_app.client import CorollaClient, refused
 from client_app.session import Session
-from fl_app import debugging, plugins, reasons, refusal
-from fl_app.app_bundle import unpacked
+from fl_app import debugging, plugins, reasons
 from fl_app.debugging import Place, refuse_breakpoints
 from fl_app.errors import UserError
 from fl_app.files import without_near_names
-from fl_app.outgoing import DETAILED, TELL, Kind, Way, leaving, modes_of
-from fl_app.wire import (
+from fl_app.transport import refusal
+from fl_app.transport.app_bundle import unpacked
+from fl_app.transport.flower import (
+    Client,
+    ClientApp,
+    Config,
+    Context,
+    Error,
+    ErrorCode,
+    Message,
+    MessageType,
+    NDArrays,
+    NumPyClient,
+    RecordDict,
+)
+from fl_app.transport.outgoing import DETAILED, TELL, Kind, Way, leaving, modes_of
+from fl_app.transport.wire import (
     IN_PROCESS,
     NODE_NAME,
     PRIVATE_KEYS,
@@ -90,7 +97,7 @@ class CorollaApp(ClientApp):
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message. At a site, only the entries that fl_app/outgoing.py lets pass leave, errors included."""
+        """Answer a message. At a site, only the entries that fl_app/transport/outgoing.py lets pass leave, errors included."""
         kind = KINDS.get(message.metadata.message_type)
         if _place(context) is Place.DEPLOYMENT:
             return _answer_of_site(kind, message, context)

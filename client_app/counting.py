@@ -1,6 +1,6 @@
 """A process that counts the training samples of a client in a run: `python -m client_app.counting FILE`.
 
-A site's gate starts it (deploy/counting.py), behind the walls of its applications: some readers of data run code that a
+A site's gate starts it (deploy/sample_counting.py), behind the walls of its applications: some readers of data run code that a
 file names, and applications may write some of these files. FILE is the number of an open socket. A JSON
 object comes from it, with the arguments of `train_samples`. The answer is a number, or `!` and the text of a UserError.
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_app.config import parse
+from fl_app.config.rules import complain
 from fl_app.data import open_client, trained_on
 from fl_app.errors import UserError
 from fl_app.files import without_near_names
@@ -45,14 +46,13 @@ def limits_of(config: Mapping[str, Scalar]) -> list[tuple[KeySpec, Scalar]]:
 
     An own method has none: it would be imported, and its name can be that of any module of the site.
     """
-    method, problems, found = str(config.get("method", "")), list[str](), []
+    method, problems, found = str(config.get("method", "")), list[UserError](), []
     if is_reference(method):
         return []
     for spec in specs(METHOD_PARAMS.get(method, NoParams), table_of(method)):
         if spec.trains_on is not None:
             found.append((spec, spec.read(config.get(spec.name, spec.default), problems)))
-    if problems:
-        raise UserError("\n".join(problems))
+    complain(problems)
     return found
 
 

@@ -26,6 +26,11 @@ from fl_app.tasks import Task
 from fl_app.tracing import uncompiled
 from strategies.base import classifier_path
 
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types of 16 bits, by the value of the key `precision`."""
+LOSS_SCALE = 2.0**16
+"""First factor on the loss for gradients in float16, as torch.amp.GradScaler has it."""
+
 
 def resolve_device(name: str) -> torch.device:
     """Return the device that the config names. Raises UserError for a GPU that this machine does not have."""
@@ -35,6 +40,21 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device: {name} asked for, this machine has {torch.cuda.device_count()} usable GPUs")
     return device
+
+
+def _leaves_of(value: Tensor) -> list[Tensor]:
+    """Return the tensors whose gradients a backward pass from a value sets."""
+    found: list[Tensor] = []
+    seen, todo = set(), [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [further for further, _ in node.next_functions]
+    return found
 
 
 class LoadedModel:
@@ -79,6 +99,7 @@ class LoadedModel:
         self.leave_out = self.data.leave_out
         self.task, self.num_classes = self.data.task, len(data.info.classes)
         self.headline = self.task.headline
+        self._loss_scale = LOSS_SCALE
         # reasons why metrics failed, by name
         self.metric_errors: dict[str, str] = {}
 
@@ -104,9 +125,10 @@ class LoadedModel:
 
     def logits(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return logits float32 [n, C], computed in the run's precision."""
-        if self.config.precision != "bfloat16":
+        half = HALVES.get(self.config.precision)
+        if half is None:
             return module(x).float()  # type: ignore[no-any-return]
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, half):
             logits: Tensor = module(x)
         return logits.float()
 
@@ -171,9 +193,30 @@ class LoadedModel:
         self.gradient.zero_()
         n = len(self.data.train_labels)
         for x, y in self.data.train():
-            loss = self.task.total(self.logits(self.module, x), y) / n
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.backward(self.task.total(self.logits(self.module, x), y) / n)
         return self.vector(self.gradient)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a loss's gradients to those of the tensors that it depends on, as `loss.backward()` does.
+
+        Small gradients would be 0 in float16. So this precision differentiates the loss times a power of two, which is
+        halved as long as a gradient is not finite.
+        """
+        if self.config.precision != "float16":
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        leaves = _leaves_of(loss)
+        while True:
+            scaled = loss * self._loss_scale
+            found = torch.autograd.grad(scaled, leaves, retain_graph=True, allow_unused=True)
+            pairs = [(leaf, slope) for leaf, slope in zip(leaves, found, strict=True) if slope is not None]
+            if self._loss_scale <= 1 or all(bool(slope.isfinite().all()) for _, slope in pairs):
+                break
+            self._loss_scale /= 2
+        with torch.no_grad():
+            for leaf, slope in pairs:
+                own = slope / self._loss_scale
+                leaf.grad = own if leaf.grad is None else leaf.grad.add_(own)
 
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (mean loss, headline) on the test data. NaN means no test data."""

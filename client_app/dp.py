@@ -139,7 +139,7 @@ class Plan:
             noise = _noise(epsilon, delta, rate, total, others)
         except ValueError:
             spent = epsilon_of(before.steps, delta)
-            other_runs = f"; other runs have spent {spent:.4g} of it on this data" if spent else ""
+            other_runs = f"; other runs have spent {spent:.4g} of it at this site" if spent else ""
             raise UserError(
                 f"dp-epsilon: no noise keeps {samples} samples within {epsilon:g} (dp-delta {delta:g}"
                 f"{promised_before(config, epsilon, delta)}) over {config.num_server_rounds} rounds of {steps * epochs} steps"

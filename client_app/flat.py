@@ -317,13 +317,23 @@ class SGD:
         return [] if self._velocity is None else [self._velocity]
 
 
-class AdamW:
-    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. fixed: as for SGD."""
+class Adam:
+    """The step of torch.optim.Adam, or of AdamW if `decoupled`, on a flat vector, with its default betas and epsilon.
+
+    fixed: as for SGD.
+    """
 
     def __init__(
-        self, vector: Tensor, *, weight_decay: float, fixed: Tensor | None = None, clip_norm: float = 0
+        self,
+        vector: Tensor,
+        *,
+        weight_decay: float,
+        decoupled: bool,
+        fixed: Tensor | None = None,
+        clip_norm: float = 0,
     ) -> None:
         self._vector, self._weight_decay, self._fixed, self._clip_norm = vector, weight_decay, fixed, clip_norm
+        self._decoupled = decoupled
         self._first, self._second = torch.zeros_like(vector), torch.zeros_like(vector)
         self._steps = 0
 
@@ -332,7 +342,11 @@ class AdamW:
         """Move the vector; `gradient` may be overwritten."""
         mask_and_clip(gradient, self._fixed, self._clip_norm)
         self._steps += 1
-        if self._weight_decay:
+        if self._weight_decay and not self._decoupled:
+            gradient = gradient.add(self._vector, alpha=self._weight_decay)
+            if self._fixed is not None:
+                gradient.masked_fill_(self._fixed, 0)
+        elif self._weight_decay:
             shrunk = self._vector * (1 - learning_rate * self._weight_decay)
             self._vector.copy_(shrunk if self._fixed is None else torch.where(self._fixed, self._vector, shrunk))
         self._first.lerp_(gradient, 1 - BETA1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fl_app import models, plugins, tasks, wire
+from fl_app import models, plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.files import make_directory, publish_text
@@ -35,8 +35,9 @@ from fl_app.server.run_folder import (
     SHAPE,
     SUMMARY,
 )
-from fl_app.site import site_directory
+from fl_app.site_directory import site_directory
 from fl_app.toml import to_toml
+from fl_app.transport import wire
 from fl_app.weights import save_safetensors
 
 

@@ -1,9 +1,9 @@
-"""A site's permanent notes on spent privacy budgets, in its own directory (fl_app/site.py).
+"""A site's permanent notes on spent privacy budgets, in its own directory (fl_app/site_directory.py).
 
 - `runs/<experiment>/client-<id>/budget.json`: the trainings of one run on data that come with a Python package, and in
   simulations.
 - `data/<hash>.json`: the trainings of all runs on one client's records. The first line names the
-  data, so that a message reads no further in files of other data.
+  data, so that a message reads no further in files of data that have no record in common with its own.
 - `spending/<run>-<client>`: the experiment in which a run of a deployment spends.
 
 Each training is noted with the budget that its run promised. No later run may break that promise, whatever its own
@@ -13,6 +13,7 @@ budget.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import re
@@ -81,17 +82,14 @@ class OwnData:
         return cls(absolute(named) if named else data_root(config), client_id, opened.hashes.data, division)
 
     def shares(self, other: OwnData) -> bool:
-        """Return whether both may have a record in common. Records differ in one of two cases only, of two clients.
+        """Return whether both may have a record in common. They have none in one case only.
 
-        Both have their node's own data, at other paths and with other contents; or both have parts of one division of
-        the same contents. One client's records may be the same under any name, in any format, order or division.
+        Two clients have parts of one division of the same contents. Otherwise the records may be the same under any
+        name, in any format, order, selection or division.
         """
-        if self.client == other.client:
+        if self.client == other.client or self.partition in ("", _OVERLAPPING):
             return True
-        if not self.partition and not other.partition:
-            return bool(self.content and self.content == other.content) or _overlap(self.path, other.path)
-        alike = (self.content, self.partition) == (other.content, other.partition)
-        return not alike or self.partition == _OVERLAPPING
+        return dataclasses.replace(self, client=None) != dataclasses.replace(other, client=None)
 
     @property
     def file(self) -> str:
@@ -102,10 +100,6 @@ class OwnData:
     def header(self) -> list[str | int | None]:
         """The contents of that file's first line."""
         return [str(self.path), self.client, self.content, self.partition]
-
-
-def _overlap(a: Path, b: Path) -> bool:
-    return a.is_relative_to(b) or b.is_relative_to(a)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 - `keys/<hash>/<round>-<attempt>.answered`: an attempt that was answered under them, with the means to open its sum.
   `keys/<hash>/<round>-<attempt>.<hash>.opened`: the members whose sum the client helps to open.
   `keys/<hash>/experiment`: the one experiment that they serve. `keys/<hash>/ended`: they are deleted, and no new ones made.
-- `runs/<experiment>/sums-<hash of the public half>.json`: the client's company in the experiment, the splits that it has
+- `runs/<experiment>/sums-<hash of the public half>.json`: the client's aggregation group in the experiment, the splits that it has
   signed, and its sample count.
 - `runs/<experiment>/clipped-<hash>`: a value of the client was beyond `private-range`.
 
@@ -32,11 +32,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, opener, publish_text, sync
-from fl_app.privacy import companies, pins
-from fl_app.privacy.companies import Membership, Split, parts_of, threshold
+from fl_app.privacy import aggregation_groups, pins
+from fl_app.privacy.aggregation_groups import GroupSplit, Membership, parts_of, threshold
 from fl_app.privacy.keyring import PEERS, Keyring, RunKeys, drawn_run_keys, open_keyring, run_keys_from_seed, text_of
 from fl_app.privacy.transcript import config_hash
-from fl_app.wire import SEED_KEYS, state_version
+from fl_app.transport.wire import SEED_KEYS, state_version
 
 _KEYS, _RUNS, _PRIVATE, _EXPERIMENT, _ENDED = "keys", "runs", "private", "experiment", "ended"
 _ANSWERED, _OPENED = ".answered", ".opened"
@@ -89,13 +89,13 @@ class SiteKeys:
         return _run(self.site, experiment) / f"clipped-{self._own}"
 
     def claim(
-        self, experiment: str, round: int, attempt: int, members: Collection[int], splits: Iterable[Split] = ()
+        self, experiment: str, round: int, attempt: int, members: Collection[int], splits: Iterable[GroupSplit] = ()
     ) -> None:
         """Note that an attempt at a sum is being answered. Raises UserError if it must not be.
 
         It must not be if it was answered before, if the round has been answered `round-retries` + 1 times, or if the keys
-        serve another experiment. members: those that are sent the same, who must be the client's whole company or more.
-        splits: of its company so far.
+        serve another experiment. members: those that are sent the same, who must be the client's whole aggregation group
+        or more. splits: of this group so far.
         """
         me, version = self.keys.ring.client_id, state_version(round, attempt)
         with self._noting(experiment) as directory:
@@ -110,7 +110,7 @@ class SiteKeys:
                     f"client {me}: private: it has answered {len(tried)} attempts at round {round}, and answers no more "
                     "(round-retries)"
                 )
-            self._require_company(experiment, members, splits)
+            self._require_group(experiment, members, splits)
             if not (directory / _EXPERIMENT).exists():
                 publish_text(directory / _EXPERIMENT, experiment)
             self._mark(directory / f"{version}{_ANSWERED}")
@@ -129,12 +129,13 @@ class SiteKeys:
         round: int,
         attempt: int,
         survivors: Collection[int],
-        splits: Iterable[Split] = (),
+        splits: Iterable[GroupSplit] = (),
     ) -> dict[str, Any]:
         """Note the survivors whose sum the client helps to open. Return the notes on the attempt (`note_answer`).
 
         Raises UserError if the client has not answered the attempt, if they are no members, if it helped to open another
-        sum of the attempt, if they are too few, or if they are not its whole company. splits: of its company so far.
+        sum of the attempt, if they are too few, or if they are not its whole aggregation group. splits: of this group so
+        far.
         """
         me, version, asked = self.keys.ring.client_id, state_version(round, attempt), sorted(survivors)
         with self._noting(experiment) as directory:
@@ -151,7 +152,7 @@ class SiteKeys:
                 raise UserError(f"client {me}: private: another sum of attempt {version} was opened before")
             if len(asked) < (needed := threshold(len(noted["members"]))):
                 raise UserError(f"client {me}: private: a sum needs {needed} of its members, got {len(asked)}")
-            self._require_company(experiment, asked, splits)
+            self._require_group(experiment, asked, splits)
             if not before:
                 self._mark(mark)
         return noted
@@ -170,26 +171,28 @@ class SiteKeys:
                 f"client {self.keys.ring.client_id}: private: its keys for this run serve another experiment"
             )
 
-    def sign_split(self, experiment: str, splits: Sequence[Split]) -> str:
+    def sign_split(self, experiment: str, splits: Sequence[GroupSplit]) -> str:
         """Return the client's signature of the last of these splits. Raises UserError if it must not sign it.
 
-        The others are the splits of its company so far.
+        The others are the splits of its aggregation group so far.
         """
-        with self._noting(experiment) as directory, self._noting_company(experiment):
+        with self._noting(experiment) as directory, self._noting_group(experiment):
             self._check_served(directory, experiment)
             *before, asked = splits
-            self._note_company(experiment, self._company(experiment, before).signing(asked.parts))
+            self._note_group(experiment, self._membership(experiment, before).signing(asked.parts))
         return self.keys.sign_split(experiment, asked.parts)
 
-    def _require_company(self, experiment: str, members: Collection[int], splits: Iterable[Split]) -> None:
-        """Note splits of the client's company. Raises UserError unless the company is whole among these members."""
-        if self.config.private_absent != "company":
+    def _require_group(self, experiment: str, members: Collection[int], splits: Iterable[GroupSplit]) -> None:
+        """Note splits of the client's aggregation group. Raises UserError unless the whole group is among these members."""
+        if self.config.private_left_out != "group":
             return
-        with self._noting_company(experiment):
-            known = self._company(experiment, splits)
-            self._note_company(experiment, known)
+        with self._noting_group(experiment):
+            known = self._membership(experiment, splits)
+            self._note_group(experiment, known)
             if away := [i for i in known.members if i not in members]:
-                raise ValueError(f"a sum over clients {sorted(members)} splits a company: it needs clients {away}")
+                raise ValueError(
+                    f"a sum over clients {sorted(members)} splits an aggregation group: it needs clients {away}"
+                )
 
     @contextlib.contextmanager
     def _alone(self, experiment: str) -> Iterator[None]:
@@ -200,8 +203,8 @@ class SiteKeys:
             yield
 
     @contextlib.contextmanager
-    def _noting_company(self, experiment: str) -> Iterator[None]:
-        """Do the same for notes on the client's company. A ValueError inside becomes a UserError."""
+    def _noting_group(self, experiment: str) -> Iterator[None]:
+        """Do the same for notes on the client's aggregation group. A ValueError inside becomes a UserError."""
         try:
             with self._alone(experiment):
                 yield
@@ -210,24 +213,33 @@ class SiteKeys:
 
     @property
     def _first(self) -> list[object]:
-        """The facts on which companies of an experiment rest: its list of keys, and its first companies."""
-        whole = json.dumps(parts_of(companies.first(self.config)))
+        """The facts on which aggregation groups of an experiment rest: its list of keys, and its first aggregation groups."""
+        whole = json.dumps(parts_of(aggregation_groups.first(self.config)))
         return [self.keys.ring.fingerprint, hashlib.sha256(whole.encode()).hexdigest()]
 
-    def _company(self, experiment: str, splits: Iterable[Split]) -> Membership:
-        """Return the client's company after splits. Raises ValueError if it has none, or if the experiment began otherwise."""
+    def _membership(self, experiment: str, splits: Iterable[GroupSplit]) -> Membership:
+        """Return the client's aggregation group after splits.
+
+        Raises ValueError if it has none, or if the experiment began otherwise.
+        """
         known, me = self._known(experiment), self.keys.ring.client_id
         if known.get("first", self._first) != self._first or "parts" in known:
-            raise ValueError("this experiment began with other companies, another list of keys or an earlier version")
-        own = known.get("company") or next((of for of in companies.first(self.config) if me in of), [])
+            raise ValueError(
+                "this experiment began with other aggregation groups, another list of keys or an earlier version"
+            )
+        own = (
+            known.get("group")
+            or known.get("company")
+            or next((of for of in aggregation_groups.first(self.config) if me in of), [])
+        )
         if me not in own:
-            raise ValueError("this client trains in no company")
+            raise ValueError("this client trains in no aggregation group")
         found = Membership(me, tuple(own), tuple(map(parts_of, known.get("signed", []))))
         return found.after(splits, functools.partial(self.keys.has_signed_split, experiment))
 
-    def _note_company(self, experiment: str, found: Membership) -> None:
+    def _note_group(self, experiment: str, found: Membership) -> None:
         signed = [[list(own) for own in parts] for parts in found.signed]
-        facts = {"first": self._first, "company": list(found.members), "signed": signed}
+        facts = {"first": self._first, "group": list(found.members), "signed": signed}
         known = self._known(experiment)
         if known != known | facts:
             self._note(experiment, **facts)

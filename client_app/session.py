@@ -24,7 +24,7 @@ from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Metric
 from fl_app.model_names import ModelNames
-from fl_app.site import refuse_within_site
+from fl_app.site_directory import refuse_within_site
 from fl_app.sources import NODE
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base.method import AnyMethod
@@ -151,9 +151,9 @@ class Session:
     def leave(self, network: Network, flat: FlatModule) -> None:
         """Keep a message's network, as vectors, for the next message, if `FlatModule.reset` can restore all of it.
 
-        It cannot for networks that a method makes of the run's model, nor with a method that is not Corolla's. The network
-        of a model that is not Corolla's is kept if its layers hold nothing that can change (`FlatModule.is_restorable`).
-        Differential privacy leaves marks on a network, too.
+        Only networks of built-in methods that do not wrap the run's model are kept. The network of a user's own model is kept
+        if its layers hold nothing that can change (`FlatModule.is_restorable`). With differential privacy none is kept, because
+        it leaves marks on a network.
         """
         config, method = self.config, self.method
         made = plugins.is_reference(config.method) or method.wrap is not None or method.compose is not None
@@ -170,7 +170,7 @@ class Session:
     @functools.cached_property
     def reports(self) -> tuple[Metric, ...]:
         """The method's own metrics."""
-        return self.method.reports
+        return self.method.recorded
 
     def _built(self, info: DatasetInfo, weights_file: str) -> nn.Module:
         names = ModelNames.of(info)

@@ -22,7 +22,7 @@ from client_app import at_once
 from client_app.batches import Batch
 from client_app.captured import Differentiate, Step, launched
 from client_app.device_model import LoadedModel
-from client_app.flat import SGD, AdamW, FlatModule, set_mode
+from client_app.flat import SGD, Adam, FlatModule, set_mode
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
@@ -177,8 +177,11 @@ class LocalTrainer(LoadedModel):
     def _batches(self, epochs: int | None, purpose: str, max_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
         self.train_mode()
         self._steps = self._epoch = 0
-        batches = self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose)
-        for batch in islice(batches, max_batches or None):
+        if epochs is None:
+            # an epoch has at least one batch, so as many epochs as steps are enough
+            max_batches = max_batches or self.config.local_steps
+            epochs = self.config.local_steps or self.config.local_epochs
+        for batch in islice(self.data.epochs(epochs, purpose), max_batches or None):
             yield self.begin_batch(batch)
         at_once.pause()
         self.check_loss()
@@ -231,7 +234,7 @@ class LocalTrainer(LoadedModel):
             raise UserError(f"objective: must return a scalar tensor, the batch's mean, got {got}")
         # there is no gradient if all trainable parameters of the user's model are frozen
         if value.requires_grad:
-            value.backward()  # type: ignore[no-untyped-call]
+            self.backward(value)
         for layer in self._batchnorms if alone else []:
             layer.train()
         value = value.detach()
@@ -268,11 +271,11 @@ class LocalTrainer(LoadedModel):
         if fixed is not None:
             fixed = fixed[part]
         vector, config = vector[part], self.config
-        if config.optimizer == "adamw":
-            return AdamW(vector, weight_decay=config.weight_decay, fixed=fixed, clip_norm=config.clip_norm)
-        return SGD(
-            vector, momentum=config.momentum, weight_decay=config.weight_decay, fixed=fixed, clip_norm=config.clip_norm
-        )
+        decay, clip = config.weight_decay, config.clip_norm
+        if config.optimizer != "sgd":
+            decoupled = config.optimizer == "adamw"
+            return Adam(vector, weight_decay=decay, decoupled=decoupled, fixed=fixed, clip_norm=clip)
+        return SGD(vector, momentum=config.momentum, weight_decay=decay, fixed=fixed, clip_norm=clip)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the task's mean loss, a scalar. Inside an objective, this value counts in `last_loss`."""

@@ -18,15 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flwr.app import Context, Error, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
-
 from client_app.client_app import app
 from client_app.process import import_torch
 from client_app.session import Session
 from fl_app import forking, plugins
 from fl_app.keys import Scalar
-from fl_app.wire import SIMULATED, SIMULATED_RUN, simulated_node
+from fl_app.transport.flower import Context, Error, Message, RecordDict, TaskIdentity
+from fl_app.transport.wire import SIMULATED, SIMULATED_RUN, simulated_node
 
 COMMAND = (sys.executable, "-P", "-m", "client_app.worker")
 

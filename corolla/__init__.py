@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from corolla.api import Run, compare, load, run
-    from fl_app.errors import RunFailed, UserError
+    from fl_app.errors import ConfigurationError, DataError, DeploymentError, MethodError, RunFailed, UserError
 
-__all__ = ["Run", "RunFailed", "UserError", "compare", "load", "run"]
+__all__ = [
+    "ConfigurationError",
+    "DataError",
+    "DeploymentError",
+    "MethodError",
+    "Run",
+    "RunFailed",
+    "UserError",
+    "compare",
+    "load",
+    "run",
+]
 
-_HOMES = {
-    "Run": "corolla.api",
-    "compare": "corolla.api",
-    "load": "corolla.api",
-    "run": "corolla.api",
-    "RunFailed": "fl_app.errors",
-    "UserError": "fl_app.errors",
-}
+_API = ("Run", "compare", "load", "run")
+_HOMES = {name: "corolla.api" if name in _API else "fl_app.errors" for name in __all__}
 _BESIDE = ("fl_app", "strategies", "client_app", "deploy")
 _HERE = Path(__file__).resolve().parent.parent
 

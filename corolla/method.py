@@ -23,20 +23,27 @@ from fl_app.keys import (
 )
 from fl_app.layout import NOTHING, Layout, Model, Slot
 from fl_app.metrics import Metric
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
     OWN_MODEL,
     ClientState,
     Correction,
-    Drawings,
+    Exported,
+    Holds,
+    Late,
     LocalUpdate,
+    Means,
     Method,
+    ModelFactory,
     Objective,
+    OnDemand,
     Optimizer,
+    Outliers,
     PersonalizedStrategy,
     RoundContext,
     Sent,
     State,
+    Submodel,
     Sums,
     Trainer,
     Turn,
@@ -53,6 +60,9 @@ from strategies.baselines.fedavg import FedAvg
 from strategies.kernels.aggregate import weighted_mean
 from strategies.kernels.averages import RULES
 
+# the earlier name, for one release
+Drawings = ModelFactory
+
 __all__ = [
     "AT_LEAST_ONE",
     "BELOW_ONE",
@@ -65,21 +75,27 @@ __all__ = [
     "RULES",
     "ClientState",
     "Correction",
-    "Drawings",
+    "ModelFactory",
     "Expected",
+    "Exported",
     "FedAvg",
     "Groups",
+    "Holds",
+    "Late",
     "Layers",
     "Layout",
     "Links",
     "LocalUpdate",
     "Matrix",
+    "Means",
     "Method",
     "Metric",
     "Model",
     "NoParams",
     "Objective",
+    "OnDemand",
     "Optimizer",
+    "Outliers",
     "PersonalizedStrategy",
     "RoundContext",
     "Rule",
@@ -88,6 +104,7 @@ __all__ = [
     "Sent",
     "Slot",
     "State",
+    "Submodel",
     "Sums",
     "Trainer",
     "Turn",

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.config import parse
@@ -29,9 +29,9 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
-from strategies.base import Drawings, Method, RoundContext, Uploads
+from strategies.base import Method, ModelFactory, RoundContext, Uploads
 from strategies.base.method import AnyMethod
 from strategies.base.turn import Turn
 from strategies.base.uploads import UploadBuffer
@@ -94,15 +94,15 @@ class Federation:
         self.shared = self.method.travelling(self.config, self.layout)
         self._directory = tempfile.TemporaryDirectory() if folder is None else None
         run_folder = RunFolder(Path(self._directory.name) if self._directory else folder or Path(), "test")
-        self.server: Any = self.method.strategy(
-            self.config, self.config.params, self.layout, self.initial, self.shared, run_folder
-        )
-        self.states = [State() for _ in data]
+        self.server: Any = self.method.server(self.config, self.layout, self.initial, self.shared, run_folder)
+        self.states = [StoredState() for _ in data]
         self.rounds = 0
+        self.latest = self.turn(0)
+        self.server.begin(self.latest)
 
     def module(self) -> nn.Module:
         """Return the network that is trained."""
-        return self.method.around(Drawings(self.drawn, self.info.input_shape, self.config.seed), self.config)
+        return self.method.around(ModelFactory(self.drawn, self.info.input_shape, self.config.seed), self.config)
 
     def drawn(self, k: int) -> nn.Module:
         """Return the k-th random initialization of the model, the same on every call."""
@@ -117,7 +117,7 @@ class Federation:
         x, y = self.data[client_id]
         round = round or self.rounds
         trainer = LocalTrainer(self.module(), self.config, ClientData(x, y, x, y, self.info), round, client_id)
-        turn = self.server.attempt if round == self.rounds else self.turn(round)
+        turn = self.latest if round == self.rounds else self.turn(round)
         download = self.server.download_for(client_id, turn, "train")
         ctx = RoundContext(
             self.config,
@@ -162,12 +162,14 @@ class Federation:
         results of training. Without W the clients train. Raises UserError for other shapes.
         """
         self.rounds += 1
-        turn = self.turn(self.rounds)
-        self.server.begin(turn)
         chosen = sorted(range(len(self.data)) if ids is None else ids)
+        turn = self.latest = self.turn(self.rounds)
+        turn.connected = chosen
+        self.server.begin(turn)
         trained = self._trained(W, B, len(chosen))
         self.server.chosen(chosen, turn)
         protocol, buffer = PlainRounds(self.server), UploadBuffer.of(chosen, self.server.formed(turn))
+        protocol.turn = turn
         for i, model in zip(chosen, trained, strict=True):
             upload = self.upload(i, model)
             buffer.add(i, protocol.check(i, upload), upload.metrics)
@@ -183,7 +185,7 @@ class Federation:
     def evaluated(self, client_id: int) -> Model:
         """Return the model that a client would be evaluated with at this point."""
         ctx, received = self.context(client_id)
-        update, state = self.method.local_update(), State(dict(self.states[client_id].arrays))
+        update, state = self.method.local_update(), StoredState(dict(self.states[client_id].arrays))
         return update.personal(update.merge(received, state, ctx), state, ctx)
 
     @property
@@ -227,7 +229,7 @@ def federation(method: AnyMethod | str, clients: int = 3, d: int = 8, **keys: An
 
 
 def local_round(
-    method: AnyMethod, context: RoundContext[Any], received: Model, state: State, trained: Model | None = None
+    method: AnyMethod, context: RoundContext[Any], received: Model, state: StoredState, trained: Model | None = None
 ) -> Upload:
     """Return a client's upload of a round: all steps from download to upload, without the evaluations.
 

@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fl_app import foreign_files
-from fl_app.errors import MALFORMED, UserError, describe
+from fl_app.errors import MALFORMED, DeploymentError, UserError, describe
 from fl_app.files import make_directory, publish_text
 from fl_app.keys import Scalar
+from fl_app.toml import flatten, read_toml
+from fl_app.transport.app_bundle import project_file
 
 log = logging.getLogger("corolla")
 
@@ -26,11 +28,23 @@ WAITING, DECIDED = "waiting", "decided"
 
 @dataclass(frozen=True)
 class Request:
-    """A run that asks for approval: its id, the sha256 of its code, its whole config."""
+    """A run that asks for approval: its id, the sha256 of its code, its whole config, the account that submitted it.
+
+    submitter: as the SuperLink names it, "" if it does not. No answer depends on it.
+    """
 
     run: str
     application: str
     config: Mapping[str, Scalar]
+    submitter: str = ""
+
+    @property
+    def telling(self) -> dict[str, Scalar]:
+        """The run's name, its method, and the keys that have another value than this installation's default."""
+        known = flatten(read_toml(project_file())["tool"]["flwr"]["app"]["config"])
+        first = {name: self.config[name] for name in ("run-name", "method") if name in self.config}
+        rest = {k: v for k, v in self.config.items() if (type(v), v) != (type(known.get(k)), known.get(k))}
+        return first | rest
 
     @property
     def digest(self) -> str:
@@ -41,7 +55,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SiteAnswer:
     """A site's answer to a request. by: the user that gave it."""
 
     digest: str
@@ -57,10 +71,10 @@ def ask(directory: Path, request: Request) -> None:
         publish_text(path, json.dumps(asdict(request), indent=1))
 
 
-def answer(directory: Path, request: Request) -> Answer | None:
+def answer(directory: Path, request: Request) -> SiteAnswer | None:
     """Return the answer to a request, or None. An answer for another application or config does not count."""
     try:
-        found = Answer(**json.loads(foreign_files.read(directory, f"{DECIDED}/{request.run}.json")))
+        found = SiteAnswer(**json.loads(foreign_files.read(directory, f"{DECIDED}/{request.run}.json")))
     except (OSError, UserError, *MALFORMED):
         return None
     return found if found.digest == request.digest and found.approved in (True, False) else None
@@ -86,7 +100,7 @@ def _request(content: bytes) -> Request:
     """Return the request in a file. Raises one of MALFORMED."""
     request = Request(**json.loads(content))
     values = request.config.items()
-    texts = isinstance(request.run, str) and isinstance(request.application, str)
+    texts = all(isinstance(text, str) for text in (request.run, request.application, request.submitter))
     if not texts or not all(isinstance(name, str) and isinstance(value, Scalar) for name, value in values):
         raise ValueError("its fields have other types")
     return request
@@ -96,10 +110,10 @@ def decide(directory: Path, run: str, approved: bool) -> Request:
     """Answer a waiting run. Raises UserError if no run of this id waits."""
     requests = {request.run: request for request in waiting(directory)}
     if run not in requests:
-        raise UserError(f"run {run}: does not wait for approval here; waiting: {', '.join(requests) or 'none'}")
+        raise DeploymentError(f"run {run}: does not wait for approval here; waiting: {', '.join(requests) or 'none'}")
     path = directory / DECIDED / f"{run}.json"
     make_directory(path.parent)
-    publish_text(path, json.dumps(asdict(Answer(requests[run].digest, approved, getpass.getuser()))))
+    publish_text(path, json.dumps(asdict(SiteAnswer(requests[run].digest, approved, getpass.getuser()))))
     return requests[run]
 
 

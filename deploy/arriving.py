@@ -10,6 +10,7 @@ A site without `max-upload` has no bound, and Flower's server as it is.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -38,6 +39,8 @@ _CALLS = frozenset(
     + ("pull-object", "confirm-message-received", "pull-messages")
 )
 _TOO_MUCH, _NOT_HERE = 413, 404
+# seconds after which an open request is looked at, and again
+_LOOK_SECONDS = 1.0
 
 
 class Arriving:
@@ -51,7 +54,7 @@ class Arriving:
         self._limit = limit
         self._most = float("inf") if limit is None else 2 * limit + _MORE
         self._passed = False
-        self._kept = self._here = 0
+        self._messages = self._kept = self._here = 0
         self._lock = threading.Lock()
 
     @property
@@ -62,9 +65,9 @@ class Arriving:
         )
 
     def begin(self) -> None:
-        """Count anew, for the next message."""
+        """Count anew, for the next message. Requests from before it that are still open end soon."""
         with self._lock:
-            self._kept, self._passed = 0, False
+            self._messages, self._kept, self._passed = self._messages + 1, 0, False
 
     def bound(self, state: Any) -> None:
         """Let Flower's state of a SuperNode keep no more than the bound of all states that applications leave there."""
@@ -98,8 +101,6 @@ class Arriving:
         """Return an ASGI application that reads requests within the bound, and hands them to another one."""
 
         async def bounded(scope: Event, receive: Receive, send: Send) -> None:
-            if scope["type"] == "lifespan":
-                return await app(scope, receive, send)
             name = scope["path"].rpartition("/")[2]
             if name not in _CALLS:
                 return await _refuse(send, _NOT_HERE)
@@ -120,7 +121,17 @@ class Arriving:
                 with self._lock:
                     self._here, self._kept = self._here - size, self._kept + kept
 
-        return bounded
+        async def ended_with_its_message(scope: Event, receive: Receive, send: Send) -> None:
+            if scope["type"] == "lifespan":
+                return await app(scope, receive, send)
+            began, request = self._messages, asyncio.ensure_future(bounded(scope, receive, send))
+            while not (await asyncio.wait({request}, timeout=_LOOK_SECONDS))[0]:
+                if self._messages != began:
+                    request.cancel()
+                    return None
+            return await request
+
+        return ended_with_its_message
 
     def _takes(self, here: int, kept: int = 0) -> bool:
         with self._lock:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.errors import MALFORMED, UserError
+from fl_app.errors import MALFORMED, DeploymentError, UserError
 from fl_app.files import lock, make_directory, publish_text
 
 FILE, HEAD, LOCK = "audit.jsonl", "audit.head", ".audit.lock"
@@ -45,6 +45,25 @@ def verify(directory: Path) -> Chain:
     Raises UserError that names the first line that was changed, or states that the end is missing.
     """
     path = directory / FILE
+    chain = chain_of(path)
+    count, head = _head(directory)
+    # a process killed between writing a line and updating the head leaves the head one line behind
+    noted = chain.hashes[count - 1] if 0 < count <= len(chain.hashes) else _FIRST
+    if count > len(chain.hashes):
+        raise DeploymentError(
+            f"{path}: its end is missing: {len(chain.hashes)} of {count} lines are left ({directory / HEAD})"
+        )
+    if not count and len(chain.hashes) > 1:
+        raise DeploymentError(
+            f"{path} has {len(chain.hashes)} lines, but {directory / HEAD}, which counts them, is missing"
+        )
+    if noted != head or count < len(chain.hashes) - 1:
+        raise DeploymentError(f"{path}: line {count} was rewritten: {directory / HEAD} has another hash for it")
+    return chain
+
+
+def chain_of(path: Path) -> Chain:
+    """Read an audit's lines, without the count of them beside it. Raises UserError that names the first changed line."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -52,32 +71,20 @@ def verify(directory: Path) -> Chain:
     hashes = [_FIRST]
     for number, line in enumerate(content.splitlines(keepends=True) if content else [], 1):
         hashes.append(_verify_line(line, hashes[-1], f"{path}: line {number}"))
-    chain = Chain(tuple(hashes[1:]))
-    count, head = _head(directory)
-    # a process killed between writing a line and updating the head leaves the head one line behind
-    noted = chain.hashes[count - 1] if 0 < count <= len(chain.hashes) else _FIRST
-    if count > len(chain.hashes):
-        raise UserError(
-            f"{path}: its end is missing: {len(chain.hashes)} of {count} lines are left ({directory / HEAD})"
-        )
-    if not count and len(chain.hashes) > 1:
-        raise UserError(f"{path} has {len(chain.hashes)} lines, but {directory / HEAD}, which counts them, is missing")
-    if noted != head or count < len(chain.hashes) - 1:
-        raise UserError(f"{path}: line {count} was rewritten: {directory / HEAD} has another hash for it")
-    return chain
+    return Chain(tuple(hashes[1:]))
 
 
 def _verify_line(line: bytes, previous: str, where: str) -> str:
     body, tail = line[:-_TAIL] + b"}", line[-_TAIL:]
     digest = hashlib.sha256(body).hexdigest()
     if tail != f'{_HASH_KEY}{digest}"}}\n'.encode():
-        raise UserError(f"{where} was changed: its hash does not match")
+        raise DeploymentError(f"{where} was changed: its hash does not match")
     try:
         found = json.loads(body)["previous"]
     except MALFORMED:
-        raise UserError(f"{where} is not a line of an audit") from None
+        raise DeploymentError(f"{where} is not a line of an audit") from None
     if found != previous:
-        raise UserError(f"{where} does not follow the line before it: lines were removed, inserted or changed")
+        raise DeploymentError(f"{where} does not follow the line before it: lines were removed, inserted or changed")
     return digest
 
 
@@ -90,7 +97,7 @@ def _head(directory: Path) -> tuple[int, str]:
     except FileNotFoundError:
         return 0, _FIRST
     except ValueError:
-        raise UserError(f"{path} was changed: it must be a number of lines and a hash") from None
+        raise DeploymentError(f"{path} was changed: it must be a number of lines and a hash") from None
 
 
 class Audit:
@@ -105,13 +112,13 @@ class Audit:
             make_directory(directory)
             self._held = lock(directory / LOCK, wait=False)
         except BlockingIOError:
-            raise UserError(f"{directory}: another SuperNode of this site is running") from None
+            raise DeploymentError(f"{directory}: another SuperNode of this site is running") from None
         except OSError as error:
-            raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
+            raise DeploymentError(f"{directory}: cannot be written ({error.strerror})") from None
         try:
             chain = verify(directory)
         except UserError as error:
-            raise UserError(
+            raise DeploymentError(
                 f"{error}; keep it as evidence: move {directory / FILE} and {HEAD} away to begin anew"
             ) from None
         self._count, self._last = len(chain.hashes), chain.last
@@ -131,7 +138,7 @@ class Audit:
                 self._count, self._last, self._size = self._count + 1, digest, self._size + len(line)
                 publish_text(self.directory / HEAD, f"{self._count} {digest}\n")
             except OSError as error:
-                raise UserError(f"audit: {self.directory / FILE} cannot be written ({error.strerror})") from None
+                raise DeploymentError(f"audit: {self.directory / FILE} cannot be written ({error.strerror})") from None
         return digest
 
     def _write(self, line: bytes) -> None:
@@ -139,7 +146,7 @@ class Audit:
         descriptor = os.open(self.directory / FILE, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             if (size := os.fstat(descriptor).st_size) != self._size:
-                raise UserError(
+                raise DeploymentError(
                     f"audit: {self.directory / FILE} has {size} bytes instead of {self._size}: it was changed"
                 )
             done = 0
@@ -155,7 +162,7 @@ class Audit:
             os.close(descriptor)
 
 
-def entries(directory: Path) -> list[Mapping[str, Any]]:
-    """Return the lines of an audit, without verifying them."""
-    with open(directory / FILE, encoding="utf-8") as file:
+def entries(place: Path) -> list[Mapping[str, Any]]:
+    """Return the lines of an audit, without verifying them. place: its directory, or the file."""
+    with open(place / FILE if place.is_dir() else place, encoding="utf-8") as file:
         return [json.loads(line) for line in file]

@@ -28,14 +28,14 @@ from typing import IO
 
 from deploy import database, site
 from deploy.audit import FILE as AUDIT
+from deploy.detached import state_home
 from deploy.inventory import LOCAL, Inventory
-from deploy.processes import state_home
 from fl_app import foreign_files
-from fl_app.errors import MALFORMED, UserError
+from fl_app.errors import MALFORMED, DeploymentError
 from fl_app.files import explain_full_disk, make_directory, publish
 from fl_app.machine import versions
 from fl_app.run_secret import EXPERIMENT_ID
-from fl_app.site import VARIABLE, site_directory, user_state
+from fl_app.site_directory import VARIABLE, site_directory, user_state
 
 MANIFEST, FORMAT = "manifest.json", 1
 _DATABASE, _SITE, _NOTES, _CLIENT_STATE = "database", "site", "notes of budgets and answers", "client state"
@@ -48,7 +48,7 @@ _FIRST = "checkpoints"
 
 
 @dataclass(frozen=True)
-class Part:
+class KeptPath:
     """A file or directory that is kept. what: its kind, in words."""
 
     what: str
@@ -58,7 +58,7 @@ class Part:
 # What is kept ---------------------------------------------------------------------------------------------------------
 
 
-def of_server(inventory: Inventory, file: Path, runs: Iterable[Path], states: Iterable[Path] = ()) -> list[Part]:
+def of_server(inventory: Inventory, file: Path, runs: Iterable[Path], states: Iterable[Path] = ()) -> list[KeptPath]:
     """Return the parts of a cluster's server on this machine, and of the sites that the cluster has here.
 
     file: the inventory's. runs: directories of run folders. states: as for `of_site`. Raises UserError if the SuperLink is
@@ -66,11 +66,11 @@ def of_server(inventory: Inventory, file: Path, runs: Iterable[Path], states: It
     """
     link = inventory.superlink
     if link.host != LOCAL:
-        raise UserError(f"superlink.host: {link.host} has the database and run folders; make the backup there")
-    found = [Part("inventory", file.absolute()), Part("keys", Path(inventory.keys))]
+        raise DeploymentError(f"superlink.host: {link.host} has the database and run folders; make the backup there")
+    found = [KeptPath("inventory", file.absolute()), KeptPath("keys", Path(inventory.keys))]
     if link.database:
-        found.append(Part(_DATABASE, Path(link.database).absolute()))
-    found += [Part("run folders", path.absolute()) for path in runs]
+        found.append(KeptPath(_DATABASE, Path(link.database).absolute()))
+    found += [KeptPath("run folders", path.absolute()) for path in runs]
     here = [node for node in inventory.supernodes if node.host == LOCAL]
     named = [Path(node.environment["COROLLA_STATE_DIR"]) for node in here if "COROLLA_STATE_DIR" in node.environment]
     theirs = of_site([*named, *states], {node.site for node in here if node.site})
@@ -78,12 +78,12 @@ def of_server(inventory: Inventory, file: Path, runs: Iterable[Path], states: It
     return _existing([*found, *theirs])
 
 
-def _refuse_foreign(parts: Iterable[Part], foreign: Iterable[Path]) -> None:
+def _refuse_foreign(parts: Iterable[KeptPath], foreign: Iterable[Path]) -> None:
     """Raise UserError if a place that applications may write lies in a part of which links are followed."""
     for place in foreign:
         for part in parts:
             if place.resolve().is_relative_to(part.path.resolve()):
-                raise UserError(
+                raise DeploymentError(
                     f"backup: {place}, which applications may write, lies in {part.path} ({part.what}), where links are followed; "
                     "move one of them to a separate directory"
                 )
@@ -95,27 +95,27 @@ def _roots(states: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(path.expanduser().absolute() for path in (usual, *states)))
 
 
-def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Part]:
+def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[KeptPath]:
     """Return the parts of all sites on this machine.
 
     states: directories of client state beside the usual one. rules: `site.toml` files beside the usual one.
     """
-    found = [Part(_SITE, path) for path in sorted((state_home() / "sites").glob("*")) if path.is_dir()]
+    found = [KeptPath(_SITE, path) for path in sorted((state_home() / "sites").glob("*")) if path.is_dir()]
     notes = {site_directory()}
     for name in {"", *rules}:
         if path := site.find(name):
-            found.append(Part("rules", path.absolute()))
+            found.append(KeptPath("rules", path.absolute()))
             kept = site.read_site(path).site_dir
             notes |= {Path(kept)} if kept and VARIABLE not in os.environ else set()
-    found += [Part(_NOTES, path) for path in sorted(notes)]
+    found += [KeptPath(_NOTES, path) for path in sorted(notes)]
     for root in _roots(states):
         there = foreign_files.entries(root) if root.is_dir() else []
         named = [entry.path for entry in there if entry.is_directory and EXPERIMENT_ID.fullmatch(entry.path)]
-        found += [Part(_CLIENT_STATE, root / name) for name in named]
+        found += [KeptPath(_CLIENT_STATE, root / name) for name in named]
     return _existing(found)
 
 
-def _existing(parts: Iterable[Part]) -> list[Part]:
+def _existing(parts: Iterable[KeptPath]) -> list[KeptPath]:
     """Return the parts that exist, without those that lie in others. Raises UserError for a link that leads nowhere."""
     parts = list(parts)
     for part in parts:
@@ -128,16 +128,16 @@ def _existing(parts: Iterable[Part]) -> list[Part]:
 # Backup ---------------------------------------------------------------------------------------------------------------
 
 
-def write(archive: Path, parts: list[Part]) -> None:
+def write(archive: Path, parts: list[KeptPath]) -> None:
     """Write an archive of parts, with mode 0600. It exists completely or not at all.
 
     A run may go on meanwhile: the database is copied by SQLite, checkpoints before the records that are cut to them.
     Raises UserError if there is nothing to keep, if the archive exists, or if it cannot be written.
     """
     if not parts:
-        raise UserError("backup: nothing on this machine must be kept")
+        raise DeploymentError("backup: nothing on this machine must be kept")
     if archive.exists():
-        raise UserError(f"{archive} exists already; choose another name")
+        raise DeploymentError(f"{archive} exists already; choose another name")
     for part in parts:
         _refuse_inside(archive, part.path)
     foreign = {part: _foreign_entries(part) for part in parts if part.what in _FOREIGN}
@@ -166,16 +166,16 @@ def write(archive: Path, parts: list[Part]) -> None:
         with explain_full_disk("backup", archive.absolute().parent):
             publish(archive, pack)
     except OSError as error:
-        raise UserError(f"backup: {error.filename or archive}: {error.strerror}") from None
+        raise DeploymentError(f"backup: {error.filename or archive}: {error.strerror}") from None
 
 
-def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
+def _pack(tar: tarfile.TarFile, name: str, part: KeptPath, archive: Path) -> None:
     """Add a part. A copy of the database is made beside the archive.
 
     Raises UserError if a part is neither a file nor a directory, if a link leads nowhere, or if one leads to the archive.
     """
     if not part.path.is_file() and not part.path.is_dir():
-        raise UserError(f"backup: {part.what}: {part.path} is neither a file nor a directory")
+        raise DeploymentError(f"backup: {part.what}: {part.path} is neither a file nor a directory")
     if part.what == _DATABASE:
         with tempfile.TemporaryDirectory(prefix=".corolla-", dir=archive.parent) as directory:
             copy = Path(directory, "copy")
@@ -192,7 +192,7 @@ def _pack(tar: tarfile.TarFile, name: str, part: Part, archive: Path) -> None:
                 tar.add(path, f"{name}/{path.relative_to(part.path).as_posix()}", recursive=False, filter=_plain)
 
 
-def _foreign_entries(part: Part) -> list[foreign_files.Entry]:
+def _foreign_entries(part: KeptPath) -> list[foreign_files.FoundFile]:
     """Return the entries that are kept of a part that applications may write.
 
     Raises UserError for a link in a site's own directory: nobody but the site made it, and it would be missing.
@@ -212,7 +212,7 @@ def _foreign_entries(part: Part) -> list[foreign_files.Entry]:
     own = ["", *(entry.path for entry in found if entry.is_directory and not lies_in(entry.path, theirs))]
     for path in (path for folder in own for path in sorted((root / folder).iterdir())):
         if path.is_symlink() and not lies_in(path.relative_to(root).as_posix(), theirs):
-            raise UserError(
+            raise DeploymentError(
                 f"backup: {path} is a link to {os.readlink(path)}; of a site links are not kept: put the file there"
             )
     return [entry for entry in found if not lies_in(entry.path, scratch)]
@@ -222,25 +222,25 @@ def _parts_of(path: str) -> tuple[str, ...]:
     return tuple(path.split("/")) if path else ()
 
 
-def _root(part: Part) -> tuple[Path, str]:
+def _root(part: KeptPath) -> tuple[Path, str]:
     """Return a directory that no application can replace, and the part's path below it."""
     return (part.path.parent, part.path.name) if part.what == _CLIENT_STATE else (part.path, "")
 
 
-def _refuse_too_large(archive: Path, foreign: Mapping[Part, Sequence[foreign_files.Entry]]) -> None:
+def _refuse_too_large(archive: Path, foreign: Mapping[KeptPath, Sequence[foreign_files.FoundFile]]) -> None:
     """Raise UserError if there is no room for these entries: a file without content can be of any size."""
     needed = sum(entry.nbytes for found in foreign.values() for entry in found)
     if needed > (free := shutil.disk_usage(archive.absolute().parent).free):
         largest = max(
             ((e.nbytes, _root(p)[0] / e.path) for p, found in foreign.items() for e in found), default=(0, "")
         )
-        raise UserError(
+        raise DeploymentError(
             f"backup: needs {needed} bytes under {archive.absolute().parent}, which has {free}; the largest file is "
             f"{largest[1]}, of {largest[0]} bytes"
         )
 
 
-def _pack_foreign(tar: tarfile.TarFile, name: str, part: Part, found: Iterable[foreign_files.Entry]) -> None:
+def _pack_foreign(tar: tarfile.TarFile, name: str, part: KeptPath, found: Iterable[foreign_files.FoundFile]) -> None:
     """Add a part that applications may write. Entries that are no files any more, or are locked, are left out."""
     root, inside = _root(part)
 
@@ -308,7 +308,7 @@ def _all(directory: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
 def _refuse_dangling(path: Path) -> None:
     """Raise UserError for a link that leads nowhere: what it led to is not kept, for example on a disk that is away."""
     if path.is_symlink() and not path.exists():
-        raise UserError(
+        raise DeploymentError(
             f"backup: {path} is a link to {os.readlink(path)}, which is not there; put it back, or remove the link"
         )
 
@@ -316,7 +316,7 @@ def _refuse_dangling(path: Path) -> None:
 def _refuse_inside(archive: Path, kept: Path) -> None:
     """Raise UserError if the archive would lie in a directory that is kept."""
     if archive.resolve().is_relative_to(kept.resolve()):
-        raise UserError(f"{archive}: lies in {kept}, which is kept; choose another directory")
+        raise DeploymentError(f"{archive}: lies in {kept}, which is kept; choose another directory")
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -327,7 +327,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 # Restore --------------------------------------------------------------------------------------------------------------
 
 
-def read(archive: Path) -> list[Part]:
+def read(archive: Path) -> list[KeptPath]:
     """Put every part of an archive back at its path, and return the parts.
 
     Raises UserError, and has changed nothing, if one of the paths exists, or if the archive is damaged.
@@ -336,33 +336,33 @@ def read(archive: Path) -> list[Part]:
         with tarfile.open(archive, "r:") as tar:
             parts = _parts(tar, archive)
             if there := [str(part.path) for part in parts if os.path.lexists(part.path)]:
-                raise UserError(
+                raise DeploymentError(
                     "restore: these exist and are not overwritten; move them away:\n  " + "\n  ".join(there)
                 )
             _unpack(tar, parts, archive)
     except (tarfile.TarError, EOFError) as error:
-        raise UserError(f"{archive}: is damaged, or no backup: {error}") from None
+        raise DeploymentError(f"{archive}: is damaged, or no backup: {error}") from None
     except OSError as error:
-        raise UserError(f"restore: {error.filename or archive}: {error.strerror}") from None
+        raise DeploymentError(f"restore: {error.filename or archive}: {error.strerror}") from None
     return parts
 
 
-def _parts(tar: tarfile.TarFile, archive: Path) -> list[Part]:
+def _parts(tar: tarfile.TarFile, archive: Path) -> list[KeptPath]:
     head = tar.next()
     sound = head is not None and head.name == MANIFEST and head.size <= foreign_files.MOST_BYTES
     file = tar.extractfile(head) if head is not None and sound else None
     try:
         about = json.loads(file.read()) if file else {}
-        found = [Part(part["what"], Path(part["path"])) for part in about["parts"]]
+        found = [KeptPath(part["what"], Path(part["path"])) for part in about["parts"]]
         sound = about["format"] == FORMAT and all(_is_place(part) for part in found) and _are_apart(found)
     except MALFORMED:
         sound = False
     if not sound:
-        raise UserError(f"{archive}: is no backup of this version of Corolla (no {MANIFEST} of format {FORMAT})")
+        raise DeploymentError(f"{archive}: is no backup of this version of Corolla (no {MANIFEST} of format {FORMAT})")
     return found
 
 
-def _is_place(part: Part) -> bool:
+def _is_place(part: KeptPath) -> bool:
     """Return whether a part can be put back somewhere, and shown."""
     words, path = (part.what, str(part.path)), part.path
     return all(type(word) is str and word.isprintable() for word in words) and (
@@ -370,13 +370,13 @@ def _is_place(part: Part) -> bool:
     )
 
 
-def _are_apart(parts: Sequence[Part]) -> bool:
+def _are_apart(parts: Sequence[KeptPath]) -> bool:
     """Return whether there are parts, and none lies in another one."""
     paths = {part.path for part in parts}
     return len(paths) == len(parts) > 0 and not any(paths & set(path.parents) for path in paths)
 
 
-def _unpack(tar: tarfile.TarFile, parts: list[Part], archive: Path) -> None:
+def _unpack(tar: tarfile.TarFile, parts: list[KeptPath], archive: Path) -> None:
     """Extract all parts beside their paths, then rename them. After an error nothing is left."""
     fresh = [part.path.with_name(f".{part.path.name}.restoring-{os.getpid()}") for part in parts]
     missing = {str(k): part for k, part in enumerate(parts)}
@@ -390,7 +390,7 @@ def _unpack(tar: tarfile.TarFile, parts: list[Part], archive: Path) -> None:
                 continue
             number = member.name.partition("/")[0]
             if number not in known or not (member.isfile() or member.isdir()):
-                raise UserError(f"{archive}: is no sound backup: it contains {member.name!r:.200}")
+                raise DeploymentError(f"{archive}: is no sound backup: it contains {member.name!r:.200}")
             missing.pop(number, None)
             # refuses names that lead out of the directory
             tar.extract(member, known[number], filter="data")
@@ -398,7 +398,7 @@ def _unpack(tar: tarfile.TarFile, parts: list[Part], archive: Path) -> None:
                 # the filter leaves a directory's mode to the umask
                 (known[number] / member.name).chmod(member.mode & 0o755 | 0o700)
         if missing:
-            raise UserError(f"{archive}: is damaged: {next(iter(missing.values())).path} is missing")
+            raise DeploymentError(f"{archive}: is damaged: {next(iter(missing.values())).path} is missing")
         _put_back([(path / number, part.path) for (number, path), part in zip(known.items(), parts, strict=True)])
     finally:
         for path in fresh:

@@ -315,38 +315,78 @@ def _in_background(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+class _Carried:
+    """The connections that are carried. The first is the one of which nothing came for the longest time.
+
+    One more than may be open closes the first. So an application that opens connections and is silent takes no way from
+    the others.
+    """
+
+    def __init__(self) -> None:
+        self._pairs = dict[socket.socket, socket.socket]()
+        self._lock = threading.Lock()
+
+    def add(self, inside: socket.socket, outside: socket.socket) -> None:
+        """Put a connection last."""
+        with self._lock:
+            silent = next(iter(self._pairs.items())) if len(self._pairs) >= _MOST_CONNECTIONS else ()
+            if silent:
+                del self._pairs[silent[0]]
+            self._pairs[inside] = outside
+        for one in silent:
+            # a thread that waits for bytes notices this, not a close
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def note(self, inside: socket.socket) -> None:
+        """Put a connection of which bytes came last, if it is not closed."""
+        with self._lock:
+            if (outside := self._pairs.pop(inside, None)) is not None:
+                self._pairs[inside] = outside
+
+    def remove(self, inside: socket.socket) -> None:
+        """Take out a connection that has ended."""
+        with self._lock:
+            self._pairs.pop(inside, None)
+
+
 def _carry_all(listener: socket.socket, to: tuple[str, int]) -> None:
     """Carry bytes between each connection and an address, until the listening socket is shut down."""
-    free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+    carried, free = _Carried(), threading.BoundedSemaphore(_MOST_CONNECTIONS)
     with listener:
         while True:
-            free.acquire()
             try:
                 inside, _ = listener.accept()
             except OSError:
                 return
-            _in_background(functools.partial(_carry, inside, to, free))
+            try:
+                outside = socket.create_connection(to)
+            except OSError:
+                inside.close()
+                continue
+            carried.add(inside, outside)
+            # the threads of a connection that was closed end at once
+            free.acquire()
+            _in_background(functools.partial(_carry, inside, outside, carried, free))
 
 
-def _carry(inside: socket.socket, to: tuple[str, int], free: threading.BoundedSemaphore) -> None:
-    try:
-        with inside, socket.create_connection(to) as outside:
-            for one in (inside, outside):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            back = threading.Thread(target=_copy, args=(outside, inside), daemon=True)
-            back.start()
-            _copy(inside, outside)
-            back.join()
-    except OSError:
-        pass
-    finally:
-        free.release()
+def _carry(inside: socket.socket, outside: socket.socket, carried: _Carried, free: threading.BoundedSemaphore) -> None:
+    with contextlib.suppress(OSError), inside, outside:
+        for one in (inside, outside):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        note = functools.partial(carried.note, inside)
+        back = _in_background(functools.partial(_copy, outside, inside, note))
+        _copy(inside, outside, note)
+        back.join()
+    carried.remove(inside)
+    free.release()
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy bytes until the source ends, then end the target's input."""
+def _copy(source: socket.socket, target: socket.socket, note: Callable[[], None]) -> None:
+    """Copy bytes until the source ends, then end the target's input. note: called for each piece."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
+            note()
             target.sendall(piece)
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_WR)

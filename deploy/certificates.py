@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from deploy import peers
 from deploy.inventory import LOCAL, Inventory, SuperNode
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 from fl_app.files import publish
 
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
@@ -59,7 +59,7 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
     written: list[Path] = []
     new_ca = force or not (directory / CA).exists()
     if new_ca and not force and any((directory / name).exists() for name in (CA_KEY, SERVER, SERVER_KEY)):
-        raise UserError(
+        raise DeploymentError(
             f"{directory}: {CA} is missing beside files made with it; put it back, or make all anew with --force"
         )
     if new_ca:
@@ -89,7 +89,7 @@ def renew(inventory: Inventory) -> list[Path]:
     """
     directory = Path(inventory.keys)
     if not (directory / CA).exists():
-        raise UserError(f"keys: {directory} has no {CA}; `corolla cluster keys CLUSTER.yaml` makes everything")
+        raise DeploymentError(f"keys: {directory} has no {CA}; `corolla cluster keys CLUSTER.yaml` makes everything")
     _private_directory(directory)
     written: list[Path] = []
     ca_key, ca = _load_authority(directory)
@@ -119,7 +119,7 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
         names += [f"{node.name}.key", f"{node.name}.pub"]
     if missing := [name for name in names if not (directory / name).is_file()]:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise UserError(
+        raise DeploymentError(
             f"keys: {directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them "
             "(TLS and authentication are off with --insecure)"
         )
@@ -129,16 +129,16 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
     ca, certificate = (read_certificate(directory / name) for name in (CA, SERVER))
     for name, each in ((CA, ca), (SERVER, certificate)):
         if days_left(each) < 0:
-            raise UserError(f"keys: {directory / name} expired on {each.not_valid_after_utc:%Y-%m-%d}; {again}")
+            raise DeploymentError(f"keys: {directory / name} expired on {each.not_valid_after_utc:%Y-%m-%d}; {again}")
     held = subject_names(certificate)
     if lacking := [name for name in server_names(inventory) if name not in held]:
         what = f"not for {', '.join(lacking)} but for {', '.join(sorted(held))}"
-        raise UserError(f"keys: {directory / SERVER} is {what}; {again}")
+        raise DeploymentError(f"keys: {directory / SERVER} is {what}; {again}")
     try:
         certificate.verify_directly_issued_by(ca)
     # InvalidSignature, ValueError, TypeError: the same for a user
     except Exception:
-        raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
+        raise DeploymentError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
     _require_key_of(certificate, directory / SERVER, directory / SERVER_KEY, again)
     # the CA's key may be away, locked or another user's: a cluster starts without it
     with contextlib.suppress(OSError, _Locked):
@@ -146,7 +146,7 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
     for node in inventory.supernodes if nodes is None else nodes:
         key, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
         if public.read_text().split()[:2] != peers.public_words(peers.read_node_key(key)):
-            raise UserError(
+            raise DeploymentError(
                 f"keys: {key} does not belong to {public.name}; `corolla cluster keys CLUSTER.yaml` makes that one anew"
             )
 
@@ -199,7 +199,7 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"keys: {path} is not a certificate: {error}") from None
+        raise DeploymentError(f"keys: {path} is not a certificate: {error}") from None
 
 
 def subject_names(certificate: x509.Certificate) -> set[str]:
@@ -212,7 +212,7 @@ def _private_directory(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & 0o077:
-        raise UserError(
+        raise DeploymentError(
             f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`"
         )
     # `git add .` must not take a key
@@ -226,7 +226,7 @@ def _refuse_open(keys: list[Path]) -> None:
     if wide := {path: mode for path, mode in modes.items() if mode & ~0o600}:
         lines = [f"keys: {path} must be its owner's alone (mode 600), it is {mode:o}" for path, mode in wide.items()]
         remedy = "others may have read them: `corolla cluster keys --force CLUSTER.yaml` makes new ones, `chmod 600` keeps these"
-        raise UserError("\n".join([*lines, remedy]))
+        raise DeploymentError("\n".join([*lines, remedy]))
 
 
 def _write(path: Path, content: bytes, mode: int, written: list[Path]) -> None:
@@ -304,7 +304,7 @@ def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.C
     try:
         key = _require_key_of(ca, directory / CA, directory / CA_KEY, _MISMADE)
     except OSError as error:
-        raise UserError(
+        raise DeploymentError(
             f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate"
         ) from None
     assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -325,7 +325,7 @@ def _require_key_of(certificate: x509.Certificate, at: Path, path: Path, remedy:
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if key is None or key.public_key() != certificate.public_key():
-        raise UserError(f"keys: {path} does not belong to {at.name}; {remedy}")
+        raise DeploymentError(f"keys: {path} does not belong to {at.name}; {remedy}")
     return key
 
 

@@ -10,11 +10,11 @@ import click
 import typer
 
 from fl_app import exit_codes, log_format
-from fl_app.errors import UserError, counted
+from fl_app.errors import DeploymentError, counted
 from fl_app.files import no_such
 
 if TYPE_CHECKING:
-    from deploy.backup import Part
+    from deploy.backup import KeptPath
     from deploy.cluster import Cluster
 
 app = typer.Typer(no_args_is_help=True, help="SuperLink and SuperNodes on real machines, from one inventory.")
@@ -236,7 +236,7 @@ def keys(
 
     found = inventories.read_inventory(inventory)
     if force and renew:
-        raise UserError(
+        raise DeploymentError(
             "--force and --renew exclude each other: --force makes everything anew, --renew the certificates"
         )
     written = certificates.renew(found) if renew else certificates.make(found, force)
@@ -273,6 +273,7 @@ def admit(
     invitation = joining.admit(found, client, public, name=name)
     if name := joining.name_of(found, client):
         _say(f"client {client} has the name {name}")
+    cluster.note_joined(found.name, found.joined)
     if running := cluster.find(found.name):
         superlink_nodes.register_key(running, f"supernode-{client}")
         _say(f"client {client} is registered with the running cluster {found.name}")
@@ -329,7 +330,7 @@ def backup(
     found = inventories.read_inventory(inventory)
     for option, given in (("--runs", runs), ("--state-dir", state_dir)):
         if missing := [path for path in given or [] if not path.is_dir()]:
-            raise UserError(f"{option}: {no_such(missing[0])}")
+            raise DeploymentError(f"{option}: {no_such(missing[0])}")
     parts = backups.of_server(found, inventory, runs or [Path("runs")], state_dir or [])
     backups.write(archive, parts)
     _show_parts(f"{archive} keeps", parts)
@@ -345,7 +346,7 @@ def restore(
     _show_parts("restored", backups.read(archive))
 
 
-def _show_parts(what: str, parts: list[Part]) -> None:
+def _show_parts(what: str, parts: list[KeptPath]) -> None:
     _say("\n".join([f"{what}:", *(f"  {part.what}: {part.path}" for part in parts)]))
 
 
@@ -356,7 +357,7 @@ def _running(inventory: str) -> Cluster:
     path = Path(inventory)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
-            raise UserError(f"{path}: there is no such file; a running cluster's name works too")
+            raise DeploymentError(f"{path}: there is no such file; a running cluster's name works too")
         return cluster.load(inventories.read_inventory(path).name)
     return cluster.load(inventory)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from deploy import certificates, hosts
 from deploy.commands import METRICS, SUPERLINK, TUNNEL
+from deploy.detached import cluster_directory
 from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode, warm_process
 from deploy.node import Json
-from deploy.processes import cluster_directory
-from fl_app.errors import MALFORMED, UserError
+from fl_app.errors import MALFORMED, DeploymentError, UserError
 from fl_app.files import explain_full_disk, lock, publish_text
 from fl_app.log_format import TEXT
 
@@ -79,7 +79,7 @@ class Cluster:
             if name in names:
                 reply = self.ask(host, "logs", name=name, lines=lines)
                 return "\n".join([reply["text"], *(f"=> {meaning}" for meaning in reply.get("means", []))])
-        raise UserError(f"{name}: cluster {self.inventory.name} has {', '.join(self.names)}")
+        raise DeploymentError(f"{name}: cluster {self.inventory.name} has {', '.join(self.names)}")
 
     @property
     def names(self) -> list[str]:
@@ -123,10 +123,10 @@ def load(name: str) -> Cluster:
     try:
         return _read(json.loads(record_path(name).read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise UserError(f"cluster {name} is not up: there is no {record_path(name)}") from None
+        raise DeploymentError(f"cluster {name} is not up: there is no {record_path(name)}") from None
     # an earlier Corolla left half a record on a full disk, before it started anything
     except MALFORMED:
-        raise UserError(f"cluster {name} is not up: {record_path(name)} is not a record") from None
+        raise DeploymentError(f"cluster {name} is not up: {record_path(name)} is not a record") from None
 
 
 def _read(record: dict[str, Any]) -> Cluster:
@@ -137,6 +137,15 @@ def _read(record: dict[str, Any]) -> Cluster:
     joined = tuple(inventory.get("joined", ()))
     whole = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
     return Cluster(**{**record, "inventory": whole})
+
+
+def note_joined(name: str, joined: tuple[int, ...]) -> None:
+    """Record the clients that join by themselves by now, if the cluster is up: its inventory may have grown since."""
+    with held(name):
+        if running := find(name):
+            inventory = dataclasses.replace(running.inventory, joined=joined)
+            cluster = dataclasses.replace(running, inventory=inventory)
+            publish_text(record_path(name), json.dumps(dataclasses.asdict(cluster)))
 
 
 def database_here(name: str) -> Path | None:
@@ -152,7 +161,7 @@ def save_new(cluster: Cluster) -> None:
     name = cluster.inventory.name
     with held(name):
         if old := find(name):
-            raise UserError(
+            raise DeploymentError(
                 f"cluster {name} is already up (since {old.started}); `corolla cluster down {name}` ends it"
             )
         publish_text(record_path(name), json.dumps(dataclasses.asdict(cluster)))

@@ -11,13 +11,13 @@ from deploy.inventory import Inventory, SuperLink, SuperNode, is_loopback
 from deploy.peers import KEY_SUFFIX
 from deploy.superlink import address as parsed_address
 from fl_app.shell import MARK
-from fl_app.wire import NODE_NAME, PRIVATE_KEYS
+from fl_app.transport.wire import NODE_NAME, PRIVATE_KEYS
 
 SUPERLINK, TUNNEL, METRICS = "superlink", "tunnel", "metrics"
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlaces:
     """A cluster's places on one host: its state directory, the directory of Flower's commands, free ports.
 
     In a script they may be the script's variables (fl_app.shell). own_keys: the directory of the key files, if they are
@@ -61,7 +61,7 @@ def bind_address(link: SuperLink) -> str:
     return "::" if ":" in link.fleet_address else "0.0.0.0"
 
 
-def superlink(inventory: Inventory, place: Place) -> Process:
+def superlink(inventory: Inventory, place: HostPlaces) -> Process:
     """Return the SuperLink's process.
 
     The fleet API listens on all interfaces unless its address is loopback. The control API listens on loopback only.
@@ -90,7 +90,7 @@ def superlink(inventory: Inventory, place: Place) -> Process:
     return Process(SUPERLINK, tuple(command), environment, health_url(inventory), ca)
 
 
-def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -> Process:
+def supernode(inventory: Inventory, node: SuperNode, place: HostPlaces, index: int) -> Process:
     """Return the process of a SuperNode behind its site's gate.
 
     index: its position among its host's SuperNodes, which decides its ports.
@@ -118,13 +118,13 @@ def listen_address(text: str) -> tuple[str, int]:
     return parsed_address(text if ":" in text else f"127.0.0.1:{text}", "--metrics")
 
 
-def metrics(inventory: Inventory, place: Place, listen: str, runs: str) -> Process:
+def metrics(inventory: Inventory, place: HostPlaces, listen: str, runs: str) -> Process:
     """Return the process that serves metrics, on the SuperLink's host.
 
     listen: HOST:PORT. runs: the directory of the run folders.
     """
     link = inventory.superlink
-    command = [link.python, "-P", "-m", "deploy.metrics", "--listen", listen, "--runs", runs]
+    command = [link.python, "-P", "-m", "deploy.prometheus", "--listen", listen, "--runs", runs]
     command += ["--control", f"127.0.0.1:{link.control_port}"]
     if inventory.secure:
         command += ["--root-certificates", f"{place.keys}/{CA}"]

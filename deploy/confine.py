@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.exit_codes import ending_on_bad_input
 
 # numbers of the system calls, the same on all architectures
@@ -97,7 +97,9 @@ class Confinement:
             above = {Path(os.path.realpath(path)) for path in Path(place).parents}
             for own in writable:
                 if any(path.is_relative_to(own) for path in above) and not target.is_relative_to(own):
-                    raise UserError(f"confine: {place} lies in {own}, which applications write, and leads to {target}")
+                    raise DeploymentError(
+                        f"confine: {place} lies in {own}, which applications write, and leads to {target}"
+                    )
 
 
 def installation() -> tuple[str, ...]:
@@ -154,7 +156,7 @@ def confine_process(confinement: Confinement) -> None:
     """Confine this process, and all that it will start, permanently. Raises UserError if the kernel cannot."""
     libc, supported = _libc(), landlock_version()
     if not supported:
-        raise UserError(f"confine: {NONE}")
+        raise DeploymentError(f"confine: {NONE}")
     handled = _ALL.get(supported, _LATEST)
     attributes = [handled, *([_BIND | _CONNECT] if supported >= 4 else [])]
     words = (ctypes.c_uint64 * len(attributes))(*attributes)
@@ -173,7 +175,7 @@ def confine_process(confinement: Confinement) -> None:
         rule = (ctypes.c_uint64 * 2)(_CONNECT, port)
         _call(libc, _ADD, ruleset, _PORT, rule, 0)
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-        raise UserError(f"confine: {os.strerror(ctypes.get_errno())}")
+        raise DeploymentError(f"confine: {os.strerror(ctypes.get_errno())}")
     _call(libc, _RESTRICT, ruleset, 0)
     os.close(ruleset)
 
@@ -200,7 +202,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, place: str, rights: int, keep_open: 
 def _call(libc: ctypes.CDLL, number: int, *arguments: object) -> int:
     result = int(libc.syscall(number, *arguments))
     if result < 0:
-        raise UserError(f"confine: the kernel refuses ({os.strerror(ctypes.get_errno())})")
+        raise DeploymentError(f"confine: the kernel refuses ({os.strerror(ctypes.get_errno())})")
     return result
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.patches import changing
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.files import make_directory
 
 log = logging.getLogger("corolla")
@@ -51,7 +51,7 @@ def make_private(path: Path) -> str:
             path.parent.chmod(0o700)
             return ""
     except OSError as error:
-        raise UserError(f"superlink.database: unable to open database file {path}: {error.strerror}") from None
+        raise DeploymentError(f"superlink.database: unable to open database file {path}: {error.strerror}") from None
     return (
         f"superlink.database: others may list {path.parent} (mode {mode:o}); give the database a directory of its own"
     )
@@ -123,4 +123,4 @@ def copy(path: Path, to: Path) -> None:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=60)) as source:
             source.execute("VACUUM INTO ?", (str(to),))
     except sqlite3.Error as error:
-        raise UserError(f"superlink.database: {path} cannot be copied: {error}") from None
+        raise DeploymentError(f"superlink.database: {path} cannot be copied: {error}") from None

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.files import lock, make_directory, publish_text
 from fl_app.keys import Scalar
-from fl_app.outgoing import OPEN, modes_of
+from fl_app.transport.outgoing import OPEN, modes_of
 
 FILE = "evaluations"
 # Messages without a model.
@@ -56,5 +56,5 @@ def claim(directory: Path, most: int) -> str:
                 return f"max-evaluations: this site answers {most}, and has answered them"
             publish_text(path, f"{answered + 1}\n")
     except (OSError, ValueError):
-        raise UserError("max-evaluations: this site cannot count its evaluations, so it answers none") from None
+        raise DeploymentError("max-evaluations: this site cannot count its evaluations, so it answers none") from None
     return ""

@@ -37,9 +37,14 @@ def stage(certificate: x509.Certificate) -> int:
 
 def named_by(options: Sequence[str]) -> list[Path]:
     """Return the files of certificates that options of flower-superlink or flower-supernode name."""
+    return paths_in(options, "--ssl-ca-certfile", "--ssl-certfile", "--root-certificates")
+
+
+def paths_in(options: Sequence[str], *names: str) -> list[Path]:
+    """Return the paths that options with these names have."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--ssl-ca-certfile", "--ssl-certfile", "--root-certificates"):
-        parser.add_argument(option, type=Path)
+    for name in names:
+        parser.add_argument(name, type=Path)
     return [path for path in vars(parser.parse_known_args(options)[0]).values() if path is not None]
 
 
@@ -72,7 +77,13 @@ def _watch(watched: Mapping[str, x509.Certificate], sleep: Callable[[float], obj
             if (now := stage(certificate)) > told[name]:
                 told[name] = now
                 log.warning("certificate %s %s; %s", name, certificates.expiry_warning(certificate), RENEW)
-        sleep(_LONGEST)
+        sleep(_until_next(watched.values()))
+
+
+def _until_next(watched: Iterable[x509.Certificate]) -> float:
+    """Return the seconds until a next warning is due, at most _LONGEST."""
+    left = [each.not_valid_after_utc - certificates.now() - ahead for each in watched for ahead in AHEAD]
+    return min([each.total_seconds() for each in left if each > datetime.timedelta(0)] + [_LONGEST])
 
 
 def warnings(inventory: Inventory) -> list[str]:

@@ -20,9 +20,9 @@ from deploy.confine import Confinement
 from deploy.site import Site
 from deploy.supernode import walls_for
 from fl_app import foreign_files
-from fl_app.errors import UserError, plain
+from fl_app.errors import DeploymentError, plain
 from fl_app.files import make_directory
-from fl_app.site import VARIABLE, site_directory
+from fl_app.site_directory import VARIABLE, site_directory
 
 SECONDS = 600.0
 """Most seconds of an export."""
@@ -76,7 +76,7 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
         late.cancel()
         process.output.join(1)
         if code:
-            raise UserError(
+            raise DeploymentError(
                 f"node export: failed behind the walls of applications (exit code {code}), for the reason above"
             )
         return _taken(fresh, "out", to)
@@ -96,18 +96,20 @@ def _taken(root: Path, below: str, to: Path) -> list[Path]:
     for path in found:
         # a directory of the person's may have files that programs read by their names
         if not _WRITTEN.fullmatch(path):
-            raise UserError(f"node export: must write a model, its card and its own Python files, wrote {plain(path)}")
+            raise DeploymentError(
+                f"node export: must write a model, its card and its own Python files, wrote {plain(path)}"
+            )
     models = sorted(path for path in found if _MODEL.fullmatch(path))
     own = [path for path in found if models and path.startswith((f"{models[0]}.json", f"{models[0]}.plugins/"))]
     if len(models) != 1 or len(own) + 1 != len(found):
-        raise UserError(
+        raise DeploymentError(
             f"node export: must write one model and its own files, wrote {', '.join(sorted(found)) or 'none'}"
         )
     if (size := sum(entry.nbytes for entry in found.values())) > MOST_BYTES:
-        raise UserError(f"node export: may write {MOST_BYTES} bytes, wrote {size}")
+        raise DeploymentError(f"node export: may write {MOST_BYTES} bytes, wrote {size}")
     for name in (models[0], f"{models[0]}.json", f"{models[0]}.plugins"):
         if os.path.lexists(to / name):
-            raise UserError(
+            raise DeploymentError(
                 f"node export: {to / name} exists already, and is not overwritten; choose another --to or --name"
             )
     make_directory(to)

@@ -15,7 +15,7 @@ import psutil
 
 from deploy.connection import address_of
 from deploy.superlink import is_loopback, serves_grpc
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 
 _CONTROL, _FLEET = "/v1/control/list-runs", "/v1/fleet/get-run"
 # Answers of a guard, of a proxy that asks for a login, and of programs other than a SuperLink. Flower's own answer to an
@@ -41,7 +41,7 @@ def require_closed(name: str) -> None:
         if two_ports and answer(_FLEET, at, port, secure) in (None, *_MISSING):
             continue
         if answer(_CONTROL, at, port, secure) not in (None, *_CLOSED):
-            raise UserError(
+            raise DeploymentError(
                 f"--superlink {name}: its SuperLink takes control calls at {at}, port {port}: any machine that reaches this port "
                 "can run code on every node; start it with `corolla cluster up`, or `python -P -m deploy.superlink`, and "
                 "reach it over loopback or an ssh tunnel (docs/deployment.md)"

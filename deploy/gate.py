@@ -12,15 +12,16 @@ import hashlib
 import io
 import json
 import logging
+import re
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.cli.config_utils import get_fab_metadata
 from flwr.common.config import get_fused_config_from_fab
 from flwr.common.constant import MESSAGE_TTL_TOLERANCE, ErrorCode
@@ -34,25 +35,27 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_object_body,
     get_object_id,
     get_object_tree,
+    get_object_type_from_object_content,
     iterate_object_tree,
     no_object_id_recompute,
 )
 from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.run import Run
 
-from deploy import approval, counting, evaluations, site
+from deploy import approval, evaluations, sample_counting, site
 from deploy.approval import Request
 from deploy.arriving import Arriving
 from deploy.audit import Audit
 from deploy.site import Site
-from fl_app import refusal
-from fl_app.app_bundle import PROJECT
-from fl_app.errors import UserError, describe
+from fl_app.errors import DeploymentError, UserError, describe
 from fl_app.keys import Scalar
 from fl_app.log_format import about
-from fl_app.outgoing import DETAILED, OPEN, Kind, Mode, Way, leaving, modes_of
 from fl_app.reasons import RULES, Reason, admitted
-from fl_app.wire import QUERY
+from fl_app.server.properties import SAMPLES
+from fl_app.transport import refusal
+from fl_app.transport.app_bundle import PROJECT
+from fl_app.transport.outgoing import DETAILED, OPEN, Kind, Mode, Way, leaving, modes_of
+from fl_app.transport.wire import QUERY
 
 log = logging.getLogger("corolla")
 
@@ -74,6 +77,8 @@ _MAX_JUDGED, _MAX_FABS = 2 * _MAX_HELD, 4
 KINDS: Mapping[str, Kind] = {"train": "fit", "evaluate": "evaluate", QUERY: "properties"}
 
 _ERRORS = frozenset(code for code in vars(ErrorCode).values() if isinstance(code, int))
+# names of the account of a SuperLink without accounts
+_NOBODY = ("", "none", "<id:none>")
 # rules whose texts begin with a key of the run
 _NAMING = ("bounds", "readable-paths", "confine")
 
@@ -96,7 +101,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeConfig:
     """A SuperNode's --node-config: its client's id, the number of clients, the path of its data."""
 
     client_id: int
@@ -123,7 +128,13 @@ class Judged:
     @property
     def request(self) -> Request:
         """The request for a person of the site."""
-        return Request(str(self.run.run_id), self.application, self.config)
+        return Request(str(self.run.run_id), self.application, self.config, self.submitter)
+
+    @property
+    def submitter(self) -> str:
+        """The account that submitted the run, as the SuperLink names it; "" if it has no accounts."""
+        names = (str(getattr(self.run, field, "")) for field in ("account_name", "flwr_aid"))
+        return next((name[:_MAX_TEXT] for name in names if name not in _NOBODY), "")
 
 
 @dataclass
@@ -140,13 +151,13 @@ class Gate:
     rules: Site
     audit: Audit
     directory: Path
-    node: Node
+    node: NodeConfig
     store: ObjectStore
     evaluations_in: Path | None = None
     working: Callable[[], bool] = lambda: True
     known: Callable[[int], Run | None] = lambda run_id: None
     arriving: Arriving = field(default_factory=Arriving)
-    count: Callable[[Mapping[str, Scalar], int, int, str], int] = counting.count
+    count: Callable[[Mapping[str, Scalar], int, int, str], int] = sample_counting.count
     _inner: Connection = field(init=False)
     # those that were used last, by run
     _judged: dict[int, Judged] = field(default_factory=dict)
@@ -277,8 +288,9 @@ class Gate:
         if not _is_plain(message, asked, tree.object_id, parts[tree.object_id]):
             self._refuse(asked, "reply: its envelope has fields of its own")
             return set(), ""
+        told = _data_facts(parts.values()) if asked.metadata.message_type == QUERY else {}
         try:
-            self._note("upload", message.metadata.run_id, message, size, message.metadata.message_id)
+            self._note("upload", message.metadata.run_id, message, size, message.metadata.message_id, **told)
         except UserError as error:
             self._answer(asked, _of_audit(error))
             return set(), ""
@@ -409,7 +421,8 @@ class Gate:
         config = dict(judged.config)
         judged.refusal = judged.refusal[:_MAX_TEXT]
         outcome = judged.refusal or ("waits for approval" if judged.waits else "")
-        self.audit.append("run", run=str(run_id), application=judged.application, config=config, refusal=outcome)
+        said = {"application": judged.application, "submitter": judged.submitter}
+        self.audit.append("run", run=str(run_id), **said, config=config, refusal=outcome)
         _keep_last(self._judged, run_id, judged, _MAX_JUDGED)
         if judged.refusal:
             judged.config = {}
@@ -484,10 +497,11 @@ class Gate:
 
     def _hold(self, received: tuple[Message, ObjectTree]) -> None:
         judged = self._judge(received[0].metadata.run_id)
-        approval.ask(self.directory, judged.request)
+        # first: a server may start any number of runs, and each request is a file
         if len(self._held) >= _MAX_HELD:
             self._refuse(received[0], f"approval: {_MAX_HELD} messages wait for a person already")
             return
+        approval.ask(self.directory, judged.request)
         run = judged.request.run
         log.warning("run %s waits for approval: corolla node approve %s", run, run, extra=self._about(received[0]))
         self._held.append(received)
@@ -535,6 +549,21 @@ def _envelope(message: Message, **less: str) -> bytes:
     error = error_to_proto(message.error) if message.has_error() else None
     packed: bytes = MessageProto(metadata=metadata, error=error).SerializeToString(deterministic=True)
     return packed
+
+
+def _data_facts(parts: Iterable[bytes]) -> dict[str, Any]:
+    """Return what a client's answer says of its data: the hash, and the numbers of samples. A run with a promise has less."""
+    found: dict[str, Any] = {}
+    for content in parts:
+        # an application may have written anything
+        with contextlib.suppress(Exception):
+            if len(content) <= _MAX_PROJECT and get_object_type_from_object_content(content) == ConfigRecord.__name__:
+                found |= dict(ConfigRecord.inflate(content))
+    return {
+        name: value
+        for name in ("data-sha256", *SAMPLES)
+        if (type(value := found.get(name)) is int or re.fullmatch("[0-9a-f]{64}", str(value), re.ASCII))
+    }
 
 
 def _is_plain(reply: Message, asked: Message, object_id: str, content: bytes) -> bool:
@@ -589,8 +618,8 @@ def _refuse_large_project(content: bytes) -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         info = archive.getinfo(PROJECT)
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise UserError(
+        raise DeploymentError(
             f"application: {PROJECT} must be stored or deflated, it is packed by method {info.compress_type}"
         )
     if (size := max(info.file_size, info.compress_size)) > _MAX_PROJECT:
-        raise UserError(f"application: {PROJECT} may have {_MAX_PROJECT} bytes, it has {size}")
+        raise DeploymentError(f"application: {PROJECT} may have {_MAX_PROJECT} bytes, it has {size}")

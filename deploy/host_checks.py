@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, size
 
 # The newest Flower that may run; docs/deployment.md gives the reason, and the way to a newer one.
 NEWEST = (1, 42)
@@ -33,7 +33,7 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]], say: Callable[[s
                 continue
             what = f"{package} is {version} on {host} and {reference[package]} on {reference_host}"
             if package != "torch":
-                raise UserError(f"{what}; install the same version on all hosts")
+                raise DeploymentError(f"{what}; install the same version on all hosts")
             say(f"note: {what}; bits may differ from one client to the next")
     refuse_newer_flower(reference_host, reference["flwr"])
 
@@ -43,7 +43,7 @@ def refuse_newer_flower(host: str, flwr: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", flwr)
     if found and (int(found[1]), int(found[2])) > NEWEST:
         newest = ".".join(map(str, NEWEST))
-        raise UserError(
+        raise DeploymentError(
             f"{host}: flwr {flwr} is newer than {newest}, the newest whose fleet port deploy.superlink was tried to guard: "
             "without the guard anyone that reaches the port can run code on every node; "
             f"`pip install 'flwr[simulation]=={newest}.*'` there (docs/deployment.md, \"Newer Flower\")"
@@ -58,9 +58,9 @@ def note_on_space(host: str, database: str, free: float | None) -> str:
     """
     if free is None or free >= AMPLE:
         return ""
-    found = f"{host}: superlink.database: {database}: {free / 1e6:.3g} MB are free"
+    found = f"{host}: superlink.database: {database}: {size(free)} are free"
     if free < LEAST:
-        raise UserError(f"{found}, and the database needs at least {LEAST / 1e6:g} MB; free space there")
+        raise DeploymentError(f"{found}, and the database needs at least {size(LEAST)}; free space there")
     return f"note: {found}; a round needs the bytes of all its downloads and uploads there"
 
 
@@ -84,5 +84,5 @@ def compare_clocks(ahead: Mapping[str, float], superlink: str, authenticated: bo
         rule = (
             f"the SuperLink refuses a SuperNode more than {MAX_AHEAD:g} s ahead or {MAX_BEHIND:g} s behind, and it ends"
         )
-        raise UserError("\n".join([*problems, f"{rule}; synchronize both clocks (`timedatectl set-ntp true`)"]))
+        raise DeploymentError("\n".join([*problems, f"{rule}; synchronize both clocks (`timedatectl set-ntp true`)"]))
     return notes

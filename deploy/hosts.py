@@ -13,7 +13,7 @@ from deploy import node
 from deploy.commands import SSH_OPTIONS
 from deploy.inventory import LOCAL
 from deploy.node import REPLY_MARK, Json
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 
 T = TypeVar("T")
 _SECONDS = 120
@@ -25,23 +25,23 @@ def ask(host: str, python: str, request: Json) -> Json:
         try:
             return node.handle(request)
         except UserError as error:
-            raise UserError(_prefixed(host, str(error))) from None
+            raise DeploymentError(_prefixed(host, str(error))) from None
     # -P: a directory named deploy in the home directory must not shadow this package
     command = ["ssh", *SSH_OPTIONS, "--", host, shlex.join([python, "-P", "-m", "deploy.node"])]
     try:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS)
     except FileNotFoundError:
-        raise UserError(f"{host}: there is no ssh command on this machine") from None
+        raise DeploymentError(f"{host}: there is no ssh command on this machine") from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"{host}: no reply over ssh within {_SECONDS} s") from None
+        raise DeploymentError(f"{host}: no reply over ssh within {_SECONDS} s") from None
     # a login shell may print lines before the reply
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(REPLY_MARK):
             reply: Json = json.loads(line.removeprefix(REPLY_MARK))
             if "error" in reply:
-                raise UserError(_prefixed(host, reply["error"]))
+                raise DeploymentError(_prefixed(host, reply["error"]))
             return reply
-    raise UserError(f"{host}: {_failure(done, python)}")
+    raise DeploymentError(f"{host}: {_failure(done, python)}")
 
 
 def _prefixed(host: str, message: str) -> str:
@@ -64,7 +64,7 @@ def each(work: Callable[[str], T], hosts: Iterable[str]) -> dict[str, T]:
     """Run `work` for all hosts at once and return the results. Raises one UserError with every host's problem."""
     results, failures = attempt_each(work, hosts)
     if failures:
-        raise UserError("\n".join(str(error) for error in failures.values()))
+        raise DeploymentError("\n".join(str(error) for error in failures.values()))
     return results
 
 

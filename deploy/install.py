@@ -1,7 +1,8 @@
 """`make install`: a virtual environment with Corolla, made in steps, with progress at least every ten seconds.
 
 `python deploy/install.py .venv constraints/flwr-1.39.txt` needs only Python's standard library, because nothing is
-installed yet. The file names every package with its version and its hashes.
+installed yet. The file names every package with its version and its hashes: all that development needs too, or those
+of running alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PACKAGES = re.compile(r"\s*Installing collected packages: (.+)")
 
 
 def main() -> None:
-    """Install the clone in the current directory, with its test dependencies."""
+    """Install the clone in the current directory, with all packages of a file."""
     if sys.version_info < OLDEST:
         sys.exit(f"Python {'.'.join(map(str, OLDEST))} or newer is needed, this is {sys.version}")
     venv, constraints = Path(sys.argv[1]), sys.argv[2]

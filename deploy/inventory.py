@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import yaml
 
 from deploy.shared_warm import OWN, SHARED
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.keys import key, nearest, specs
 
 Entry = TypeVar("Entry")
@@ -218,12 +218,12 @@ def read_inventory(path: Path, insecure: bool = False) -> Inventory:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise DeploymentError(f"{path}: {error.strerror}") from None
     except RecursionError:
-        raise UserError(f"{path}: not valid YAML: nested too deeply") from None
+        raise DeploymentError(f"{path}: not valid YAML: nested too deeply") from None
     # ValueError: not UTF-8, or a malformed date or number
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}: not valid YAML: {error}") from None
+        raise DeploymentError(f"{path}: not valid YAML: {error}") from None
     if isinstance(raw, dict) and insecure:
         raw = {**raw, "insecure": True}
     return parse(raw, default_name=path.stem, directory=path.resolve().parent)
@@ -250,7 +250,7 @@ def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     if joined and not secure:
         problems.append("hosts: sites that join need TLS and keys: set `tls: true`, or remove `insecure`")
     if problems:
-        raise UserError("invalid cluster:\n" + "\n".join(f"  {p}" for p in problems))
+        raise DeploymentError("invalid cluster:\n" + "\n".join(f"  {p}" for p in problems))
     keys = Path(top.keys or f"{top.name}-keys").expanduser()
     return Inventory(top.name, superlink, supernodes, str((directory / keys).resolve()), secure, joined)
 

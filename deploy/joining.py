@@ -24,12 +24,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy import certificates, commands, peers, revoked, superlink
 from deploy.inventory import Inventory
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.files import make_directory, publish
 from fl_app.privacy import keyring, pins
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import free_ports
-from fl_app.site import site_directory
+from fl_app.site_directory import site_directory
 from fl_app.toml import read_toml, value_to_toml
 
 KEY, PUBLIC, INVITATION, CA = "node.key", "node.pub", "invitation.toml", "ca.crt"
@@ -73,7 +73,7 @@ def rotate_key(directory: Path) -> Path:
     """Replace a site's key pairs by new ones. Return the public half's path. Raises UserError if it has none."""
     private = directory / KEY
     if not private.exists():
-        raise UserError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
+        raise DeploymentError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
     # the public half last: while it is missing, `make_key` goes on where a crash ended
     for path in (private, private.with_suffix(peers.KEY_SUFFIX), directory / PUBLIC):
         path.unlink(missing_ok=True)
@@ -88,10 +88,10 @@ def keep_peers(directory: Path, given: Path) -> str:
     try:
         content = given.read_bytes()
     except OSError as error:
-        raise UserError(f"{given}: {error.strerror}") from None
+        raise DeploymentError(f"{given}: {error.strerror}") from None
     kept = directory / PEERS
     if kept.exists() and kept.read_bytes() != content:
-        raise UserError(
+        raise DeploymentError(
             pins.refusal(given, pins.hash_of(given), pins.hash_of(kept), f"{directory.name} --peers {given}")
         )
     publish(kept, lambda path: path.write_bytes(content), 0o644)
@@ -107,9 +107,9 @@ def accept_peers(directory: Path, given: Path | None, expected: str) -> tuple[st
     private, listed = directory / f"{Path(KEY).stem}{peers.KEY_SUFFIX}", given or directory / PEERS
     found, own = pins.hash_of(listed), keyring.own_hash(keyring.read_private_key(private))
     if expected not in ("", found):
-        raise UserError(f"{listed}: its sha256 is {found}, not {expected}: nothing is accepted")
+        raise DeploymentError(f"{listed}: its sha256 is {found}, not {expected}: nothing is accepted")
     if not keyring.names(listed, own):
-        raise UserError(f"{listed}: has no line with this site's key")
+        raise DeploymentError(f"{listed}: has no line with this site's key")
     before = pins.agreed(site_directory(), own)
     if given:
         content = given.read_bytes()
@@ -122,18 +122,20 @@ def accept_invitation(directory: Path, given: Path | None) -> Invitation:
     """Keep and return the given invitation, or return the one kept before. Raises UserError if there is none."""
     path = given or directory / INVITATION
     if given is None and not path.exists():
-        raise UserError(
+        raise DeploymentError(
             f"{directory.name}: has no invitation yet; `--invitation FILE` takes the file from `corolla cluster admit`"
         )
     raw = read_toml(path)
     forms = {"superlink": str, "client": int, "clients": int, "ca": str, "flower": str, "name": str}
     if set(forms) - set(raw) - {"flower", "name"} or any(type(raw[name]) is not forms.get(name) for name in raw):
-        raise UserError(f"{path}: must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}")
+        raise DeploymentError(
+            f"{path}: must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}"
+        )
     # the server's operator wrote it, and a terminal obeys control characters
     if strange := [name for name in raw if name != "ca" and not str(raw[name]).isprintable()]:
-        raise UserError(f"{path}: {strange[0]}: must be text that can be printed, got {raw[strange[0]]!r}")
+        raise DeploymentError(f"{path}: {strange[0]}: must be text that can be printed, got {raw[strange[0]]!r}")
     if not re.fullmatch(r"|\d+\.\d+.*", raw.get("flower", "")):
-        raise UserError(f"{path}: flower: must be a version, for example 1.39.0, got {raw['flower']!r}")
+        raise DeploymentError(f"{path}: flower: must be a version, for example 1.39.0, got {raw['flower']!r}")
     publish(directory / INVITATION, lambda temporary: temporary.write_bytes(path.read_bytes()))
     publish(directory / CA, lambda temporary: temporary.write_text(raw["ca"]), 0o644)
     return Invitation(**raw)
@@ -155,9 +157,9 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
     """Return flower-supernode's options for a site. Raises UserError if its key is missing or open to others."""
     private = directory / KEY
     if not private.exists():
-        raise UserError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
+        raise DeploymentError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
     if (mode := stat.S_IMODE(private.stat().st_mode)) & 0o077:
-        raise UserError(
+        raise DeploymentError(
             f"{private} must be its owner's alone (mode 600), it is {mode:o}; others may have read it: make another"
         )
     (port,) = free_ports(1)
@@ -180,26 +182,28 @@ def admit(inventory: Inventory, client: int, public: Path, *, name: str = "", re
     """
     if client not in inventory.joined:
         there = ", ".join(map(str, inventory.joined)) or "none; write an entry `{host: joins}`"
-        raise UserError(f"client {client}: does not join by itself in {inventory.name} (clients that do: {there})")
+        raise DeploymentError(
+            f"client {client}: does not join by itself in {inventory.name} (clients that do: {there})"
+        )
     certificates.require_usable(inventory)
     text = _public_key(public)
     directory = Path(inventory.keys)
     kept = directory / f"supernode-{client}.pub"
     for path in sorted(directory.glob("supernode-*.pub")):
         if path != kept and _public_key(path) == text:
-            raise UserError(f"{public}: is {path.name} already; every client needs its own key")
+            raise DeploymentError(f"{public}: is {path.name} already; every client needs its own key")
     if revoked.fingerprint(text) in revoked.noted(directory):
-        raise UserError(f"{public}: was revoked, for good; `corolla node rotate` makes another key at the site")
+        raise DeploymentError(f"{public}: was revoked, for good; `corolla node rotate` makes another key at the site")
     before = _public_key(kept) if kept.exists() else b""
     if before not in (b"", text) and not replace:
-        raise UserError(f"client {client}: has another key, {kept}; `corolla cluster rotate` replaces it")
+        raise DeploymentError(f"client {client}: has another key, {kept}; `corolla cluster rotate` replaces it")
     if replace and before in (b"", text):
         what = "this is its key already" if before else "it has no key to replace; use `corolla cluster admit`"
-        raise UserError(f"client {client}: {what}")
+        raise DeploymentError(f"client {client}: {what}")
     name = name or (name_of(inventory, client) if before else "") or public.stem * (public.name != PUBLIC)
     others = {name_of(inventory, other): other for other in inventory.joined if other != client}
     if name and name in others:
-        raise UserError(f"client {client}: {name!r} is the name of client {others[name]}; `--name` gives another")
+        raise DeploymentError(f"client {client}: {name!r} is the name of client {others[name]}; `--name` gives another")
     line = b" ".join(filter(None, [text, peers.statement_in(public).encode()]))
     publish(kept, lambda path: path.write_bytes(line + b"\n"), 0o644)
     if replace:
@@ -229,10 +233,10 @@ def _public_key(path: Path) -> bytes:
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise DeploymentError(f"{path}: {error.strerror}") from None
     # ValueError, UnsupportedAlgorithm: the same for a user
     except Exception:
-        raise UserError(f"{path}: is not a public key (one line that begins with ecdsa-sha2-nistp384)") from None
+        raise DeploymentError(f"{path}: is not a public key (one line that begins with ecdsa-sha2-nistp384)") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
-        raise UserError(f"{path}: must be an ECDSA P-384 key, as `corolla node join` makes it")
+        raise DeploymentError(f"{path}: must be an ECDSA P-384 key, as `corolla node join` makes it")
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from deploy import certificates, commands, connection, host_checks, hosts, peers, superlink_nodes
 from deploy.cluster import Cluster, find, held, is_ready, record_path, save_new
-from deploy.commands import METRICS, SUPERLINK, TUNNEL, Place, Process
+from deploy.commands import METRICS, SUPERLINK, TUNNEL, HostPlaces, Process
 from deploy.inventory import LOCAL, Inventory
 from deploy.node import Json
 from fl_app import log_format
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 from fl_app.privacy import secure_random
 from fl_app.privacy.keyring import PEERS
 
@@ -58,7 +58,7 @@ def up(
     else:
         connection.require_free(Path(cluster.config), inventory.name, cluster.connection)
     save_new(cluster)
-    places: dict[str, Place] = {}
+    places: dict[str, HostPlaces] = {}
     try:
         _prepare(cluster, places, say)
         _start_superlink(cluster, places, seconds)
@@ -73,7 +73,7 @@ def up(
         # hosts that were not prepared have no processes
         problems = down(cluster, set(places))
         if problems and isinstance(error, UserError):
-            raise UserError(f"{error}\nand while cleaning up:\n" + "\n".join(problems)) from None
+            raise DeploymentError(f"{error}\nand while cleaning up:\n" + "\n".join(problems)) from None
         raise
     return cluster
 
@@ -96,7 +96,7 @@ def _revive(cluster: Cluster, say: Say, seconds: float) -> Cluster:
     _wait(cluster, [SUPERLINK], seconds)
     found, failures = cluster.status()
     if failures:
-        raise UserError("\n".join(str(error) for error in failures.values()))
+        raise DeploymentError("\n".join(str(error) for error in failures.values()))
     ended = [name for name, state in found.items() if not state["alive"]]
     if TUNNEL in ended:
         ca = str(Path(cluster.inventory.keys) / certificates.CA) if cluster.inventory.secure else ""
@@ -112,7 +112,7 @@ def _revive(cluster: Cluster, say: Say, seconds: float) -> Cluster:
     return cluster
 
 
-def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
+def _prepare(cluster: Cluster, places: dict[str, HostPlaces], say: Say) -> None:
     """Check all hosts, copy each one its key files, and get its directories and ports.
 
     Fills `places`, for as many hosts as succeed.
@@ -132,7 +132,7 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
     replies, failures = hosts.attempt_each(prepare, cluster.placement)
     places |= {host: _place(reply) for host, reply in replies.items()}
     if failures:
-        raise UserError("\n".join(str(error) for error in failures.values()))
+        raise DeploymentError("\n".join(str(error) for error in failures.values()))
     host_checks.compare_versions({host: reply["versions"] for host, reply in replies.items()}, say)
     if note := host_checks.note_on_space(link.host, link.database, replies[link.host].get("free")):
         say(note)
@@ -153,8 +153,8 @@ def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> J
     )
 
 
-def _place(reply: Json) -> Place:
-    return Place(reply["directory"], reply["scripts"], tuple(reply["ports"]))
+def _place(reply: Json) -> HostPlaces:
+    return HostPlaces(reply["directory"], reply["scripts"], tuple(reply["ports"]))
 
 
 def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
@@ -187,7 +187,7 @@ def _compare_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
             say(note)
 
 
-def _start_superlink(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+def _start_superlink(cluster: Cluster, places: dict[str, HostPlaces], seconds: float) -> None:
     inventory = cluster.inventory
     host = inventory.superlink.host
     _start(cluster, host, [commands.superlink(inventory, places[host])])
@@ -198,14 +198,14 @@ def _start_superlink(cluster: Cluster, places: dict[str, Place], seconds: float)
         _wait(cluster, [TUNNEL], seconds)
 
 
-def _start_metrics(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+def _start_metrics(cluster: Cluster, places: dict[str, HostPlaces], seconds: float) -> None:
     if cluster.metrics:
         host = cluster.inventory.superlink.host
         _start(cluster, host, [commands.metrics(cluster.inventory, places[host], cluster.metrics, cluster.runs)])
         _wait(cluster, [METRICS], seconds)
 
 
-def _start_supernodes(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+def _start_supernodes(cluster: Cluster, places: dict[str, HostPlaces], seconds: float) -> None:
     inventory = cluster.inventory
 
     def start(host: str) -> None:
@@ -233,7 +233,7 @@ def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
     while True:
         found, failures = cluster.status()
         if failures:
-            raise UserError("\n".join(str(error) for error in failures.values()))
+            raise DeploymentError("\n".join(str(error) for error in failures.values()))
         waiting = [name for name in names if not is_ready(name, found[name])]
         ended = [name for name in waiting if not found[name]["alive"]]
         if not waiting:
@@ -242,7 +242,7 @@ def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
             failing = ended or waiting
             what = "ended" if ended else f"not ready after {seconds:g} s"
             logs = [f"{name}: the end of its log:\n{cluster.log_end(name, _LOG_LINES)}" for name in failing[:3]]
-            raise UserError("\n".join([f"{', '.join(failing)}: {what}", *logs]))
+            raise DeploymentError("\n".join([f"{', '.join(failing)}: {what}", *logs]))
         time.sleep(0.5)
 
 
@@ -256,7 +256,7 @@ def _wait_until_gone(online: Callable[[], list[str]], say: Say, seconds: float) 
     waiting = False
     while names := ", ".join(online()):
         if time.monotonic() > deadline:
-            raise UserError(
+            raise DeploymentError(
                 f"{names}: the SuperLink still counts the last connection as alive after {seconds:g} s; try again"
             )
         if not waiting:
@@ -274,14 +274,14 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     """
     nodes = {node.name: node for node in cluster.inventory.supernodes}
     if name not in nodes:
-        raise UserError(f"{name}: cannot be restarted; the SuperNodes are {', '.join(nodes)}")
+        raise DeploymentError(f"{name}: cannot be restarted; the SuperNodes are {', '.join(nodes)}")
     node = nodes[name]
     if cluster.inventory.secure:
         certificates.require_usable(cluster.inventory, [node])
     _compare_clocks(cluster, [node.host], say)
     before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
     if cluster.ask(node.host, "stop", names=[name])["left"]:
-        raise UserError(f"{node.host}: {name} could not be ended")
+        raise DeploymentError(f"{node.host}: {name} could not be ended")
 
     def online() -> list[str]:
         return [name] if superlink_nodes.status_by_node_id(cluster).get(before) == "online" else []

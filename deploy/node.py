@@ -25,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from deploy import health, processes
-from fl_app.errors import UserError
+from deploy import detached, health
+from fl_app.errors import DeploymentError, UserError
 from fl_app.files import explain_full_disk, publish_text
 from fl_app.processes import free_ports
 from fl_app.server import disk
@@ -48,7 +48,7 @@ def main() -> None:
 
 def handle(request: Json) -> Json:
     """Execute a request on this machine, and return the reply. Raises UserError, also on a full disk."""
-    directory = processes.cluster_directory(request["cluster"])
+    directory = detached.cluster_directory(request["cluster"])
     with explain_full_disk(f"cluster {request['cluster']}", directory):
         return _execute(directory, request)
 
@@ -60,7 +60,7 @@ def _execute(directory: Path, request: Json) -> Json:
             return _prepare(directory, token, request)
         case "start":
             for process in request["processes"]:
-                processes.start(directory, token, **process)
+                detached.start(directory, token, **process)
             return {}
         case "clock":
             return {"clock": now()}
@@ -68,33 +68,33 @@ def _execute(directory: Path, request: Json) -> Json:
             return {"processes": _status(directory, token)}
         case "logs":
             name = request["name"]
-            means = explain_refusals(name, processes.log_end(directory, name, sys.maxsize))
-            record = processes.read_record(directory, name)
-            if record and not processes.alive(record):
+            means = explain_refusals(name, detached.log_end(directory, name, sys.maxsize))
+            record = detached.read_record(directory, name)
+            if record and not detached.alive(record):
                 means = [ENDED, *(meaning for meaning in means if not meaning.startswith("not connected"))]
-            return {"text": processes.log_end(directory, name, request["lines"]), "means": means}
+            return {"text": detached.log_end(directory, name, request["lines"]), "means": means}
         case "stop":
             names = request["names"]
             with ThreadPoolExecutor(max(1, len(names))) as pool:
-                ended = list(pool.map(lambda name: processes.stop(directory, token, name), names))
+                ended = list(pool.map(lambda name: detached.stop(directory, token, name), names))
             return {"left": [name for name, done in zip(names, ended, strict=True) if not done]}
         case "clear":
             shutil.rmtree(directory / "keys", ignore_errors=True)
             shutil.rmtree(directory / "flwr", ignore_errors=True)
             return {}
-    raise UserError(f"unknown request {request['action']!r}: is the same Corolla installed on both machines?")
+    raise DeploymentError(f"unknown request {request['action']!r}: is the same Corolla installed on both machines?")
 
 
 def _prepare(directory: Path, token: str, request: Json) -> Json:
     problems = [f"{path}: there is no such file or directory" for path in request["paths"] if not Path(path).exists()]
-    for record in processes.records(directory):
-        if record.token != token and processes.alive(record):
+    for record in detached.records(directory):
+        if record.token != token and detached.alive(record):
             problems.append(f"{record.name} of a cluster {request['cluster']!r} is running already (pid {record.pid})")
     for address, port in request["free"]:
         if why := _port_problem(address, port):
             problems.append(f"port {port}: {why}")
     if problems:
-        raise UserError("\n".join(problems))
+        raise DeploymentError("\n".join(problems))
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)
     keys = directory / "keys"
@@ -136,13 +136,13 @@ def _port_problem(address: str, port: int) -> str:
 
 
 def _status(directory: Path, token: str) -> Json:
-    mine = [record for record in processes.records(directory) if record.token == token]
+    mine = [record for record in detached.records(directory) if record.token == token]
     with ThreadPoolExecutor(max(1, min(16, len(mine)))) as pool:
         return dict(pool.map(lambda record: (record.name, _describe(directory, record)), mine))
 
 
-def _describe(directory: Path, record: processes.Record) -> Json:
-    lives = processes.alive(record)
+def _describe(directory: Path, record: detached.Record) -> Json:
+    lives = detached.alive(record)
     return {
         "pid": record.pid,
         "alive": lives,
@@ -157,7 +157,7 @@ def _node_id(directory: Path, name: str) -> str:
     Not the one in its log: the log has an application's words too, and its lines move.
     """
     try:
-        found = processes.node_id_file(directory, name).read_text(encoding="utf-8")
+        found = detached.node_id_file(directory, name).read_text(encoding="utf-8")
     except FileNotFoundError:
         return ""
     return found if found.isascii() and found.isdecimal() else ""

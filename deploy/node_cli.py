@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fl_app import exit_codes
-from fl_app.errors import UserError, plain
+from fl_app.errors import DeploymentError, UserError, counted, plain
 from fl_app.keys import Scalar
 
 app = typer.Typer(
@@ -79,7 +79,9 @@ def start(
 
     log_format.choose(log_lines)
     if site == "":
-        raise UserError("--site: must name the site's rules, got an empty text; leave the option out to have none")
+        raise DeploymentError(
+            "--site: must name the site's rules, got an empty text; leave the option out to have none"
+        )
     directory = _directory(name)
     if peers:
         typer.echo(
@@ -148,6 +150,7 @@ def approve(
     ] = None,
     decline: Annotated[bool, typer.Option("--decline", help="Refuse it instead.")] = False,
     name: Only = None,
+    whole: Annotated[bool, typer.Option("--all", help="List every key, also those with their default.")] = False,
 ) -> None:
     """Approve or decline a run that waits for this site; without RUN, list the waiting runs."""
     from deploy import approval
@@ -156,16 +159,21 @@ def approve(
     if run is None:
         for site, requests in found.items():
             for request in requests:
-                typer.echo(f"run {request.run} at {site}: application {request.application}")
-                # the server wrote them: no text may hide a line or look like another
-                typer.echo("\n".join(line for key, value in request.config.items() for line in _lines(key, value)))
+                # the server wrote all of it: no text may hide a line or look like another
+                by = f", submitted by {plain(request.submitter)[:80]}" if request.submitter else ""
+                typer.echo(f"run {request.run} at {site}{by}: application {request.application}")
+                shown = request.config if whole else request.telling
+                lines = [line for key, value in shown.items() for line in _lines(key, value)]
+                if more := len(request.config) - len(shown):
+                    lines.append(f"  and {counted(more, 'key')} with the default of this installation: --all")
+                typer.echo("\n".join(lines))
         if not any(found.values()):
             typer.echo("no run waits for approval")
         return
     waiting = [site for site, requests in found.items() if run in (request.run for request in requests)]
     if not waiting:
         others = sorted({request.run for requests in found.values() for request in requests})
-        raise UserError(f"run {run}: does not wait for approval here; waiting: {', '.join(others) or 'none'}")
+        raise DeploymentError(f"run {run}: does not wait for approval here; waiting: {', '.join(others) or 'none'}")
     for site in waiting:
         approval.decide(_directory(site), run, not decline)
         typer.echo(f"run {run} is {'declined' if decline else 'approved'} at {site}")
@@ -203,7 +211,7 @@ def audit(
 @app.command(epilog="Example: corolla node application")
 def application() -> None:
     """Print the sha256 of the application that `corolla run` submits, for `applications` in site.toml."""
-    from fl_app.app_bundle import application_hash
+    from fl_app.transport.app_bundle import application_hash
 
     typer.echo(application_hash({}))
 
@@ -219,7 +227,7 @@ def _directory(name: str) -> Path:
     from deploy.supernode import OF_APPLICATIONS, sites_directory
 
     if not name or any(part in ("", ".", "..", *OF_APPLICATIONS) for part in name.split("/")):
-        raise UserError(f"{name!r}: is not a site's name")
+        raise DeploymentError(f"{name!r}: is not a site's name")
     return sites_directory() / name
 
 
@@ -231,7 +239,7 @@ def _sites(name: str | None) -> dict[str, Path]:
     if name is not None:
         found = {site: path for site, path in found.items() if site == name}
     if not found:
-        raise UserError(
+        raise DeploymentError(
             f"{name or 'no site'}: there is no audit under {sites_directory()}; has its SuperNode been started?"
         )
     return found

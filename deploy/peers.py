@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy.inventory import Inventory
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.files import publish, publish_text
 from fl_app.privacy import keyring
 from fl_app.privacy.keyring import PEERS
@@ -50,12 +50,12 @@ def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise DeploymentError(f"{path}: {error.strerror}") from None
     # UnsupportedAlgorithm: the same for a user
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{path}: is no private key of a node")
+        raise DeploymentError(f"{path}: is no private key of a node")
     return key
 
 

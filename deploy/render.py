@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from deploy import certificates, commands, connection
-from deploy.commands import Place
+from deploy.commands import HostPlaces
+from deploy.detached import cluster_directory
 from deploy.inventory import LOCAL, Inventory, SuperNode, is_loopback
 from deploy.peers import KEY_SUFFIX
-from deploy.processes import cluster_directory
 from fl_app import shell
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import FLOWER, LAUNCH, script
 
@@ -60,7 +60,7 @@ def _host(inventory: Inventory, host: str, python: str, *, superlink: bool) -> l
     return lines + [f"{shell.line(process.command, around | dict(process.environment))} &" for process in processes]
 
 
-def _place(inventory: Inventory, host: str, python: str) -> Place:
+def _place(inventory: Inventory, host: str, python: str) -> HostPlaces:
     """Return the places on a host, without asking it.
 
     Ports follow the control port. On this machine the keys stay in their own directory.
@@ -71,7 +71,7 @@ def _place(inventory: Inventory, host: str, python: str) -> Place:
     directory = (
         str(cluster_directory(inventory.name)) if here else f"{shell.variable('HOME')}/{_THERE}/{inventory.name}"
     )
-    return Place(directory, str(Path(python).parent), tuple(free[:count]), inventory.keys if here else "")
+    return HostPlaces(directory, str(Path(python).parent), tuple(free[:count]), inventory.keys if here else "")
 
 
 def _connection(inventory: Inventory) -> list[str]:
@@ -183,14 +183,16 @@ def slurm(inventory: Inventory) -> str:
     """
     if inventory.joined:
         joined = ", ".join(map(str, inventory.joined))
-        raise UserError(f"hosts: clients {joined} are started by their own sites (host: joins), a Slurm job cannot")
+        raise DeploymentError(
+            f"hosts: clients {joined} are started by their own sites (host: joins), a Slurm job cannot"
+        )
     link, count = inventory.superlink, len(inventory.supernodes)
     python = link.python
     alone = is_loopback(link.fleet_address)
     work = shell.variable("work")
     address = link.fleet_address if alone else shell.variable("address")
     moved = dataclasses.replace(inventory, superlink=dataclasses.replace(link, fleet_address=address))
-    place = Place(work, str(Path(python).parent), (shell.variable("port"),))
+    place = HostPlaces(work, str(Path(python).parent), (shell.variable("port"),))
     process = commands.superlink(moved, place)
     ca = [process.ca] if process.ca else []
     end = "import sys; from fl_app.processes import end_processes, processes_with; "
@@ -223,7 +225,7 @@ def slurm(inventory: Inventory) -> str:
     )
 
 
-def _case(inventory: Inventory, node: SuperNode, place: Place, python: str) -> str:
+def _case(inventory: Inventory, node: SuperNode, place: HostPlaces, python: str) -> str:
     """Return the shell case of one task, a SuperNode. Slurm decides its GPU."""
     here = dataclasses.replace(node, python=python, gpu=None if node.gpu else node.gpu)
     process = commands.supernode(inventory, here, place, 0)

@@ -1,6 +1,7 @@
-"""The image's packages with their hashes: `python deploy/requirements.py LOCK NAMES [--no-torch]` prints a file for pip.
+"""Some packages with their hashes: `python deploy/requirements.py LOCK NAMES [--no-torch]` prints a file for pip.
 
-LOCK: all packages of one version of Flower, such as constraints/flwr-1.39.txt. NAMES: those of the image, one a line.
+LOCK: all packages of one version of Flower, such as constraints/flwr-1.39.txt. NAMES: those wanted, one a line:
+constraints/image.txt for the container image, constraints/run.txt for `make run`.
 Only Python's standard library is used, because nothing is installed yet.
 """
 

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-
 from fl_app.files import publish_text
+from fl_app.transport.identity import fingerprint as fingerprint
 
 FILE = "revoked.txt"
-
-
-def fingerprint(key: bytes) -> str:
-    """Return a public key's fingerprint, as `ssh-keygen -lf` prints it. key: PEM or a line of OpenSSH."""
-    try:
-        read = serialization.load_ssh_public_key if key.startswith(b"ecdsa-") else serialization.load_pem_public_key
-        known = read(key)
-        if isinstance(known, ec.EllipticCurvePublicKey):
-            line = known.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-            key = base64.b64decode(line.split()[1])
-    # a key that somebody registered by hand
-    except (ValueError, UnsupportedAlgorithm):
-        pass
-    return "SHA256:" + base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip("=")
 
 
 def noted(directory: Path) -> frozenset[str]:

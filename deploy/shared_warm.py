@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from deploy.processes import state_home
+from deploy.detached import state_home
 from fl_app import machine
 from fl_app.files import lock, make_directory, opener, publish_text
 from fl_app.forking import Link

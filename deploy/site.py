@@ -34,12 +34,13 @@ from typing import Any
 
 from deploy.inventory import Form
 from fl_app.config import RunConfig
+from fl_app.config.earlier_keys import current
 from fl_app.config.rules import with_implied
-from fl_app.errors import UserError
-from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
-from fl_app.outgoing import DETAILED
+from fl_app.errors import DeploymentError
+from fl_app.keys import KeySpec, Scalar, affects, key, nearest, specs
 from fl_app.paths import path_keys, path_of
 from fl_app.toml import read_toml
+from fl_app.transport.outgoing import DETAILED
 
 ASK, STRICT = "ask", "strict"
 
@@ -65,6 +66,29 @@ _COUNT = Form("an integer >= 1", lambda v: type(v) is int and v >= 1)
 _BOUNDS = Form(
     "a table of run-config keys with {min = ...}, {max = ...} or {one-of = [...]}",
     lambda v: isinstance(v, dict) and all(map(_is_bound, v.values())),
+)
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether a value is a table `[data]`."""
+    if not isinstance(value, dict) or set(value) - {"separator", "decimal", "rename", "scale", "fill"}:
+        return False
+    signs = [value[name] for name in ("separator", "decimal") if name in value]
+    tables = {name: value.get(name, {}) for name in ("rename", "scale", "fill")}
+    if not all(isinstance(sign, str) and sign for sign in signs) or not all(
+        isinstance(t, dict) for t in tables.values()
+    ):
+        return False
+    return (
+        all(isinstance(name, str) and name for name in tables["rename"].values())
+        and all(_is_number(factor) and factor != 0 for factor in tables["scale"].values())
+        and all(isinstance(filled, str) or _is_number(filled) for filled in tables["fill"].values())
+    )
+
+
+_DATA = Form(
+    'a table with separator, decimal, rename = {OWN = "NAME"}, scale = {NAME = FACTOR} and fill = {NAME = VALUE}',
+    _is_data,
 )
 
 
@@ -124,6 +148,12 @@ class Site:
         "text, too, but never in private runs and runs with a privacy budget",
         Form("reasons or details", lambda v: v in ("reasons", DETAILED)),
     )
+    data: Mapping[str, Any] = key(
+        {},
+        "How this site's own table differs from the run's: `separator`, `decimal`, `rename = {Druck = \"pressure\"}`, "
+        "`scale = {pressure = 0.001}`, `fill = {humidity = 40.0}`. `corolla data show --site site.toml` checks it",
+        _DATA,
+    )
 
 
 def find(given: str = "") -> Path | None:
@@ -141,7 +171,7 @@ def find(given: str = "") -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise UserError(f"{usual}: its rules cannot be seen: {error.strerror}") from None
+        raise DeploymentError(f"{usual}: its rules cannot be seen: {error.strerror}") from None
     return usual
 
 
@@ -150,9 +180,9 @@ def read_site(path: Path) -> Site:
     raw = read_toml(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o022:
-        raise UserError(f"{path}: others may change it (mode {mode:o}); `chmod go-w {path}`")
+        raise DeploymentError(f"{path}: others may change it (mode {mode:o}); `chmod go-w {path}`")
     if isinstance(raw.get("bounds"), dict):
-        raw["bounds"] = _dotted(raw["bounds"])
+        raw["bounds"] = current(_dotted(raw["bounds"]))
     problems: list[str] = []
     known, values = {spec.name: spec for spec in specs(Site)}, dict[str, Any]()
     for name, value in raw.items():
@@ -163,7 +193,7 @@ def read_site(path: Path) -> Site:
         else:
             values[spec.field] = tuple(value) if isinstance(value, list) else value
     if problems:
-        raise UserError(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        raise DeploymentError(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return Site(**values, source=str(path))
 
 
@@ -192,7 +222,7 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
     if site.methods is not None and method not in site.methods:
         return f"methods: {method} is not among {', '.join(site.methods) or 'those allowed here (none)'}"
     for name, bound in site.bounds.items():
-        if bears_on(name, method) and (why := _beyond(name, bound, config, declared)):
+        if affects(name, method) and (why := _beyond(name, bound, config, declared)):
             return why
     if site.confine and config.get("state-dir"):
         return f"confine: state-dir is this site's to choose, got {config['state-dir']}"

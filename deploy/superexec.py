@@ -205,9 +205,6 @@ def run_application(imported: Mapping[str, str], asker: socket.socket) -> None:
     os.chdir(task["directory"])
     run: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     unpack_safely(run)
-    # an application brings its own copies
-    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
-        del sys.modules[name]
     path = task["root_certificates_path"]
     run.run_clientapp(
         runtime_api_address=task["runtime_api_address"],
@@ -220,11 +217,13 @@ def run_application(imported: Mapping[str, str], asker: socket.socket) -> None:
 
 
 def unpack_safely(run: Any) -> None:
-    """Let Flower unpack an application by `installing_once`.
+    """Let Flower unpack an application by `installing_once`, and let its own copies of Corolla's packages be imported.
 
     run: Flower's module of the process of an application. Raises AttributeError if it lacks the replaced place.
     """
     run.install_from_fab = installing_once(run.install_from_fab)
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+        del sys.modules[name]
 
 
 def installing_once(install: Callable[..., Path]) -> Callable[..., Path]:

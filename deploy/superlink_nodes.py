@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from deploy import revoked
 from deploy.cluster import Cluster
 from deploy.peers import KEY_SUFFIX
-from fl_app.errors import UserError, plain
+from fl_app.errors import DeploymentError, UserError, plain
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import flower_environment, script
 
@@ -48,10 +48,10 @@ def register_key(cluster: Cluster, name: str) -> None:
     done = flwr(cluster, "supernode", "register", str(public), cluster.inventory.name, "--name", name)
     output = done.stdout + done.stderr
     if done.returncode != 0 and "already in use" not in output:
-        raise UserError(f"{name}: its key {public} could not be registered:\n{output.strip()[-1000:]}")
+        raise DeploymentError(f"{name}: its key {public} could not be registered:\n{output.strip()[-1000:]}")
     nodes = list_nodes(cluster)
     if not any(node.public_key == key and _is_accepted(node) for node in nodes):
-        raise UserError(
+        raise DeploymentError(
             f"{name}: its key {public} was revoked, for good; `corolla node rotate` makes another at the site"
         )
     _end_keys(cluster, name, [node for node in nodes if node.name == name and node.public_key != key])
@@ -66,7 +66,9 @@ def _end_keys(cluster: Cluster, name: str, nodes: Iterable[NodeInfo]) -> None:
     for node in filter(_is_accepted, nodes):
         done = flwr(cluster, "supernode", "unregister", str(node.node_id), cluster.inventory.name)
         if done.returncode != 0:
-            raise UserError(f"{name}: its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}")
+            raise DeploymentError(
+                f"{name}: its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}"
+            )
         revoked.note(Path(cluster.inventory.keys), revoked.fingerprint(node.public_key))
 
 
@@ -106,7 +108,7 @@ def flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of Flower's own commands with the cluster's connection."""
     command = [script("flwr"), *arguments]
     environment = flower_environment(Path(cluster.config).parent)
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
 
 
 def status_by_node_id(cluster: Cluster) -> dict[str, str]:
@@ -156,7 +158,7 @@ def nodes_and_runs(name: str, table: Mapping[str, Any], most_runs: int) -> tuple
             client.close()
     # any error on the way: TLS, HTTP, the SuperLink itself
     except Exception as error:
-        raise UserError(f"cluster {name}: cannot list its SuperLink's nodes: {error}") from None
+        raise DeploymentError(f"cluster {name}: cannot list its SuperLink's nodes: {error}") from None
 
 
 def status_of_joined(cluster: Cluster) -> dict[int, str]:
@@ -195,10 +197,10 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
     if node is None and client_id not in cluster.inventory.joined:
         clients = sorted([*(n.client_id for n in cluster.inventory.supernodes), *cluster.inventory.joined])
         known = ", ".join(map(str, clients))
-        raise UserError(f"client {client_id}: cluster {cluster.inventory.name} has clients {known}")
+        raise DeploymentError(f"client {client_id}: cluster {cluster.inventory.name} has clients {known}")
     name = f"supernode-{client_id}"
     if not cluster.inventory.secure:
-        raise UserError(
+        raise DeploymentError(
             f"client {client_id}: without authentication there is no key to revoke (`tls: true` in the inventory)"
         )
     public = Path(cluster.inventory.keys) / f"{name}.pub"
@@ -211,7 +213,7 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
         nodes = []
     accepted = [info for info in nodes if _is_accepted(info) and (info.public_key == key or info.name == name)]
     if not key and not accepted:
-        raise UserError(f"client {client_id}: there is no {public}; it was revoked before, or never had a key")
+        raise DeploymentError(f"client {client_id}: there is no {public}; it was revoked before, or never had a key")
     _end_keys(cluster, name, accepted)
     if key:
         revoked.note(public.parent, revoked.fingerprint(key))

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
 import os
 import subprocess
@@ -20,18 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives import serialization
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
 from deploy import (
     bubblewrap,
     confine,
-    counting,
     evaluations,
     expiry,
     log_size,
     objects,
     outage,
+    sample_counting,
     shared_warm,
     site,
     slow_start,
@@ -40,23 +42,26 @@ from deploy import (
 from deploy.arriving import Arriving
 from deploy.audit import FILE, Audit
 from deploy.confine import Confinement
-from deploy.gate import Connection, Gate, Node
+from deploy.detached import NODE_ID, state_home
+from deploy.gate import Connection, Gate, NodeConfig
 from deploy.pace import Pace
-from deploy.processes import NODE_ID, state_home
 from deploy.shared_warm import OWN, SHARED
 from deploy.site import Site
-from deploy.unanswered import Answering, Process, keep_running
+from deploy.unanswered import Answering, Kept, WaitedProcess
 from fl_app import foreign_files, log_format
 from fl_app.config import RunConfig
+from fl_app.data import site_columns
 from fl_app.data.prepared import DOWNLOADS, PREPARED, data_root
-from fl_app.errors import UserError
+from fl_app.data.site_columns import SiteColumns
+from fl_app.errors import DeploymentError, UserError
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.files import make_directory, publish_text
-from fl_app.outgoing import TELL
 from fl_app.privacy import secure_random
 from fl_app.privacy.keyring import PEERS
-from fl_app.site import VARIABLE, site_directory, user_state
-from fl_app.wire import PRIVATE_KEYS
+from fl_app.site_directory import VARIABLE, site_directory, user_state
+from fl_app.transport.identity import fingerprint
+from fl_app.transport.outgoing import TELL
+from fl_app.transport.wire import PRIVATE_KEYS
 
 log = logging.getLogger("corolla")
 
@@ -108,7 +113,9 @@ def main() -> None:
     with ending_on_bad_input():
         log_format.choose(given.log_format)
         if given.site == "":
-            raise UserError("--site: must name the site's rules, got an empty text; leave the option out to have none")
+            raise DeploymentError(
+                "--site: must name the site's rules, got an empty text; leave the option out to have none"
+            )
         run(given.name, given.site or "", given.flower, given.warm)
 
 
@@ -129,8 +136,9 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     directory = sites_directory() / name
     check_places(directory)
     audit = Audit(directory)
-    command = install(found, audit, directory, warm)
-    audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "")
+    command = install(found, audit, directory, warm, key_in(options))
+    keys = [fingerprint_of(key) for key in key_in(options)]
+    audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "", key="".join(keys))
     expiry.watch(expiry.named_by(options))
     sys.argv = ["flower-supernode", *options]
     command()
@@ -142,6 +150,8 @@ def use_rules(path: Path | None) -> Site:
     path: the file of rules, or None if there is none. Raises UserError.
     """
     found = site.read_site(path) if path else Site()
+    if found.data:
+        os.environ[site_columns.VARIABLE] = SiteColumns.of(found.data).text
     if found.site_dir:
         # applications inherit the variable
         os.environ.setdefault(VARIABLE, found.site_dir)
@@ -161,23 +171,40 @@ def check_places(directory: Path) -> None:
     }
     for what, place in places.items():
         if place.expanduser().resolve().is_relative_to(kept.resolve()):
-            raise UserError(
+            raise DeploymentError(
                 f"site-dir: {kept} must hold nothing else, but {what} would be in {place}; name a separate directory, for example "
                 f"{kept / 'notes'} (in site.toml, or ${VARIABLE})"
             )
 
 
-def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
+def key_in(options: Sequence[str]) -> tuple[Path, ...]:
+    """Return the node's private key, which options of flower-supernode name, or nothing."""
+    return tuple(expiry.paths_in(options, "--auth-supernode-private-key"))
+
+
+def fingerprint_of(private: Path) -> str:
+    """Return the fingerprint of a private key's public half, "" if it cannot be read."""
+    try:
+        public = serialization.load_ssh_private_key(private.read_bytes(), None).public_key()
+    # Flower refuses it with its own words
+    except Exception:
+        return ""
+    return fingerprint(public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH))
+
+
+def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Sequence[Path] = ()) -> Any:
     """Put the gate at the place where Flower's SuperNode opens its connection. Return the function that starts it.
 
-    warm: as for `run`. Raises UserError.
+    warm: as for `run`. keys: files that no confined application may read. Raises UserError.
     """
     command: Any = importlib.import_module(_COMMAND)
     loop: Any = importlib.import_module("flwr.supernode.start_client_internal")
     try:
         start, connect, server = command.start_client_internal, loop._init_connection, command.uvicorn
     except AttributeError as error:
-        raise UserError(f"this Flower has no place for a site's gate ({error}): the SuperNode is not started") from None
+        raise DeploymentError(
+            f"this Flower has no place for a site's gate ({error}): the SuperNode is not started"
+        ) from None
     walls = walls_for(rules.confine) if rules.confine else None
     writable = writable_directories(directory, rules.source) if rules.confine else {}
     if warm == SHARED and rules.confine:
@@ -195,7 +222,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
         client_id, num_clients = (config.get(name, -1) for name in ("partition-id", "num-partitions"))
-        node = Node(int(client_id), int(num_clients), str(config.get("data-path", "")))
+        node = NodeConfig(int(client_id), int(num_clients), str(config.get("data-path", "")))
         confinement: Confinement | None = None
         if rules.confine:
             data = [node.data_path] if node.data_path else []
@@ -207,7 +234,8 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
                     *(rules.readable_paths or ()),
                     *data,
                     *writable.values(),
-                ]
+                ],
+                (shared_warm.directory(), directory, *keys),
             )
             confinement = confinement_of(
                 rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
@@ -224,14 +252,14 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
                 return bubblewrap.Inside(confine.confined_command(walled, words), environment, files)
             return walls.start(walled, words, environment["TMPDIR"], environment, files)
 
-        def counter(words: Sequence[str], file: int) -> counting.Process:
+        def counter(words: Sequence[str], file: int) -> sample_counting.CountingProcess:
             if confinement is None:
-                return counting.Unconfined(words, file)
+                return sample_counting.Unconfined(words, file)
             return confined(dataclasses.replace(confinement, ports=()), words, [file])
 
         store = given["state_factory"].objectstore_factory.store()
         counted = evaluations.place(sites_directory())
-        counter_of_samples = functools.partial(counting.count, start=counter)
+        counter_of_samples = functools.partial(sample_counting.count, start=counter)
         gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples, arriving=arriving)
         state = given["state_factory"].state()
         arriving.bound(state)
@@ -248,7 +276,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
                 guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
-        def start_inside(words: Sequence[str]) -> Process:
+        def start_inside(words: Sequence[str]) -> WaitedProcess:
             words = superexec_command(words, warm if warm != SHARED or not rules.confine else OWN)
             if confinement is None:
                 return subprocess.Popen(words)
@@ -260,7 +288,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "") -> Any:
             return confined(confinement, words if walls is None else of_parent(words, bubblewrap.FIRST))
 
         def start_superexec(words: Sequence[str]) -> None:
-            keep_running(functools.partial(start_inside, words), answering.give_up)
+            answering.end_superexec = Kept(functools.partial(start_inside, words), answering.give_up).end
 
         loop._init_connection = connect_behind_gate
         # Flower starts its SuperExec with it, and SuperExec starts applications
@@ -283,10 +311,10 @@ def walls_for(rule: bool | str) -> bubblewrap.Walls | None:
     walls = bubblewrap.find()
     left = confine.OPEN if walls is None else walls.open
     if rule == site.STRICT and left:
-        raise UserError(f"confine: strict: {bubblewrap.why_not() or left[0]}")
+        raise DeploymentError(f"confine: strict: {bubblewrap.why_not() or left[0]}")
     if walls is None:
         if not confine.landlock_version():
-            raise UserError(f"confine: {bubblewrap.why_not()}, and {confine.NONE}")
+            raise DeploymentError(f"confine: {bubblewrap.why_not()}, and {confine.NONE}")
         log.warning("confine: %s. Landlock alone confines applications, and does not stop:", bubblewrap.why_not())
     for way in left:
         log.warning("confine: not stopped: %s", way)
@@ -341,7 +369,7 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
         make_directory(place)
         for kept in (directory, Path(rules), get_flwr_home(), *map(Path, confine.installation())):
             if kept.resolve().is_relative_to(place.resolve()):
-                raise UserError(
+                raise DeploymentError(
                     f"confine: {name}: applications would write {place}, which contains {kept}; choose another"
                 )
     return places
@@ -367,16 +395,20 @@ def data_files() -> list[str]:
     return [str(root / DOWNLOADS), *map(str, root.glob("*.npz"))]
 
 
-def refuse_secrets(places: Iterable[str | Path]) -> None:
-    """Raise UserError if one of the places that confined applications read contains the secrets of shared warm processes."""
-    kept = shared_warm.directory().resolve()
-    for place in places:
+def refuse_secrets(places: Iterable[str | Path], secrets: Iterable[Path]) -> None:
+    """Raise UserError if one of the places that confined applications read contains one of the secrets.
+
+    These are the secrets of shared warm processes, the site's own directory with its audit and approvals, and keys.
+    """
+    for place, kept in itertools.product(places, [path.resolve() for path in secrets]):
         if kept.is_relative_to(Path(place).resolve()):
-            raise UserError(f"confine: applications would read {kept}, which lies in {place}; choose another directory")
+            raise DeploymentError(
+                f"confine: applications would read {kept}, which lies in {place}; choose another directory"
+            )
 
 
 def confinement_of(
-    rules: Site, node: Node, writable: Iterable[Path], runtime: str, private_key: str = ""
+    rules: Site, node: NodeConfig, writable: Iterable[Path], runtime: str, private_key: str = ""
 ) -> Confinement:
     """Return the confinement of applications.
 

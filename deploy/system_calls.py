@@ -5,6 +5,8 @@
 - The kernel's keyrings, which processes of one account share.
 - Typing into a terminal (TIOCSTI, TIOCLINUX).
 - io_uring, which would make sockets past this filter.
+- The kernel's log (syslog), its measurements of all processes (perf events) and its programs (BPF): namespaces do not hold
+  for them, and on some machines they need no right.
 - Files that run as their owner or group (set-user-ID, set-group-ID). Another account that reaches one would start it
   outside the walls, as the SuperNode's account.
 
@@ -41,7 +43,7 @@ class _Machine:
     socket: int
     socketpair: int
     ioctl: int
-    # add_key, request_key, keyctl, io_uring_setup, openat2 (its mode is not seen here)
+    # add_key, request_key, keyctl, io_uring_setup, openat2 (its mode is not seen here), syslog, perf_event_open, bpf
     refused: tuple[int, ...]
     # calls that give a file a mode, and the place of the mode among their arguments
     modes: tuple[tuple[int, int], ...]
@@ -52,8 +54,8 @@ _MODES_X86 = ((90, 1), (91, 1), (268, 2), (452, 2), (2, 2), (257, 3), (85, 1), (
 # fchmod, fchmodat, fchmodat2, openat, mknodat
 _MODES_ARM = ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2))
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 41, 53, 16, (248, 249, 250, 425, 437), _MODES_X86),
-    "aarch64": _Machine(0xC00000B7, 198, 199, 29, (217, 218, 219, 425, 437), _MODES_ARM),
+    "x86_64": _Machine(0xC000003E, 41, 53, 16, (248, 249, 250, 425, 437, 103, 298, 321), _MODES_X86),
+    "aarch64": _Machine(0xC00000B7, 198, 199, 29, (217, 218, 219, 425, 437, 116, 241, 280), _MODES_ARM),
 }
 
 

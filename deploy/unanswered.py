@@ -8,6 +8,10 @@ of its process, answers the first one, whose asker has left, and refuses the nex
 Here one rule covers all ways: where no task is left that could still reply, an error is the reply. Flower's SuperExec,
 which starts the processes, is started again if it ends.
 
+A SuperExec may stand still: an application may have stopped it, or the process from which it forks. It is ended if it lets a
+task lie, and started again. So is one whose application still works when its message has expired: no server waits for the
+reply, and other runs wait for the node.
+
 What is no reply to the message is not taken for one. Flower takes any, begins with the next message, and ends with an
 error if the reply's parts are not there.
 """
@@ -15,6 +19,7 @@ error if the reply's parts are not there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,10 +41,16 @@ _MAX_DETAILS = 2000
 _FIRST_WAIT, _MOST_WAIT = 1.0, 30.0
 # a SuperExec that has run for so many seconds was in order
 _IN_ORDER = 60.0
+# Seconds after which a SuperExec that takes no task is ended, doubled each time until one is taken. A node that was
+# stopped itself sees a long time between two looks, of which few seconds count.
+_PATIENCE, _MOST_BETWEEN_LOOKS = 60.0, 5.0
 
 
-class Process(Protocol):
-    """A process that can be waited for."""
+class WaitedProcess(Protocol):
+    """A process that can be ended and waited for."""
+
+    def kill(self) -> None:
+        """End it."""
 
     def wait(self) -> int:
         """Return the exit code when it has ended."""
@@ -62,6 +73,9 @@ class Answering:
         self._state, self._waiting, self._insert, self._admits = state, waiting, insert, admits
         self._task: int | None = None
         self._answered: Message | None = None
+        self.end_superexec: Callable[[], None] = lambda: None
+        self._looked = self._began = time.monotonic()
+        self._lain, self._patience = 0.0, _PATIENCE
         getter = next((name for name in _GETTERS if hasattr(state, name)), _GETTERS[-1])
         self._get, self._create, self._store = (
             getattr(state, getter),
@@ -76,21 +90,40 @@ class Answering:
 
     def working(self) -> bool:
         """Return whether the last task may still reply."""
-        if self._task is None:
-            return False
-        return any(task.status.status != Status.FINISHED for task in self._state.get_tasks(task_ids=[self._task]))
+        return self._status() not in (None, Status.FINISHED)
 
     def give_up(self) -> None:
         """Note that all processes have ended. A task that waits for its process is left: another one will take it."""
-        for task in self._state.get_tasks(task_ids=[] if self._task is None else [self._task]):
-            if task.status.status in (Status.STARTING, Status.RUNNING):
-                self._state.finish_task(task.task_id, SubStatus.FAILED, REASON)
+        self._lain = 0.0
+        if self._status() in (Status.STARTING, Status.RUNNING):
+            self._state.finish_task(self._task, SubStatus.FAILED, REASON)
+
+    def _status(self) -> str | None:
+        """Return the status of the last task, or None if there is none."""
+        found = [] if self._task is None else self._state.get_tasks(task_ids=[self._task])
+        return found[0].status.status if found else None
+
+    def _end_what_stands_still(self) -> None:
+        """End a SuperExec that has taken no task for a long time, or whose application works on an expired message."""
+        now, status, message = time.monotonic(), self._status(), self._waiting()
+        since, self._looked = min(now - self._looked, _MOST_BETWEEN_LOOKS), now
+        if status == Status.PENDING:
+            self._lain += since
+            stands, why = self._lain > self._patience, "has taken no task for a long time"
+        else:
+            self._lain, self._patience = 0.0, _PATIENCE
+            lasts = message.metadata.ttl if message and status in (Status.STARTING, Status.RUNNING) else math.inf
+            stands, why = now - self._began > lasts, "works on a message that has expired"
+        if stands:
+            log.warning("the process that starts applications is ended: it %s", why)
+            self._lain, self._patience, self._began = 0.0, 2 * self._patience, now
+            self.end_superexec()
 
     def _create_and_note(self, *given: Any, **named: Any) -> int | None:
         # a message begins: all that applications have sent for the last one is no longer needed
         self._state.object_store.clear()
         self._state.delete_sessions_in_run(named["run_id"])
-        self._task = self._create(*given, **named)
+        self._task, self._began = self._create(*given, **named), time.monotonic()
         return self._task
 
     def _finish_briefly(self, task_id: int, sub_status: str, details: str) -> bool:
@@ -111,6 +144,8 @@ class Answering:
 
     def _get_or_answer(self, *, is_reply: bool | None = None, **named: Any) -> Sequence[Message]:
         # asked before the replies: a process delivers its reply before its task ends
+        if is_reply:
+            self._end_what_stands_still()
         unanswered = bool(is_reply) and not self.working()
         found: Sequence[Message] = self._get(is_reply=is_reply, **named)
         message = self._waiting()
@@ -123,25 +158,35 @@ class Answering:
         return found
 
 
-def keep_running(start: Callable[[], Process], ended: Callable[[], None]) -> None:
-    """Start a process in a thread of its own, and again whenever it has ended.
+class Kept:
+    """A process that is started again whenever it has ended, by a thread of its own.
 
     start: starts it; the same thread calls it each time, and lives as long as this process. ended: called at each end.
     """
-    threading.Thread(target=_keep_running, args=(start, ended), daemon=True, name="superexec").start()
 
+    def __init__(self, start: Callable[[], WaitedProcess], ended: Callable[[], None]) -> None:
+        self._start, self._ended = start, ended
+        self._process: WaitedProcess | None = None
+        threading.Thread(target=self._keep_running, daemon=True, name="superexec").start()
 
-def _keep_running(start: Callable[[], Process], ended: Callable[[], None]) -> None:
-    wait = _FIRST_WAIT
-    while True:
-        began = time.monotonic()
-        try:
-            how = f"has ended with exit code {start().wait()}"
-        # without this thread no application would start any more
-        except Exception as error:
-            how = f"cannot be started ({error})"
-        ended()
-        wait = _FIRST_WAIT if time.monotonic() - began > _IN_ORDER else min(2 * wait, _MOST_WAIT)
-        # where this process ends too, it does so before the warning
-        time.sleep(wait)
-        log.warning("the process that starts applications %s: it is started again", how)
+    def end(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _keep_running(self) -> None:
+        wait = _FIRST_WAIT
+        while True:
+            began = time.monotonic()
+            try:
+                self._process = self._start()
+                how = f"has ended with exit code {self._process.wait()}"
+            # without this thread no application would start any more
+            except Exception as error:
+                how = f"cannot be started ({error})"
+            self._process = None
+            self._ended()
+            wait = _FIRST_WAIT if time.monotonic() - began > _IN_ORDER else min(2 * wait, _MOST_WAIT)
+            # where this process ends too, it does so before the warning
+            time.sleep(wait)
+            log.warning("the process that starts applications %s: it is started again", how)

@@ -2,7 +2,7 @@
 
     python examples/private.py --picture private.svg
 
-Nine clients form three companies of three. A simulation exercises the protocol; only a deployment with a key per site keeps its
+Nine clients form three aggregation groups of three. A simulation exercises the protocol; only a deployment with a key per site keeps its
 promises.
 """
 
@@ -42,9 +42,9 @@ def draw(runs: dict[str, Run], path: Path) -> None:
     """Draw the accuracy of both runs by round, and their uploads beside it."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 3.2), width_ratios=(3, 1))
     for (name, one), line in zip(runs.items(), ("-", "--"), strict=True):
-        accuracy = 100 * one.metrics["accuracy-before"]
+        accuracy = 100 * one.rounds["accuracy-before"]
         left.plot(accuracy.index, accuracy, line, color=COLOURS[name], label=name)
-        right.bar(name, one.metrics["upload-bytes"].mean() / 9 / 1e3, color=COLOURS[name], width=0.6)
+        right.bar(name, one.rounds["upload-bytes"].mean() / 9 / 1e3, color=COLOURS[name], width=0.6)
     left.set(xlabel="round", ylabel="accuracy of the received model, %")
     left.legend(loc="lower right")
     right.set(ylabel="upload per client, kB")
@@ -57,7 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         runs = train(Path(directory))
         for name, one in runs.items():
-            uploads = one.metrics["upload-bytes"].mean() / 9
+            uploads = one.rounds["upload-bytes"].mean() / 9
             print(
                 f"{name:8} final accuracy {100 * one.summary['final-accuracy']:.2f} %, {uploads:,.0f} bytes per upload"
             )

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import NoReturn, TextIO
 
 from fl_app.errors import Diverged, RunFailed, UserError, describe, plain_lines
@@ -68,6 +68,11 @@ def place_of(error: BaseException) -> str:
         return ""
     last = frames[-1]
     return f"{_short(last.filename)}:{last.lineno}, in {last.name}"
+
+
+def line_of(code: CodeType) -> str:
+    """Return "file.py:12", the first line of a function. The file is named as in `place_of`."""
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}"
 
 
 def at(error: BaseException) -> str:

@@ -19,29 +19,53 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 class UserError(ValueError):
     """Bad input. The message names the key or thing, the rule and the value, and fits on one screen.
 
-    code, key and rule: parts that may leave a site, if fl_app/reasons.py lists them. value: it never leaves a
-    site. Without a message, the message is made of key, rule and value.
+    key: of a run, or the name of the thing. rule: its condition. value: what it has instead, None if there is none. hint:
+    the end of the message. Without a message, the message is made of these. code, key and rule may leave a site if
+    fl_app/reasons.py lists them; value never does.
     """
 
-    def __init__(self, message: str = "", *, code: str = "", key: str = "", rule: str = "", value: object = "") -> None:
+    def __init__(
+        self, message: str = "", *, code: str = "", key: str = "", rule: str = "", value: object = None, hint: str = ""
+    ) -> None:
         self.code, self.key, self.rule, self.value = code, key, rule, value
-        super().__init__(message or _sentence(key, rule, value))
+        super().__init__(message or _sentence(key, rule, value, hint))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the parts of a copy in another process."""
         return _again, (type(self), str(self), self.__dict__)
 
 
-def _sentence(key: str, rule: str, value: object) -> str:
-    """Return `key: rule, got value`, without the parts that are empty."""
-    got = "" if value == "" else f", got {value if isinstance(value, str) else repr(value)}"
-    return (f"{key}: " if key else "") + rule + got
+def _sentence(key: str, rule: str, value: object, hint: str) -> str:
+    """Return `key: rule, got value` and the hint, without the parts that there are not."""
+    got = "" if value is None else f", got {value!r}"
+    return (f"{key}: " if key else "") + rule + got + hint
 
 
 def _again(kind: type[UserError], message: str, fields: dict[str, Any]) -> UserError:
     error = kind(message)
     error.__dict__.update(fields)
     return error
+
+
+class ConfigurationError(UserError):
+    """A run's keys have values that the rules do not allow.
+
+    problems: an error for each of them, with its own key, rule and value. Those of the whole are the first one's.
+    """
+
+    problems: tuple[UserError, ...] = ()
+
+
+class DataError(UserError):
+    """Data that cannot be read as the run asks, or divided in this way."""
+
+
+class MethodError(UserError):
+    """What a method cannot do: with this model, this task, these keys or this deployment."""
+
+
+class DeploymentError(UserError):
+    """A cluster, a node, its keys or its files that are not as the command needs them."""
 
 
 class RunFailed(RuntimeError):
@@ -74,6 +98,15 @@ def listed(names: list[str], separator: str = ", ", most: int = _MAX_LISTED) -> 
 def counted(number: int, noun: str, nouns: str = "") -> str:
     """Return a number with its noun: `1 client`, `2 clients`. nouns: an irregular plural."""
     return f"{number} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes in decimal units."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
 
 
 def describe(error: BaseException) -> str:

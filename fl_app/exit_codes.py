@@ -20,6 +20,7 @@ OCCASIONS: Mapping[int, tuple[str, ...]] = {
         "`cluster status`: a process is not running, healthy and connected, a site is not connected, or a key is nobody's.",
         "`cluster down`, `cluster revoke`: part of the work could not be done on a host that is named.",
         "`node audit`: the audit was changed, or lacks the expected hash.",
+        "`audit join`: the server's trail and a site's audit differ.",
         "An error in Corolla itself: its traceback is printed.",
     ),
     BAD_INPUT: (

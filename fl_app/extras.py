@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 
 EXTRAS = {
-    "matplotlib": "report",
+    "altair": "report",
+    "vl_convert": "report",
     "pandas": "tables",
     "datasets": "tables",
     "flwr_datasets": "partitions",
     "torchmetrics": "metrics",
     "opacus": "dp",
     "prometheus_client": "monitoring",
+    "optuna": "search",
 }
 """The extra in pyproject.toml that installs a package, by the package's import name."""
 
@@ -23,6 +25,6 @@ def require(package: str, what: str) -> None:
     spec = importlib.util.find_spec(package)
     # A directory of that name is no package.
     if spec is None or spec.origin is None:
-        raise UserError(
+        raise ConfigurationError(
             f"{what} needs {package}, which is not installed here: pip install 'corolla[{EXTRAS[package]}]'"
         )

@@ -40,7 +40,7 @@ class Refused(UserError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FoundFile:
     """A regular file, or a directory, that a search has found. path: below the root. nbytes, modified: a file's."""
 
     path: str
@@ -115,7 +115,7 @@ def open_file(root: Path, path: str, most: int | None = None) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
-def walk(root: Path, path: str = "") -> Iterator[Entry]:
+def walk(root: Path, path: str = "") -> Iterator[FoundFile]:
     """Yield the regular files and directories below a directory, by name, each directory before its content.
 
     Anything else is left out, as is what disappears or changes its kind meanwhile. A missing directory has nothing
@@ -125,19 +125,19 @@ def walk(root: Path, path: str = "") -> Iterator[Entry]:
     while rest:
         here = rest.pop()
         if here != path:
-            yield Entry(here, True)
+            yield FoundFile(here, True)
         found = list(_entries(root, here, budget))
         below = [entry.path for entry in found if entry.is_directory]
         yield from (entry for entry in found if not entry.is_directory)
         rest += reversed(below)
 
 
-def entries(root: Path, path: str = "") -> list[Entry]:
+def entries(root: Path, path: str = "") -> list[FoundFile]:
     """Return the regular files and directories in a directory, by name. Raises Refused as `walk` does."""
     return list(_entries(root, path, _Budget(root)))
 
 
-def _entries(root: Path, path: str, budget: _Budget) -> list[Entry]:
+def _entries(root: Path, path: str, budget: _Budget) -> list[FoundFile]:
     found = []
     with contextlib.ExitStack() as opened:
         try:
@@ -152,9 +152,9 @@ def _entries(root: Path, path: str, budget: _Budget) -> list[Entry]:
             with contextlib.suppress(FileNotFoundError):
                 about, below = each.stat(follow_symlinks=False), f"{path}/{each.name}".lstrip("/")
                 if stat.S_ISDIR(about.st_mode):
-                    found.append(Entry(below, True))
+                    found.append(FoundFile(below, True))
                 elif stat.S_ISREG(about.st_mode):
-                    found.append(Entry(below, False, about.st_size, about.st_mtime))
+                    found.append(FoundFile(below, False, about.st_size, about.st_mtime))
     return sorted(found, key=lambda entry: entry.path)
 
 

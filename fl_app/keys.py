@@ -12,11 +12,11 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from fl_app.errors import listed
+from fl_app.errors import UserError, listed
 
 Scalar = bool | int | float | str
 Value = TypeVar("Value")
@@ -91,21 +91,27 @@ def key(
     headline: bool = False,
     compared: bool = True,
     checked: bool = False,
-    spans_run: bool = False,
+    schedule_dependent: bool = False,
     begins_after: bool = False,
     path: File | None = None,
     trains_on: Callable[[Any, int, int], int] | None = None,
+    spans_run: bool = False,
 ) -> Any:
     """Declare one key: its default, its sentence in the documentation, its range and its properties.
 
-    about: see About. counts_rounds: its value counts rounds, and shrinks with the run's number of rounds under
-    `--scale small`. partitions: the partitions that use it as a parameter, and the data sets that use it to divide
-    rows as they are read. extends: a resumed run may change it, although this changes the result. headline: a report
-    names it first. compared: papers state it, so a difference from a paper's value matters. checked: some errors in
-    it show only when something is opened or built. spans_run: its effect in a round depends on the run's number of
-    rounds, unless it is off (`KeySpec.is_off`). begins_after: a phase begins after this round. path: how its value names
-    a file; a key without it names none. trains_on: for a key that lets a client train on some of its samples alone: from its
-    value, a number of training samples and the batch size, returns how many of them are trained on.
+    - `about`: see About.
+    - `counts_rounds`: its value counts rounds, and shrinks with the run's number of rounds under `--scale small`.
+    - `partitions`: the partitions, and the data sets, that use it to divide samples.
+    - `extends`: a resumed run may change it, although this changes the result.
+    - `headline`: a report names it first.
+    - `compared`: papers state it, so a difference from a paper's value matters.
+    - `checked`: some errors in it show only when something is opened or built.
+    - `schedule_dependent`: its effect in a round depends on the run's number of rounds, unless it is off
+      (`KeySpec.is_off`). `spans_run` is its earlier name, for one release.
+    - `begins_after`: a phase begins after this round.
+    - `path`: how its value names a file; a key without it names none.
+    - `trains_on`: for a key that leaves out some of a client's samples. It takes the value, a number of training samples
+      and the batch size, and returns how many samples are trained on.
     """
     declared = dict(
         default=default,
@@ -118,7 +124,7 @@ def key(
         headline=headline,
         compared=compared,
         checked=checked,
-        spans_run=spans_run,
+        schedule_dependent=schedule_dependent or spans_run,
         begins_after=begins_after,
         path=path,
         trains_on=trains_on,
@@ -146,7 +152,7 @@ class KeySpec:
     headline: bool
     compared: bool
     checked: bool
-    spans_run: bool
+    schedule_dependent: bool
     begins_after: bool
     path: File | None
     trains_on: Callable[[Any, int, int], int] | None
@@ -173,25 +179,31 @@ class KeySpec:
         return self.extends or not self.tells_runs_apart
 
     def is_off(self, value: Scalar) -> bool:
-        """Return whether a value turns the key's effect off: 0, empty, false, or the first of its choices."""
-        return value == self.choices[0] if self.choices else not value
+        """Return whether a value turns the key's effect off: 0, empty, false, a default word, or the first of its choices."""
+        return (
+            value == self.choices[0]
+            if self.choices
+            else not value or (isinstance(value, str) and value == self.default)
+        )
 
-    def read(self, value: Scalar, problems: list[str]) -> Scalar:
-        """Return a value in the key's type. If it is not allowed, add a line to `problems` and return the default."""
+    def read(self, value: Scalar, problems: list[UserError]) -> Scalar:
+        """Return a value in the key's type. If it is not allowed, add its error to `problems` and return the default."""
         default: Scalar = self.default
         if isinstance(value, int) and abs(value) >= 2**63:
-            problems.append(f"{self.name}: an integer must have at most 63 bits, got one of {value.bit_length()}")
+            rule = "an integer must have at most 63 bits"
+            text = f"{self.name}: {rule}, got one of {value.bit_length()}"
+            problems.append(UserError(text, key=self.name, rule=rule, value=value))
             return default
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not self.type:
             want = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[self.type]
-            problems.append(f"{self.name}: expected {want}, got {value!r}")
+            problems.append(UserError(key=self.name, rule=f"expected {want}", value=value))
         elif self.choices and value not in self.choices:
-            problems.append(f"{self.name}: must be one of {', '.join(self.choices)}, got {value!r}")
+            problems.append(UserError(key=self.name, rule=f"must be one of {', '.join(self.choices)}", value=value))
         elif self.rule and isinstance(value, (int, float)) and not self.rule.admits(value):
             finite = " and finite" * math.isinf(value)
-            problems.append(f"{self.name}: must be {self.rule}{finite}, got {value!r}")
+            problems.append(UserError(key=self.name, rule=f"must be {self.rule}{finite}", value=value))
         else:
             return value
         return default
@@ -235,7 +247,7 @@ def table_of(method: str) -> str:
     return method.partition(":")[0].rpartition(".")[2]
 
 
-def bears_on(name: str, method: str) -> bool:
+def affects(name: str, method: str) -> bool:
     """Return whether a key affects a method's runs: it is in no table, or in the method's own."""
     table = name.rpartition(".")[0]
     return not table or table == table_of(method)
@@ -243,7 +255,7 @@ def bears_on(name: str, method: str) -> bool:
 
 def own(flat: Mapping[str, Value], method: str) -> dict[str, Value]:
     """Return a flat config without the keys of other methods' tables."""
-    return {name: value for name, value in flat.items() if bears_on(name, method)}
+    return {name: value for name, value in flat.items() if affects(name, method)}
 
 
 def without_others(flat: Mapping[str, Value], methods: Iterable[str]) -> dict[str, Value]:
@@ -262,7 +274,63 @@ def show(value: Scalar) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def meant(name: str, known: Iterable[str], tables: Iterable[str], table: str) -> str:
+# by key, what other tools call it
+_ELSEWHERE = {
+    "learning-rate": ("lr", "local-lr", "local-learning-rate", "eta"),
+    "learning-rate-decay": ("lr-decay", "learning-rate-decay-gamma", "gamma"),
+    "server-learning-rate": ("server-lr", "global-lr"),
+    "num-server-rounds": (
+        "rounds",
+        "global-rounds",
+        "global-epochs",
+        "global-epoch",
+        "communication-rounds",
+        "comm-round",
+        "t",
+    ),
+    "num-clients": ("clients", "num-supernodes", "n-clients", "client-num", "k"),
+    "fraction-train": (
+        "join-ratio",
+        "fraction-fit",
+        "client-fraction",
+        "participation",
+        "participation-rate",
+        "frac",
+        "c",
+    ),
+    "local-epochs": ("epochs", "local-epoch", "e"),
+    "local-steps": (
+        "steps",
+        "local-iterations",
+        "local-iters",
+        "local-updates",
+        "batches-per-round",
+        "num-local-steps",
+        "tau",
+    ),
+    "schedule": ("lr-scheduler", "scheduler", "lr-schedule"),
+    "batch-size": ("bs", "batch", "local-bs", "b"),
+    "weight-decay": ("wd", "l2"),
+    "method": ("algorithm", "algo", "strategy", "aggregator"),
+    "device": ("gpu", "cuda", "use-cuda", "device-id", "gpus"),
+    "dataset": ("data", "dataset-name"),
+    "partition": ("split", "niid", "non-iid", "distribution"),
+    "evaluate-every": ("eval-gap", "eval-every", "test-interval", "test-gap"),
+    "dirichlet-alpha": ("alpha", "dir-alpha", "beta-dirichlet"),
+    "output-dir": ("out", "save-dir", "log-dir", "results-dir"),
+    "run-name": ("name", "experiment-name", "goal"),
+    "track": ("tracker", "logger", "report-to"),
+}
+
+
+def _elsewhere(word: str, keys: Sequence[str]) -> list[str]:
+    """Return which of the keys other tools call so, or have all parts of a word: rounds is in num-server-rounds."""
+    word = word.lower()
+    called = [key for key in keys if word in _ELSEWHERE.get(key, ())]
+    return called or [key for key in keys if set(word.split("-")) <= set(key.split("-"))][:3]
+
+
+def suggestion(name: str, known: Iterable[str], tables: Iterable[str], table: str) -> str:
     """Return the end of an error about an unknown key.
 
     It names a close key; without one, the keys of the same table and the methods that have a key of this name. known:
@@ -276,6 +344,8 @@ def meant(name: str, known: Iterable[str], tables: Iterable[str], table: str) ->
         return f"; it is the table of {listed([f'{word}.{key}' for key in keys])}"
     if not dot and word in by_table.get(table, ()):
         return f"; did you mean {table}.{word}?"
+    if not dot and (meant := _elsewhere(word, by_table[""])):
+        return f"; did you mean {' or '.join(meant)}?"
     if of not in by_table:
         return nearest(name, [f"{of}.{key}" for of, keys in by_table.items() if of for key in keys])
     if close := nearest(word, by_table[of]):

@@ -34,6 +34,9 @@ def divisions(partition: str, dataset: str, test_samples: int) -> frozenset[str]
     return frozenset({partition.partition(":")[0], dataset.partition(":")[0], *own})
 
 
+STEP = "step:"
+"""Prefix of a schedule: the rounds between its steps follow."""
+
 BY_COLUMN = "by-column"
 CLIENT_NAME = "client-name"
 """The client property with the client's name in the data, if a column names clients. Private runs do not send it."""
@@ -50,7 +53,7 @@ TASKS = ("classification", "multi-label", "regression")
 
 
 @dataclass(frozen=True)
-class Network:
+class Architecture:
     """A model with a name. blocks: BasicBlocks per stage of a ResNet; () for other networks.
 
     extra: units of a linear layer before the classifier; 0: there is none.
@@ -60,14 +63,14 @@ class Network:
     extra: int = 0
 
 
-MODELS: Mapping[str, Network] = {
-    "mlp": Network(),
-    "cnn": Network(),
-    "resnet8": Network((1, 1, 1)),
-    "resnet10": Network((1, 1, 1, 1)),
-    "resnet18": Network((2, 2, 2, 2)),
-    "resnet34": Network((3, 4, 6, 3)),
-    "resnet18-fedobp": Network((2, 2, 2, 2), extra=1000),
+MODELS: Mapping[str, Architecture] = {
+    "mlp": Architecture(),
+    "cnn": Architecture(),
+    "resnet8": Architecture((1, 1, 1)),
+    "resnet10": Architecture((1, 1, 1, 1)),
+    "resnet18": Architecture((2, 2, 2, 2)),
+    "resnet34": Architecture((3, 4, 6, 3)),
+    "resnet18-fedobp": Architecture((2, 2, 2, 2), extra=1000),
 }
 
 TRACKERS: Mapping[str, str] = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}

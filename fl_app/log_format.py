@@ -45,10 +45,15 @@ def about(**fields: Any) -> dict[str, Any]:
     return {_ABOUT: fields}
 
 
+def utc(when: float) -> str:
+    """Return a time as text: UTC, with milliseconds. when: seconds since 1970."""
+    at = datetime.datetime.fromtimestamp(when, datetime.UTC).isoformat(timespec="milliseconds")
+    return at.replace("+00:00", "Z")
+
+
 def line(component: str, level: str, message: str, when: float, fields: Mapping[str, Any]) -> str:
     """Return one JSON line, in ASCII. when: seconds since 1970."""
-    at = datetime.datetime.fromtimestamp(when, datetime.UTC).isoformat(timespec="milliseconds")
-    found = {"time": at.replace("+00:00", "Z"), "level": level, "component": component, "message": message, **fields}
+    found = {"time": utc(when), "level": level, "component": component, "message": message, **fields}
     return json.dumps(found, separators=(",", ":"), default=str)
 
 
@@ -86,20 +91,19 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line."""
-        fields = {**self.always, **getattr(record, _ABOUT, {})}
-        message = record.getMessage()
+        fields = {**self.always, **getattr(record, _ABOUT, {}), **self.more(record)}
+        message = record.getMessage().strip()
         if is_aside(record):
             message, fields["trace"] = "traceback", message
         elif record.exc_info:
             fields["trace"] = self.formatException(record.exc_info)
         if record.name != "corolla":
             fields["logger"] = record.name
-        message = self.described(message, fields)
         return line(self.component, record.levelname.lower(), message, record.created, fields)
 
-    def described(self, message: str, fields: dict[str, Any]) -> str:
-        """Return the message to write. A subclass may add fields that it finds in it."""
-        return message.strip()
+    def more(self, record: logging.LogRecord) -> Mapping[str, Any]:
+        """Return further fields of a record's line."""
+        return {}
 
 
 def configure(component: str, **always: Any) -> None:

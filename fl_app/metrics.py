@@ -2,7 +2,7 @@
 
 A row defines a number's name, its range, its reduction over clients in a round's record, and its display in trackers
 and reports. Checks of replies, `metrics.jsonl`, CSV files, trackers and the report's pictures all use these rows. A
-method declares further rows for its own numbers (`LocalUpdate.reports`). A task declares its metrics (`Task.metrics`).
+method declares further rows for its own numbers (`Method.reports`). A task declares its metrics (`Task.metrics`).
 This file imports nothing heavy, because the command and every client process load it.
 """
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_app import model_card
 from fl_app.data.encoding import Encoding
-from fl_app.errors import UserError, listed
+from fl_app.errors import ConfigurationError, UserError, listed
 from fl_app.known_names import SCALING
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def read_card(source: str, file: Path) -> ModelCard | None:
     try:
         card = model_card.read(file)
     except UserError as error:
-        raise UserError(f"{source}: {error}; export the model again, or remove the card") from None
+        raise ConfigurationError(f"{source}: {error}; export the model again, or remove the card") from None
     inputs, shift = card["input"], card.get("target-shift", [])
     scaling = {name: list(inputs.get(name, ())) for name in SCALING} | {"target-shift": shift}  # type: ignore[call-overload]
     names = ModelNames(tuple(card["features"]), tuple(card["classes"]), tuple(shift))
@@ -104,7 +104,7 @@ def _order(
         lines = [f"the data have {listed(new)}, which the model does not know"] * bool(new)
         lines += [f"the model has {listed(gone)}, which the data lack"] * bool(gone)
         hint = "; initial-weights-partial = true takes the others by name" if len(new) < len(ours) else ""
-        raise UserError(f"{source}: its {what} are not the data's: {'; '.join(lines)}{hint}")
+        raise ConfigurationError(f"{source}: its {what} are not the data's: {'; '.join(lines)}{hint}")
     return tuple(place.get(name, -1) for name in ours)
 
 
@@ -214,7 +214,7 @@ def reordering(
     if outputs is not None and not ends.outputs:
         raise _fixed(source, "classes", names.outputs or (), "rows", "set classes to the model's order")
     if less and not ends.bias:
-        raise UserError(
+        raise ConfigurationError(
             f"{source}: its targets are learned less another shift, and the model has no bias that could hold it"
         )
     return Reordering(ends, features, outputs, less, seeded)
@@ -267,7 +267,7 @@ def refuse_wrong(
     want = want + want.new_tensor(how.less) if how.less else want
     allowed = _CLOSE * max(1.0, float(want.abs().max()))
     if not float((outputs[1] - want).abs().max()) <= allowed:
-        raise UserError(
+        raise ConfigurationError(
             f"{source}: has another order of features or classes than the data, and reordering the weights of its first and last "
             "layers changes what the model computes; give the data the model's order"
         )

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from fl_app import plugins, rng, tracing
 from fl_app.debugging import at
-from fl_app.errors import UserError, describe, listed
+from fl_app.errors import ConfigurationError, UserError, describe, listed, size
 from fl_app.known_names import MODELS
 from fl_app.layout import Split
 from fl_app.machine import available_memory
@@ -73,9 +73,9 @@ def build(
     error of a user's factory. Raises UserError also for a pattern that matches no tensor.
     """
     if norm not in NORMS:
-        raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
+        raise ConfigurationError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
     shape = input_shape or (in_channels, image_size, image_size)
-    with torch.random.fork_rng(devices=[]), rng.global_state_kept():
+    with rng.global_state_kept():
         if ":" in name:
             factory = plugins.load("model", name)
             # the batch with which it is tried
@@ -84,7 +84,7 @@ def build(
             example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
             return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier, tried)
         if name not in MODELS:
-            raise UserError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
+            raise ConfigurationError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
         _refuse_larger_than_memory(name, shape, num_classes, _bytes_of(name, shape, num_classes, norm))
         _seed(seed, name)
         module = _named(name, shape, num_classes, norm)
@@ -103,7 +103,7 @@ def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> nn
     if name == "mlp":
         return _mlp(math.prod(shape), num_classes)
     if len(shape) != 3:
-        raise UserError(
+        raise ConfigurationError(
             f"model {name}: needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model"
         )
     network = MODELS[name]
@@ -126,8 +126,8 @@ def _refuse_larger_than_memory(name: str, shape: tuple[int, ...], num_classes: i
     """Raise UserError if a model does not fit in the free memory. A client may tell any shape of its data."""
     if needed > (free := available_memory()):
         what = f"samples of shape {list(shape)} and {num_classes} outputs"
-        raise UserError(
-            f"model {name}: for {what} it needs {needed / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free"
+        raise ConfigurationError(
+            f"model {name}: for {what} it needs {size(needed)} of memory, and {size(free)} are free"
         )
 
 
@@ -151,7 +151,9 @@ def _mlp(inputs: int, num_classes: int) -> nn.Module:
 def _cnn(shape: tuple[int, ...], num_classes: int) -> nn.Module:
     in_channels, *sides = shape
     if min(sides) < SMALLEST_CNN_SIZE:
-        raise UserError(f"model cnn: images must be at least {SMALLEST_CNN_SIZE} pixels wide, got {min(sides)}")
+        raise ConfigurationError(
+            f"model cnn: images must be at least {SMALLEST_CNN_SIZE} pixels wide, got {min(sides)}"
+        )
     padding = 0 if min(sides) >= UNPADDED_CNN_SIZE else 2
     for _ in range(2):
         sides = [(side - 4 + 2 * padding) // 2 for side in sides]
@@ -249,12 +251,12 @@ def _call_factory(
     try:
         module = factory(in_channels=in_channels, num_classes=num_classes, image_size=image_size, **more)
     except Exception as error:
-        raise UserError(
+        raise ConfigurationError(
             f"model {name}: the factory raised {describe(error)}; it is called as factory(in_channels={in_channels}, "
             f"num_classes={num_classes}, image_size={image_size}){at(error)}"
         ) from error
     if not isinstance(module, nn.Module):
-        raise UserError(
+        raise ConfigurationError(
             f"model {name}: the factory must return a torch.nn.Module, got {type(module).__module__}."
             f"{type(module).__qualname__}"
         )
@@ -321,11 +323,11 @@ def _takes(factory: Callable[..., object], keyword: str) -> bool:
 def _check_tensors(name: str, module: nn.Module) -> None:
     parameters = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in parameters):
-        raise UserError(f"model {name}: has no trainable parameters; at least one must have requires_grad")
+        raise ConfigurationError(f"model {name}: has no trainable parameters; at least one must have requires_grad")
     tracked = nn.modules.batchnorm._BatchNorm
     unknown = [n for n, m in module.named_modules() if isinstance(m, tracked) and m.running_mean is None]
     if unknown:
-        raise UserError(
+        raise ConfigurationError(
             f"model {name}: BatchNorm must keep running statistics, because without them a sample's output depends on the rest "
             f"of its batch; track_running_stats is False in {listed(unknown)}"
         )
@@ -333,10 +335,12 @@ def _check_tensors(name: str, module: nn.Module) -> None:
     for kind, tensors in (("parameters", parameters), ("floating-point buffers", floating)):
         dtypes = [f"{n} is {t.dtype}" for n, t in tensors if t.dtype != torch.float32]
         if dtypes:
-            raise UserError(f"model {name}: {kind} must be float32, but {listed(dtypes)}")
+            raise ConfigurationError(f"model {name}: {kind} must be float32, but {listed(dtypes)}")
         devices = [f"{n} is on {t.device}" for n, t in tensors if t.device.type != "cpu"]
         if devices:
-            raise UserError(f"model {name}: must be built on the CPU (training moves it), but {listed(devices)}")
+            raise ConfigurationError(
+                f"model {name}: must be built on the CPU (training moves it), but {listed(devices)}"
+            )
 
 
 def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: int, output: object, tried: bool) -> None:
@@ -356,12 +360,12 @@ def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: in
                 with torch.no_grad():
                     output = module(example)
         except Exception as error:
-            raise UserError(
+            raise ConfigurationError(
                 f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in {mode} mode; it "
                 f"must return logits of shape {want}{at(error)}"
             ) from error
         if got := _instead_of_logits(output, want, module):
-            raise UserError(
+            raise ConfigurationError(
                 f"model {name}: in {mode} mode, a batch of shape {list(shape)} must give logits of shape {want}, got {got}"
             )
     module.train()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import DataError, UserError, size
 from fl_app.machine import available_memory
 
 
@@ -24,7 +24,7 @@ def read(key: str, path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str,
     try:
         npz = np.load(path, allow_pickle=False)
         if not isinstance(npz, np.lib.npyio.NpzFile):
-            raise UserError(f"{key}: {path} is a single array, not an npz file")
+            raise DataError(f"{key}: {path} is a single array, not an npz file")
         with npz:
             names = {name for name in npz.files if wanted(name)}
             if npz.zip:
@@ -33,10 +33,15 @@ def read(key: str, path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str,
     except UserError:
         raise
     except MemoryError as error:
-        raise UserError(f"{key}: {path} does not fit in this machine's memory ({error})") from None
+        raise DataError(f"{key}: {path} does not fit in this machine's memory ({error})") from None
     # zipfile raises a RuntimeError for a compression or an encryption that it lacks
     except (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{key}: {path} is not a readable npz file of plain arrays ({error})") from error
+        raise DataError(f"{key}: {path} is not a readable npz file of plain arrays ({error})") from error
+
+
+def names(key: str, path: Path) -> list[str]:
+    """Return the names of an .npz file's arrays, and load none. Raises UserError as `read` does."""
+    return read(key, path, lambda name: False)[1]
 
 
 def _refuse_bomb(key: str, path: Path, archive: zipfile.ZipFile, names: Collection[str]) -> None:
@@ -48,4 +53,4 @@ def _refuse_bomb(key: str, path: Path, archive: zipfile.ZipFile, names: Collecti
     needed = sum(m.file_size for m in archive.infolist() if m.filename.removesuffix(".npy") in names)
     free = available_memory()
     if needed > free:
-        raise UserError(f"{key}: {path} unpacks to {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB of memory are free")
+        raise DataError(f"{key}: {path} unpacks to {size(needed)}, but {size(free)} of memory are free")

@@ -1,4 +1,4 @@
-"""The user's own Python files, named `module:NAME`: a method, a model or a task.
+"""The user's own Python files, named `module:NAME`: a method, a model, a task, or callbacks.
 
 A module is looked up in the directories given to `reset`, then on Python's import path. A command gives the config
 file's directory and the current one. A file may import others beside it; they travel with it.
@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from fl_app.debugging import at
-from fl_app.errors import UserError, describe
+from fl_app.errors import ConfigurationError, UserError, describe
 from fl_app.files import make_directory, publish
 from fl_app.keys import Scalar
 from fl_app.known_names import PACKAGES as PACKAGES
@@ -36,7 +37,7 @@ _at_site = False
 
 
 def is_reference(name: object) -> bool:
-    """Return whether the name of a method, a model or a task is `module:NAME`, from outside of Corolla."""
+    """Return whether a name is `module:NAME`, from outside of Corolla."""
     return ":" in str(name)
 
 
@@ -89,9 +90,29 @@ def source(reference: str) -> tuple[Path, Path] | None:
     return None
 
 
-def references(config: Mapping[str, Scalar]) -> dict[str, str]:
-    """Return the references in a flat run config, by key."""
-    return {key: str(config[key]) for key in ("method", "model", "task") if is_reference(config.get(key, ""))}
+def references(config: Mapping[str, Scalar]) -> tuple[tuple[str, str], ...]:
+    """Return the references in a flat run config, each with its key."""
+    one = [(key, str(config[key])) for key in ("method", "model", "task") if is_reference(config.get(key, ""))]
+    return (*one, *(("callbacks", reference) for reference in callbacks(config)))
+
+
+def callbacks(config: Mapping[str, Scalar]) -> tuple[str, ...]:
+    """Return the references of the user's callbacks in a flat run config, each once."""
+    return tuple(dict.fromkeys(re.findall(r"[^\s,]+", str(config.get("callbacks", "")))))
+
+
+def meant(module: str) -> str:
+    """Return `module:NAME` for a user's file of this name, with the method that it declares; "" if there is none."""
+    file = next((path for directory in _directories if (path := _file(directory, module))), None)
+    if file is None or not module.isidentifier() or _at_site:
+        return ""
+    with contextlib.suppress(SyntaxError, ValueError):
+        for line in ast.parse(_content(file)).body:
+            match line:
+                case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Call(func=made)):
+                    if ast.unparse(made).endswith("Method"):
+                        return f"{module}:{name}"
+    return f"{module}:NAME"
 
 
 def origin(reference: str) -> str:
@@ -111,7 +132,7 @@ def files(config: Mapping[str, Scalar]) -> dict[str, bytes]:
     The result maps each file's path within its directory to its content, as it was when first read after `reset`.
     """
     found: dict[str, bytes] = {}
-    for reference in references(config).values():
+    for _, reference in references(config):
         if (where := source(reference)) is not None:
             path, directory = where
             for file in _with_imports(path, directory):
@@ -121,10 +142,10 @@ def files(config: Mapping[str, Scalar]) -> dict[str, bytes]:
 
 def refuse_left_behind(config: Mapping[str, Scalar]) -> None:
     """Raise UserError if a run names a module that would not travel with it: a site has no other."""
-    for key, reference in references(config).items():
+    for key, reference in references(config):
         if source(reference) is None:
             name = reference.partition(":")[0]
-            raise UserError(
+            raise ConfigurationError(
                 f"{key} {reference}: a site takes {name} from the run alone; put its file beside the config file or in "
                 "the current directory"
             )
@@ -154,7 +175,7 @@ def read(plugins: str) -> dict[str, bytes]:
                 if here
                 else f"the run's file {name} is missing"
             )
-            raise UserError(f"plugins: {what} ({entry})")
+            raise ConfigurationError(f"plugins: {what} ({entry})")
         found[name] = _content(same)
     return found
 
@@ -253,18 +274,18 @@ def load(key: str, reference: str) -> Any:
     try:
         module = importlib.import_module(module_name) if where is None else _import(module_name, *where)
     except UserError as error:
-        raise UserError(f"{key} {reference}: {error}") from None
+        raise ConfigurationError(f"{key} {reference}: {error}") from None
     except Exception as error:
         hint = "; put its file beside the config file, in the current directory or in the app directory"
         lacks = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        raise UserError(
+        raise ConfigurationError(
             f"{key} {reference}: cannot import {module_name} ({describe(error)}{at(error)}){hint if lacks else ''}"
         ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         file = "" if _at_site else f" ({module.__file__})"
-        raise UserError(f"{key} {reference}: {module_name}{file} has no {attribute}") from None
+        raise ConfigurationError(f"{key} {reference}: {module_name}{file} has no {attribute}") from None
 
 
 def _import(name: str, path: Path, directory: Path) -> ModuleType:
@@ -276,16 +297,18 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
     if top in PACKAGES or top in sys.stdlib_module_names:
         whose = "Corolla" if top in PACKAGES else "Python"
         if _at_site:
-            raise UserError(f"{whose} has a module {top} already; choose another name")
-        raise UserError(f"{path}: {whose} has a module {top} already; choose another name")
+            raise ConfigurationError(f"{whose} has a module {top} already; choose another name")
+        raise ConfigurationError(f"{path}: {whose} has a module {top} already; choose another name")
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
     if loaded is not None:
         if name not in _imported:
             if _at_site:
-                raise UserError(f"the site has a module {name} already; choose another name")
-            raise UserError(f"{path}: there is a module {name} already, {loaded.__file__}; choose another name")
+                raise ConfigurationError(f"the site has a module {name} already; choose another name")
+            raise ConfigurationError(
+                f"{path}: there is a module {name} already, {loaded.__file__}; choose another name"
+            )
         del sys.modules[name]
     # The directory is about to become the first on the import path: import Corolla's packages before, from their own place.
     for package in PACKAGES:

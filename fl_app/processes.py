@@ -7,7 +7,9 @@ start mark: a later process with the same pid has another mark.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import shutil
 import socket
 import sys
 import time
@@ -29,6 +31,8 @@ FLOWER = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "PYTHONUNBUFFERED": "1",
+    # what they print is read as that, whatever the terminal shows
+    "PYTHONIOENCODING": "utf-8",
 }
 _START_SECONDS = 60
 
@@ -41,7 +45,8 @@ def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
     env = dict(os.environ)
     # a client's process starts for every message: without compiled files it would compile the application each time
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+    places = dict.fromkeys((str(Path(sys.executable).parent), str(Path(script("flwr")).parent), env.get("PATH", "")))
+    env["PATH"] = os.pathsep.join(places)
     env |= FLOWER
     if flwr_home is not None:
         env["FLWR_HOME"] = str(flwr_home)
@@ -49,8 +54,19 @@ def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
 
 
 def script(name: str) -> str:
-    """Return the path of a command installed beside this Python."""
-    return str(Path(sys.executable).parent / name)
+    """Return the path of a command of Flower: the one beside this Python, or where Flower's installation has put it.
+
+    Raises UserError if there is none.
+    """
+    beside = Path(sys.executable).parent / name
+    if beside.is_file():
+        return str(beside)
+    for file in importlib.metadata.files("flwr") or ():
+        if file.name == name and Path(file.locate()).is_file():
+            return str(Path(file.locate()).resolve())
+    if found := shutil.which(name):
+        return found
+    raise UserError(f"{name}: this command of the package flwr must be installed beside {sys.executable}")
 
 
 def free_ports(count: int) -> list[int]:

@@ -38,10 +38,13 @@ def seed_global(seed: int) -> None:
 
 @contextmanager
 def global_state_kept() -> Iterator[None]:
-    """Restore the state of the global generators at the end of the block."""
+    """Restore the state of the global generators of NumPy, Python and torch (the CPU's) at the end of the block."""
+    import torch
+
     numpy_state, state = np.random.get_state(), random.getstate()  # noqa: NPY002 - a user's model may use it
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         np.random.set_state(numpy_state)  # noqa: NPY002 - a user's model may use it
         random.setstate(state)

@@ -6,6 +6,7 @@ This is the one place that joins config, model, method, clients and run folder.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -15,33 +16,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
-
-from fl_app import debugging, flower_patches, log_format, software, tasks, weights
+from fl_app import debugging, log_format, software, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, listed
 from fl_app.layout import Layout, Model
 from fl_app.machine import available_memory
-from fl_app.metrics import Reports
 from fl_app.privacy.secure_random import secret
-from fl_app.server import checkpoint, disk, run_log, trackers
+from fl_app.server import checkpoint, disk, run_log, trackers, trail
 from fl_app.server.arrivals import clock_of
-from fl_app.server.client_registry import ClientRegistry
-from fl_app.server.discovery import clients_to_meet
-from fl_app.server.exchange import Exchange
-from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.origin import Origin, goes_on_line, origin_of, recorded_scaling
-from fl_app.server.progress_protocol import (
+from fl_app.server.events import (
+    Failed,
+    Finished,
     JsonLines,
-    LineProgress,
-    PlainFormatter,
-    crash_line,
-    error_lines,
-    folder_line,
-    resumed_line,
-    stopped_line,
+    ProgressEvents,
+    Started,
+    Stopped,
+    StreamFormatter,
+    is_no_progress,
+    tell,
 )
+from fl_app.server.origin import Origin, goes_on_line, origin_of, recorded_scaling
 from fl_app.server.properties import INPUT, NORMALIZATION, SAMPLES, Properties, input_facts, normalization
 from fl_app.server.record import lacking, one_class_line, summarize
 from fl_app.server.run_folder import (
@@ -62,15 +56,19 @@ from fl_app.server.run_folder import (
     read_hashes,
     read_metrics,
     refuse_fewer_rounds,
-    software_before,
 )
 from fl_app.server.start import Start, names_of_data, normalization_of, start_of
-from fl_app.wire import SIMULATION, hashes
+from fl_app.transport import app_bundle, flower_patches
+from fl_app.transport.client_registry import ClientRegistry
+from fl_app.transport.discovery import clients_to_meet
+from fl_app.transport.exchange import Exchange
+from fl_app.transport.flower import Context, Grid, ServerApp
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import SIMULATION, hashes
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 from strategies.engine import late
-from strategies.engine.disk import needed as needed_on_disk
-from strategies.engine.memory import fitting_limit, needed
+from strategies.engine.estimates import disk_estimate, fitting_limit, memory_estimate
 from strategies.engine.rounds import Rounds
 
 log = logging.getLogger("corolla")
@@ -91,19 +89,13 @@ def main(grid: Grid, context: Context) -> None:
     in_flight = SIMULATION_IN_FLIGHT if simulated else math.inf
     try:
         config = parse(context.run_config, METHOD_PARAMS)
-        run(grid, config, LineProgress(), in_flight, hears=simulated)
-    except UserError as error:
-        for line in error_lines(error):
-            log.error("%s", line)
-        raise
+        run(grid, config, ProgressEvents(), in_flight, hears=simulated)
     except Exception as error:
-        if isinstance(named := _named(error), UserError):
-            for line in error_lines(named):
-                log.error("%s", line)
-            raise named from error
-        if debugging.place_of(error):
-            log.error("%s", crash_line(debugging.reason(error)))
+        tell(failed := Failed.of(named := _named(error)))
+        if failed.kind == "own-code":
             debugging.show_trace(debugging.trace_of(error))
+        if named is not error:
+            raise named from error
         raise
 
 
@@ -122,7 +114,7 @@ def run(
     method = METHODS[config.method]
     method.check(config)
     _check_time(config, simulated=hears)
-    trackers.require(config.resolved)
+    trackers.require(config.resolved, here=not os.environ.get(SIMULATION))
     tasks.measured(config)
     flower_patches.install()
     exchange = Exchange(grid, config, progress, in_flight, hears)
@@ -137,14 +129,14 @@ def run(
     )
     # again: the number of clients is known here
     method.check(config)
-    assert registry.shape is not None
+    assert registry.agreed.shape is not None
     # for the run's log, which begins with its folder
-    remarks: list[str] = registry.notes_on_software()
+    remarks: list[str] = registry.notes()
     scaled = _told_scaling(registry)
     start = start_of(config, registry, tuple(scaled["target-shift"]) if scaled else ())
     module = method.network(
         config,
-        **registry.shape._asdict(),
+        **registry.agreed.shape._asdict(),
         initial_weights=config.initial_weights,
         told=remarks.append,
         names=start.names if start else None,
@@ -156,24 +148,21 @@ def run(
     # its values are in `initial`, which the strategy keeps as long as it needs it
     del module
     shared = method.travelling(config, layout)
-    trial = method.strategy(config, config.params, layout, initial, shared, RunFolder(Path(), ""))
+    trial = method.server(config, layout, initial, shared, RunFolder(Path(), ""))
     late.check_forms(trial)
     clock_of(config, layout.d)
     config = _fitted(config, grid, trial, remarks.append)
     place = Path(config.resume) if config.resume else folder_of(config, config.run_name)
-    disk.Disks(place, needed_on_disk(trial, trial.protocol.expected())).refuse()
+    disk.Disks(place, disk_estimate(trial, trial.protocol.expected())).refuse()
     del trial
     folder, agreed = _opened_folder(config, registry, layout, start, origin)
     logs = run_log.begin(folder.path)
     try:
-        log.info("%s", folder_line(folder.path))
-        for line in remarks:
-            log.warning("%s", line)
         counted = method.reports_counts(config)
         folder.write_clients(_facts(registry.properties, counted))
-        strategy = method.strategy(config, config.params, layout, initial, shared, folder)
+        exchange.note = functools.partial(trail.add, folder.path)
+        strategy = method.server(config, layout, initial, shared, folder)
         del initial
-        strategy.reports = Reports(method.reports)
         strategy.told = {**({NORMALIZATION: json.dumps(agreed)} if agreed else {}), **(start.told if start else {})}
         rounds = strategy.rounds(exchange)
         if config.resume:
@@ -182,10 +171,14 @@ def run(
             origin.give(strategy)
             rounds.first = origin.first_messages()
         del origin
+        done = strategy.state.round
+        tell(Started(folder=str(folder.path), method=config.method, round=done, rounds=config.num_server_rounds))
+        for line in remarks:
+            log.warning("%s", line)
         here = () if os.environ.get(SIMULATION) else trackers.wanted(config.resolved)
         printed = debugging.printed_lines(lambda line: debugging.show_printed("server", line))
-        with trackers.following(here, folder.path, strategy.state.round, log.warning), printed:
-            if tested := method.tested(config):
+        with trackers.following(here, folder.path, done, tell), printed:
+            if tested := method.tested_in(config):
                 log.info("%s: %s", config.method, tested)
             log.info("model %s: %s", config.model, parts_line(layout))
             if unused := layout.parts["unused"]:
@@ -199,7 +192,7 @@ def run(
             # again, for clients that came later
             folder.write_clients(_facts(registry.properties, counted))
             if strategy.state.round < config.num_server_rounds and not rounds.ended_early:
-                log.info("%s", stopped_line(strategy.state.round))
+                tell(Stopped(round=strategy.state.round))
                 return folder
             _finish(rounds, strategy, folder)
             return folder
@@ -254,8 +247,8 @@ def _fitted(
     if not at_once:
         # a deployment, or clients on other machines
         return config
-    at_once = min(at_once, config.drawn(config.num_clients))
-    need = needed(strategy, strategy.protocol.expected(), at_once, ray=ray)
+    at_once = min(at_once, config.cohort_size(config.num_clients))
+    need = memory_estimate(strategy, strategy.protocol.expected(), at_once, ray=ray)
     limit = fitting_limit(strategy, need, available_memory(), type(grid) is InProcessGrid)
     if limit != config.server_memory_limit:
         told(f"server-memory-limit: lowered to {limit:.3g} GB, because this machine has no more memory left")
@@ -272,15 +265,15 @@ def _opened_folder(
     if config.resume:
         folder = RunFolder.resume(config)
         return folder, _recorded_scaling(folder, registry, start)
-    assert registry.shape is not None
+    assert registry.agreed.shape is not None
     method, agreed = METHODS[config.method], _sent_scaling(registry, start)
     if origin and config.normalizes_by_initial:
         agreed = recorded_scaling(origin.path)
     facts = {
-        SHAPE: registry.shape._asdict(),
+        SHAPE: registry.agreed.shape._asdict(),
         SPLIT: layout.parts,
         FROZEN: layout.constants,
-        TESTED: method.tested(config),
+        TESTED: method.tested_in(config),
         **({FROM: origin.recorded} if origin else {}),
         **({INITIAL: start.names._asdict()} if start else {}),
         **_data_facts(registry, agreed),
@@ -295,8 +288,7 @@ def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFol
     wrote the checkpoint.
     """
     config, saved = strategy.config, checkpoint.load_latest(folder.path)
-    before = saved.meta.get(checkpoint.SOFTWARE) or software_before(folder.path)
-    if differs := software.differences(before, software.used()):
+    if differs := software.differences(saved.meta[checkpoint.SOFTWARE], software.used()):
         line = f"resume: {differs} as in the rounds before; the digest may differ from that of an undisturbed run"
         if config.strict:
             raise UserError(f"{line} (--strict)")
@@ -305,7 +297,7 @@ def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFol
     refuse_fewer_rounds(config, strategy.state.round, may_be_equal="evaluation" in saved.meta["record"])
     folder.continue_with(config, strategy.state.round)
     folder.rewind(strategy.state.round, saved.meta["record"])
-    log.info("%s", resumed_line(strategy.state.round))
+    log.info("resumed after round %d", strategy.state.round)
 
 
 def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:
@@ -316,7 +308,8 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     config = strategy.config
     save_models(strategy, rounds, folder)
     records = list(read_metrics(folder.path))
-    folder.write_summary(summarize(config, folder.experiment, records, rounds.ended_early))
+    summary = summarize(config, folder.experiment, records, rounds.ended_early)
+    folder.write_summary(summary)
     if line := one_class_line(records):
         log.warning("%s", line)
     stateful = any(rounds.versions.values())
@@ -327,6 +320,7 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
         rounds.forget()
     if missing := lacking(config, records):
         raise UserError(f"{missing}\nthe rest of the run is in {folder.path}")
+    tell(Finished(summary=summary))
 
 
 def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, Properties]:
@@ -342,8 +336,8 @@ def _origin(config: RunConfig, registry: ClientRegistry, layout: Layout) -> Orig
     if not config.from_run or config.resume:
         return None
     registry.query(registry.client_ids)
-    assert registry.shape is not None
-    return origin_of(config, registry.properties, registry.shape, names_of_data(config, registry), layout)
+    assert registry.agreed.shape is not None
+    return origin_of(config, registry.properties, registry.agreed.shape, names_of_data(config, registry), layout)
 
 
 def _sent_scaling(registry: ClientRegistry, start: Start | None) -> dict[str, list[float]] | None:
@@ -376,11 +370,11 @@ def _data_facts(registry: ClientRegistry, agreed: dict[str, list[float]] | None)
     known = [input_facts(properties.get(INPUT)) for _, properties in sorted(registry.properties.items())]
     first = next((facts for facts in known if facts), None)
     read_by = {READ_BY: first} if first else {}
-    if registry.hashes is None:
+    if registry.agreed.hashes is None:
         found = ({NORMALIZED_BY: agreed} if agreed else {}) | read_by
         return {DATA: found} if found else {}
     constants = agreed or _told_scaling(registry)
-    facts = {DATA_HASH: registry.hashes.data, PARTITION_HASH: registry.hashes.partition}
+    facts = {DATA_HASH: registry.agreed.hashes.data, PARTITION_HASH: registry.agreed.hashes.partition}
     return {DATA: facts | ({NORMALIZED_BY: constants} if constants else {}) | read_by}
 
 
@@ -392,15 +386,15 @@ def _told_scaling(registry: ClientRegistry) -> dict[str, list[float]] | None:
 
 def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> None:
     """Write the final models: the global one, and clients' models, collected or as the server holds them."""
-    config = strategy.config
+    config, form = strategy.config, strategy.form_of_exports
     if (model := strategy.exported()) is not None:
-        folder.save_model("global", strategy.exported_layout(strategy.layout), model)
+        folder.save_model("global", form.layout(strategy, strategy.layout), model)
     if config.collect_personal_models:
-        whole = strategy.exported_layout(strategy.full_layout)
+        whole = form.layout(strategy, strategy.full_layout)
         for client_id, model in rounds.collect(strategy.state.round).items():
             folder.save_model(f"client-{client_id}", whole, model)
     else:
-        layout = strategy.exported_layout(strategy.layout)
+        layout = form.layout(strategy, strategy.layout)
         for client_id in sorted(strategy.state.clients):
             held = strategy.exported(client_id)
             if held is not None:
@@ -411,7 +405,7 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
 
 def _chosen_models(strategy: PersonalizedStrategy[Any], folder: RunFolder) -> dict[int, Model]:
     """Return the clients' models that the server holds, by the hashes of the last evaluation."""
-    every = strategy.held_models()
+    every = strategy.form_of_exports.choices(strategy)
     records = list(read_metrics(folder.path)) if every else []
     rows = records[-1].get("evaluation", {}).get("clients", {}) if records else {}
     known = [(hashes(model), model) for model in every]
@@ -422,8 +416,10 @@ def _chosen_models(strategy: PersonalizedStrategy[Any], folder: RunFolder) -> di
 def configure_logging() -> None:
     """Log to standard error, in any host of the app. A mark separates Corolla's lines from Flower's and Ray's."""
     if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonLines() if log_format.is_json() else PlainFormatter())
+        handler, as_events = logging.StreamHandler(sys.stderr), app_bundle.is_read_by_command()
+        handler.setFormatter(JsonLines() if log_format.is_json() else StreamFormatter(as_events))
+        if not as_events:
+            handler.addFilter(is_no_progress)
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False

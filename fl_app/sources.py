@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from fl_app.known_names import OWN_PARTITION
 
 FOLDER = "/"
@@ -53,6 +54,7 @@ class Source:
     tells_classes: clients send the names of its classes even with `report-class-counts = false`.
     resizes: the key `image-size` resizes its images.
     installed: its samples come with a Python package, so it reads nothing that is a site's.
+    order: the order of its samples, in which `partition = file:` counts them.
     known: facts that follow from its name. The user cannot set its classes, nor its image size unless it resizes.
     """
 
@@ -69,6 +71,7 @@ class Source:
     tells_classes: bool = False
     resizes: bool = False
     installed: bool = False
+    order: str = ""
     known: NamedData | None = None
 
     @property
@@ -102,6 +105,8 @@ def _emnist(prefix: str, split: str, num_classes: int, first_label: int = 0) -> 
 NODE = "node"
 """Each SuperNode's own data, as a value of `dataset`."""
 
+_DIVIDED = "the rows that `test-ratio` or `test-after` takes for test count apart"
+
 REGISTERED: tuple[Source, ...] = (
     _named("digits", _DIGITS, NamedData(1, 10, 8), installed=True),
     _named("mnist", _TORCHVISION, NamedData(1, 10, 28, "MNIST")),
@@ -120,7 +125,14 @@ REGISTERED: tuple[Source, ...] = (
     _named("medmnist-c", _MEDMNIST, NamedData(1, 11, 28, file="organcmnist.npz")),
     _named("tiny-imagenet", _TINY_IMAGENET, NamedData(3, 200, 64), "/path", resizes=True),
     Source(
-        "folder", "fl_app.data.folder:prepare", "/path", reads=(FOLDER,), images=True, labels_only=True, resizes=True
+        "folder",
+        "fl_app.data.folder:prepare",
+        "/path",
+        reads=(FOLDER,),
+        images=True,
+        labels_only=True,
+        resizes=True,
+        order="by class, in the order of `classes` or sorted by name, then by file name",
     ),
     Source(
         "npz",
@@ -129,15 +141,17 @@ REGISTERED: tuple[Source, ...] = (
         reads=(".npz",),
         targets="y_train and y_test",
         tells_classes=True,
+        order="as the arrays are",
     ),
     Source(
         "table",
         "fl_app.data.table:prepare",
         "/path.csv",
-        "(or `.parquet`)",
-        reads=(".csv", ".parquet"),
+        "(or `.tsv`, `.csv.gz`, `.parquet`)",
+        reads=(".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet"),
         has_columns=True,
         tells_classes=True,
+        order=f"as the rows are; {_DIVIDED}",
     ),
     Source(
         "hf",
@@ -147,6 +161,7 @@ REGISTERED: tuple[Source, ...] = (
         reads=(FOLDER,),
         has_columns=True,
         tells_classes=True,
+        order=f"as the rows of the splits train and test are; without a split test, {_DIVIDED}",
     ),
     Source(NODE, "fl_app.data:prepare_site", note="(each SuperNode's own `data-path`)", resizes=True),
 )
@@ -157,7 +172,7 @@ def source_of(dataset: str) -> Source:
     """Return the source of a data set. Raises UserError if none has this prefix."""
     prefix = dataset.partition(":")[0]
     if prefix not in SOURCES:
-        raise UserError(f"dataset: {dataset!r} has no source; there are {', '.join(SOURCES)}")
+        raise ConfigurationError(f"dataset: {dataset!r} has no source; there are {', '.join(SOURCES)}")
     return SOURCES[prefix]
 
 
@@ -176,6 +191,11 @@ def either(words: Iterable[str]) -> str:
     """Return words as a list in a sentence: a, b or c."""
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def suffix_of(path: Path) -> str:
+    """Return a file's suffix in lower case, with the one before `.gz`: it shows the kind of a file in any case."""
+    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
 
 
 # Paths in values ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, listed
+from fl_app.errors import ConfigurationError, listed
 from fl_app.layout import Layout
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
     for pattern in split_names(patterns):
         matched = {name for name in every if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matched:
-            raise UserError(f"{key}: no tensor of the model matches {pattern!r}; there are {listed(every)}")
+            raise ConfigurationError(f"{key}: no tensor of the model matches {pattern!r}; there are {listed(every)}")
         found |= matched
     return frozenset(found) if patterns else frozenset(every)
 
@@ -43,7 +43,7 @@ def freeze(module: nn.Module, patterns: str) -> None:
     layout = Layout.of(module)
     still = layout.names - matching("train", patterns, [slot.name for slot in (*layout.params, *layout.buffers)])
     if still >= {slot.name for slot in layout.params}:
-        raise UserError(f"train: no parameter of the model matches {patterns!r}")
+        raise ConfigurationError(f"train: no parameter of the model matches {patterns!r}")
     digest = hashlib.sha256()
     tensors = dict(module.state_dict(keep_vars=True))
     still |= {
@@ -67,5 +67,5 @@ def travelling(config: RunConfig, layout: Layout, shared: frozenset[str]) -> fro
     """
     left = shared & matching("share", config.share, [slot.name for slot in (*layout.params, *layout.buffers)])
     if shared and not left:
-        raise UserError(f"share: no tensor that method {config.method} sends matches {config.share!r}")
+        raise ConfigurationError(f"share: no tensor that method {config.method} sends matches {config.share!r}")
     return left

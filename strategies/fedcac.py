@@ -25,22 +25,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.figures import Links, Matrix
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.privacy.sketch import overlaps
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
-    AGE,
     ClientState,
+    Holds,
+    Late,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     PersonalizedStrategy,
@@ -108,17 +110,20 @@ class FedCACParams:
         "BatchNorm running statistics averaged over the collaborators, or kept on the client (authors' code).",
     )
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
-        """Yield an error if a private run has options that do not work with disjoint groups."""
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
+        """Yield an error if a private run has options that do not work with disjoint clusters."""
         if config.private and (self.collaboration == "top" or self.non_critical != "all" or self.neighbours):
-            yield (
-                "private: fedcac then has disjoint groups of clients: fedcac.collaboration must not be top, "
+            rule = (
+                "fedcac then has disjoint clusters of clients: fedcac.collaboration must not be top, "
                 "fedcac.non-critical must be all, fedcac.neighbours must be 0"
             )
+            yield UserError(key="private", rule=rule)
+        key = "fedcac.vanishing-scores"
         if self.vanishing_scores != "ranked" and config.private:
-            yield "fedcac.vanishing-scores: must be ranked in a private run, whose masks have one size, got 'nonzero'"
+            rule = "must be ranked in a private run, whose masks have one size"
+            yield UserError(key=key, rule=rule, value=self.vanishing_scores)
         if self.vanishing_scores != "ranked" and self.selection != "sensitivity":
-            yield f"fedcac.vanishing-scores: nonzero needs fedcac.selection = sensitivity, got {self.selection!r}"
+            yield UserError(key=key, rule="nonzero needs fedcac.selection = sensitivity", value=self.selection)
 
 
 def collaborators(overlap: NDArray[np.float64], round: int, beta: int) -> NDArray[np.bool_]:
@@ -170,7 +175,7 @@ def at_least(overlap: NDArray[np.float64], threshold: float) -> NDArray[np.bool_
     return (overlap >= threshold) & ~np.eye(overlap.shape[0], dtype=bool)
 
 
-def most_alike(overlap: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
+def top_k_similar(overlap: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
     """Return the `count` clients of highest overlap for each client, bool [N, N] (ablation, FedCAC Fig. 4).
 
     Ties go to the lower id.
@@ -283,9 +288,9 @@ def mask_overlap(W: aggregate.Stack, bits: masks.Bits, sizes_differ: bool = Fals
 class FedCAC(PersonalizedStrategy[FedCACParams]):
     """Server half. Kept per client: its last personalized model and its mask."""
 
-    robust = RULES
-    keeps_models = True
-    not_late = MappingProxyType({AGE: "the means over a client's collaborators are unweighted"})
+    means = Means(RULES)
+    late = Late(aged="the means over a client's collaborators are unweighted")
+    holds = Holds(models=True)
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a mask with exactly K critical parameters, or with any number."""
@@ -389,9 +394,9 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         if self.params.collaboration == "none" or overlap.shape[0] < 2 or self.num_critical == 0:
             return np.zeros(overlap.shape, dtype=bool)
         if self.params.collaboration == "top":
-            return most_alike(overlap, self.params.num_collaborators)
+            return top_k_similar(overlap, self.params.num_collaborators)
         chosen = collaborators(overlap, round, self.params.beta)
-        return chosen & most_alike(overlap, self.params.neighbours) if self.params.neighbours else chosen
+        return chosen & top_k_similar(overlap, self.params.neighbours) if self.params.neighbours else chosen
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return Eq. 11 with the current global model: the client's own critical parameters, the global ones elsewhere.

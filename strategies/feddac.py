@@ -40,7 +40,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -50,12 +49,14 @@ from fl_app.config import RunConfig
 from fl_app.figures import Links, Matrix
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
-    AGE,
     ClientState,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
+    Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -266,9 +267,9 @@ def mix_by_mask(
 class FedDAC(PersonalizedStrategy[FedDACParams]):
     """Server half. Kept per client: its last personalized model. There is no global model."""
 
-    compared_extras = MappingProxyType({"guidance models": GUIDANCE})
-    keeps_models = True
-    not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
+    late = Late(aged="an upload's weights follow from its distances to the others")
+    outliers = Outliers(extras={"guidance models": GUIDANCE})
+    holds = Holds(models=True)
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a mask with exactly K ones and, if configured, the one-step guidance model."""

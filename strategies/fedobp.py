@@ -38,15 +38,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.figures import Layers
 from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Model, Vector
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     SPLIT,
     ClientState,
     LocalUpdate,
+    Means,
     Method,
+    Outliers,
     Overview,
     RoundContext,
     State,
@@ -56,6 +59,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels import masks, scores
+from strategies.kernels.averages import RULES
 
 # per layer, int64 on the wire
 COUNTS = "personal-parameters"
@@ -101,10 +105,10 @@ class FedOBPParams:
         "BatchNorm running statistics: averaged, averaged but each client starts from its own, or kept on the client.",
     )
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
         """Yield an error for `upload-mask` in a private run, which sends no masks."""
         if config.private and self.upload_mask:
-            yield "fedobp.upload-mask: a private run sends no masks; leave it off"
+            yield UserError(key="fedobp.upload-mask", rule="a private run sends no masks; leave it off", value=True)
 
 
 def personal_mask(
@@ -218,10 +222,9 @@ def count_by_layer(mask: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:
 class FedOBP(FedAvg[FedOBPParams]):
     """Server half: FedAvg, and a record of the number of personal parameters in every layer (Fig. 5)."""
 
+    means = Means(RULES, streams=True, sets_model=True)
     # uploads include personal parameters, which drift: 4 times the usual distance was seen in 30 rounds
-    spread = 2.0
-    streams = True
-    averages = True
+    outliers = Outliers(tolerance=2.0)
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the counts of personal parameters per layer.

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -51,7 +50,7 @@ from fl_app.figures import Layers
 from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key, specs
 from fl_app.layout import Model
 from strategies.base import (
-    AGE,
+    Late,
     LocalUpdate,
     Method,
     Overview,
@@ -482,7 +481,7 @@ def _numbered_by_first(labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
 class FedPake(PersonalizedStrategy[FedPakeParams]):
     """Server half."""
 
-    not_late = MappingProxyType({AGE: "the clusters of parameters count every client once"})
+    late = Late(aged="the clusters of parameters count every client once")
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Aggregate layer by layer, and note each layer's split."""

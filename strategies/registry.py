@@ -13,7 +13,7 @@ from typing import Any
 
 from fl_app import plugins
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MethodError, UserError
 from fl_app.keys import specs, table_of
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy
 
@@ -58,19 +58,23 @@ class Methods(Mapping[str, Method[Any]]):
         """Return the first line of a method's docstring."""
         return self.doc(name).partition("\n")[0]
 
+    def title(self, name: str) -> str:
+        """Return a built-in method's name as its paper writes it; any other name unchanged."""
+        return self.summary(name).partition(":")[0].partition(" (")[0] if name in self._names else name
+
     def _from_outside(self, name: str) -> Method[Any]:
         method, table = plugins.load("method", name), table_of(name)
         try:
             if not isinstance(method, Method):
-                raise UserError(f"must be a strategies.base.Method, got {type(method).__name__}")
+                raise MethodError(f"must be a strategies.base.Method, got {type(method).__name__}")
             if table in self or table in {key.name for key in specs(RunConfig)}:
                 what = "method" if table in self else "key"
-                raise UserError(
+                raise MethodError(
                     f"{table}, its file's name, exists already: Corolla has a {what} of that name; choose another"
                 )
             _check(method, table)
         except UserError as error:
-            raise UserError(f"method {name}: {error}") from None
+            raise MethodError(f"method {name}: {error}") from None
         return method
 
 
@@ -83,16 +87,16 @@ def _module(name: str) -> str:
 def _check(method: Method[Any], table: str) -> None:
     """Check all parts of a user's method. Raises UserError naming the part that is wrong."""
     if method.name != table:
-        raise UserError(f"its name must be its file's, {table}, got {method.name!r}")
+        raise MethodError(f"its name must be its file's, {table}, got {method.name!r}")
     for part, base in (("strategy", PersonalizedStrategy), ("local_update", LocalUpdate)):
         half = getattr(method, part)
         made_of = getattr(half, "__origin__", half)  # FedAvg[Params] is FedAvg
         if not isinstance(made_of, type) or not issubclass(made_of, base):
-            raise UserError(f"{part} must be a class made of {base.__name__}, got {half!r}")
+            raise MethodError(f"{part} must be a class made of {base.__name__}, got {half!r}")
         if misfits := list(_misfits(made_of, base)):
-            raise UserError("; ".join(misfits))
+            raise MethodError("; ".join(misfits))
     if hasattr(method.strategy, "counts_alike"):
-        raise UserError("strategy: counts_alike is never called; weights(uploads) returns the uploads' weights")
+        raise MethodError("strategy: counts_alike is never called; weights(uploads) returns the uploads' weights")
     _check_params(method.params, table)
 
 
@@ -120,27 +124,32 @@ def _misfits(half: type, base: type) -> Iterator[str]:
 
 def _check_params(params: type, table: str) -> None:
     if not dataclasses.is_dataclass(params):
-        raise UserError(f"params must be a dataclass of declared keys, got {params!r}")
+        raise MethodError(f"params must be a dataclass of declared keys, got {params!r}")
     try:
         declared = specs(params, table)
     except (TypeError, NameError) as error:
-        raise UserError(f"params: {error}") from None
+        raise MethodError(f"params: {error}") from None
     undeclared = {field.name for field in dataclasses.fields(params)} - {spec.field for spec in declared}
-    problems = [f"{name}: must be declared, as in `{name}: float = key(0.5, ...)`" for name in sorted(undeclared)]
+    as_in = "must be declared, as in `{}: float = key(0.5, ...)`"
+    problems = [UserError(key=name, rule=as_in.format(name)) for name in sorted(undeclared)]
+
+    def refuse(key: str, rule: str, value: object) -> None:
+        problems.append(UserError(key=key, rule=rule, value=value))
+
     for spec in declared:
         if spec.type not in (bool, int, float, str):
             kind = getattr(spec.type, "__name__", spec.type)
-            problems.append(f"{spec.name}: must be a bool, int, float, str or Literal of words, got {kind}")
+            refuse(spec.name, "must be a bool, int, float, str or Literal of words", kind)
         elif spec.about != "training":
-            problems.append(f"{spec.name}: `about` of key() must be 'training', got {spec.about!r}")
+            refuse(spec.name, "`about` of key() must be 'training'", spec.about)
         elif not isinstance(spec.doc, str) or not spec.doc.strip():
-            problems.append(f"{spec.name}: the second value of key() must be its sentence, got {spec.doc!r}")
+            refuse(spec.name, "the second value of key() must be its sentence", spec.doc)
         elif spec.rule is not None and not hasattr(spec.rule, "admits"):
-            problems.append(f"{spec.name}: the third value of key() must be a Rule, got {spec.rule!r}")
+            refuse(spec.name, "the third value of key() must be a Rule", spec.rule)
         else:
             spec.read(spec.default, problems)
     if problems:
-        raise UserError(f"params: {'; '.join(problems)}")
+        raise MethodError(f"params: {'; '.join(map(str, problems))}", key="params")
 
 
 class Params(Mapping[str, type]):

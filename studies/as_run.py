@@ -90,7 +90,7 @@ class Worker:
         """Run one round: train the drawn clients in the order of the draw, and average them by samples."""
         config = self.config
         draw = rng.generator(config.seed, "sampling", round)
-        chosen = draw.choice(config.num_clients, config.drawn(config.num_clients), replace=False).tolist()
+        chosen = draw.choice(config.num_clients, config.cohort_size(config.num_clients), replace=False).tolist()
         sent = np.stack([self.fit(self.trainer(i, round)).params for i in chosen])
         sizes = np.array([len(self.clients[i].y_train) for i in chosen], np.float64)
         self.global_model = Model(weighted_mean(sent, sizes), self.global_model.buffers)

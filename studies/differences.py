@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from corolla.experiments.compare import Line
+from corolla.experiments.compare import PaperLine
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.significance import interval
 
@@ -61,7 +61,7 @@ def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:
     return mean, half
 
 
-def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
+def beside(line: PaperLine, first: PaperLine, stage: str) -> tuple[float, float] | None:
     """Return a row's distance from the first row before fine-tuning, and half its interval.
 
     The distance is over the seeds that both have. Return None if they have no common seed, or if a run of a common seed
@@ -78,7 +78,7 @@ def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
     return difference(pairs) if pairs else None
 
 
-def differences_table(lines: Sequence[Line]) -> Iterator[str]:
+def differences_table(lines: Sequence[PaperLine]) -> Iterator[str]:
     """Yield the table's lines, best first: all rows against the first of `lines`. Nothing if that was not tested."""
     first = lines[0]
     tested = best_test(first.runs[0], "before")

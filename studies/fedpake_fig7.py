@@ -29,16 +29,16 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import altair as alt
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+import pandas
 from numpy.typing import NDArray
 
 from corolla.experiments.runs import RecordedRun, existing
-from corolla.report.figures import Panel, new_figure
-from corolla.report.style import COLOURS
+from corolla.report import charts
+from corolla.report.charts import Chart
+from corolla.report.pictures import Panel
+from corolla.report.theme import COLOURS, of_colour
 from fl_app.errors import UserError, counted, listed
 from fl_app.server import kept_uploads
 from strategies import METHOD_PARAMS
@@ -132,43 +132,44 @@ def picture(found: Kernel, params: FedPakeParams) -> Panel:
     return Panel("fedpake-fig7", "The effect of FedPake's hyperparameters", caption, lambda: _drawn(found, params))
 
 
-def _drawn(found: Kernel, params: FedPakeParams) -> Figure:
-    figure = new_figure(12.5)
-    axes = figure.subplots(len(VALUES), 3, squeeze=False)
-    num_macro = 0
-    for row, (field, values) in zip(axes, VALUES.items(), strict=True):
-        for ax, value in zip(row, values, strict=True):
+def _drawn(found: Kernel, params: FedPakeParams) -> Chart:
+    every = []
+    for field, values in VALUES.items():
+        for value in values:
             varied = replace(params, **{field: value})  # type: ignore[arg-type]
-            division = divide(found.values, varied)
-            _draw(ax, *cells(division, found.shape), found)
             others = ", ".join(f"{SYMBOLS[name]} = {getattr(params, name):g}" for name in VALUES if name != field)
-            ax.set_title(f"{SYMBOLS[field]} = {value:g}  ({others})")
-            num_macro = max(num_macro, int(division.macro.max()) + 1 if division.high.any() else 0)
-    handles = [Patch(color=COLOURS[j], label=f"Macro-Class {j + 1}") for j in range(num_macro)]
-    handles.append(Patch(color=LOW, label="low dispersion: mean of all clients"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=5)
-    figure.suptitle(
+            chart = _squares(cells(divide(found.values, varied), found.shape), found)
+            every.append(chart.properties(title=f"{SYMBOLS[field]} = {value:g}  ({others})"))
+    text = (
         f"{found.tensor}{list(found.at)}, round {found.round}, {counted(len(found.clients), 'client')}; "
         f"deviations {params.deviations}, δ = {params.delta:g} ({params.delta_meaning}), cv {params.cv}"
     )
-    return figure
+    return charts.beside(*every, columns=3, independent=[]).properties(title=text)
 
 
-def _draw(ax: Axes, macro: NDArray[np.int64], micro: NDArray[np.int64], found: Kernel) -> None:
-    """Draw the cells of one picture: colours by Macro-Class, and Micro-Classes as numbers."""
-    colours = ["none", LOW, *COLOURS]
-    ax.imshow(macro, ListedColormap(colours), BoundaryNorm(np.arange(-2.5, len(colours) - 2), len(colours)))
-    for (y, x), number in np.ndenumerate(micro):
-        if number:
-            ax.text(x, y, str(number), ha="center", va="center_baseline", fontsize=5.5, color="white")
-    height, width = found.shape
-    for lines, count, size in ((ax.axhline, height, len(macro)), (ax.axvline, width, len(macro[0]))):
-        for k in range(1, size):
-            between = k % (size // count) == 0
-            lines(k - 0.5, color="white", linewidth=4.0 if between else 0.4)
-    ax.set_xticks([])
-    ax.set_yticks([])
-    ax.spines[:].set_visible(False)
+def _squares(divided: tuple[NDArray[np.int64], NDArray[np.int64]], found: Kernel) -> Chart:
+    """Return the cells of one picture: colours by Macro-Class, and Micro-Classes as numbers."""
+    macro, micro = divided
+    side = len(macro) // found.shape[0]
+    up, across = np.nonzero(macro > -2)
+    # a gap between parameters
+    x, y = (place + 0.4 * (place // side) for place in (across, up))
+    kinds = ["low dispersion: mean of all clients", *(f"Macro-Class {j + 1}" for j in range(len(COLOURS)))]
+    own = macro[up, across]
+    columns = {"x": x, "until": x + 1, "y": y, "below": y + 1, "class": [kinds[k + 1] for k in own]}
+    frame = pandas.DataFrame({**columns, "micro": [str(k) if k else "" for k in micro[up, across]]})
+    scale = alt.Scale(domain=kinds, range=[LOW, *map(of_colour, COLOURS)])
+    bare = {"axis": None, "scale": alt.Scale(nice=False, zero=False)}
+    base = alt.Chart(charts.inline(frame))
+    box = base.mark_rect(stroke="white", strokeWidth=0.5).encode(
+        x=alt.X("x:Q", **bare),
+        x2="until",
+        y=alt.Y("y:Q", **{**bare, "scale": alt.Scale(nice=False, zero=False, reverse=True)}),
+        y2="below",
+        color=alt.Color("class:N").scale(scale).title(None).legend(columns=5),
+    )
+    numbers = base.transform_calculate(at="datum.x + 0.5", height="datum.y + 0.5").mark_text(fontSize=7, color="white")
+    return alt.layer(box, numbers.encode(x="at:Q", y="height:Q", text="micro:N")).properties(width=300, height=300)
 
 
 def main() -> None:

@@ -24,14 +24,14 @@ from PIL import Image
 
 from corolla import presets
 from corolla.experiments import compare, grouping, paper_metrics, paper_table, sweep
-from corolla.experiments.compare import Line
+from corolla.experiments.compare import PaperLine
+from corolla.experiments.result_table import setting
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point
-from corolla.experiments.table import setting
 from corolla.report import accuracy as pictures
 from corolla.report.arrays import read_runs
-from corolla.report.figures import Panel
 from corolla.report.groups import grouped
+from corolla.report.pictures import Panel
 from fl_app import plugins
 from fl_app.tasks import ACCURACY
 from strategies import METHOD_PARAMS
@@ -86,12 +86,12 @@ def any_made(results: Path) -> bool:
     return any(results.glob("*/summary.json"))
 
 
-def method_of(line: Line) -> str:
+def method_of(line: PaperLine) -> str:
     """Return the name of a row's method."""
     return line.runs[0].config.method
 
 
-def lines_of(name: str, results: Path) -> list[Line]:
+def lines_of(name: str, results: Path) -> list[PaperLine]:
     """Return the collected runs of a sweep beside their published figures, highest published first; an empty list without runs."""
     if not any_made(results):
         return []
@@ -110,7 +110,7 @@ def points_of(name: str, results: Path) -> list[Point]:
     return sweep.expand(sweep.read_sweep(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
 
 
-def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
+def missing(points: Sequence[Point], lines: Sequence[PaperLine]) -> list[str]:
     """Return the runs of a sweep that were not collected, as "method (seeds 0, 1)"."""
     there = {(run.config.method, run.config.seed) for line in lines for run in line.runs}
     seeds: dict[str, list[int]] = {}
@@ -125,7 +125,7 @@ def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
     return named
 
 
-def is_far(line: Line) -> bool:
+def is_far(line: PaperLine) -> bool:
     """Return whether our figure is so far from the published one that the page must explain it."""
     published = line.preset.published
     if published is None or line.ours is None:
@@ -173,7 +173,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def column_table(lines: Sequence[Line]) -> Iterator[str]:
+def column_table(lines: Sequence[PaperLine]) -> Iterator[str]:
     """Yield the lines of a column's table: every figure that may be the paper's, then seeds, rounds and seconds."""
     header, *rows = paper_metrics.figures_table(lines)
     yield row(["method", *header[1:], "seeds", "rounds", "s a round"])
@@ -274,7 +274,7 @@ def logs_table(results: Path) -> Iterator[str]:
 # Notes below a table --------------------------------------------------------------------------------------------------
 
 
-def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
+def settings_that_differ(lines: Sequence[PaperLine]) -> Iterator[str]:
     """Yield the settings that differ from the paper's: first those of all methods, then each method's own.
 
     Settings without a meaning in our runs are left out.
@@ -291,7 +291,7 @@ def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
             yield f"- {name}, settings that differ: {', '.join(words)}"
 
 
-def notes(lines: Sequence[Line]) -> Iterator[str]:
+def notes(lines: Sequence[PaperLine]) -> Iterator[str]:
     """Yield each note of the presets once. A note that is not about all methods begins with their names."""
     about: dict[str, list[str]] = {}
     for line in lines:
@@ -359,7 +359,7 @@ def column_block(name: str, results: Path) -> str:
     return "\n".join(text)
 
 
-def made_block(name: str, results: Path, lines: Sequence[Line]) -> Iterator[str]:
+def made_block(name: str, results: Path, lines: Sequence[PaperLine]) -> Iterator[str]:
     """Yield a column's tables, its picture and its notes."""
     yield from column_table(lines)
     caption = paper_metrics.CAPTION

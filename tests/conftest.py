@@ -21,9 +21,9 @@ from fl_app import plugins, server_app
 from fl_app.config import RunConfig, parse
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Slot
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder
-from fl_app.site import VARIABLE as SITE_DIR
+from fl_app.site_directory import VARIABLE as SITE_DIR
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.lines import FileLines
 

@@ -30,9 +30,9 @@ from fl_app import data
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import IN_TWO_ROUNDS
 
@@ -76,9 +76,13 @@ FEATURES: Mapping[str, Feature] = {
     "holdout": Feature({"holdout-clients": 0.4}),
     "momentum": Feature({"momentum": 0.9, "weight-decay": 1e-3}),
     "adamw": Feature({"optimizer": "adamw", "learning-rate": 0.003}),
+    "adam": Feature({"optimizer": "adam", "learning-rate": 0.003}),
+    "local-steps": Feature({"local-steps": 3}),
+    "step": Feature({"schedule": "step:1", "learning-rate-decay": 0.5}),
     "cosine": Feature({"schedule": "cosine"}),
     "clip-norm": Feature({"clip-norm": 0.5}),
     "bfloat16": Feature({"precision": "bfloat16"}),
+    "float16": Feature({"precision": "float16"}),
     "batch-1": Feature({"batch-size": 1}),
     "cnn": Feature({"model": "cnn"}),
     "resnet8": Feature({"model": "resnet8"}),
@@ -141,7 +145,7 @@ def check_exported(folder: RunFolder, config: RunConfig, directory: Path) -> Non
     outputs, _ = predict.ask(loading.open_file(file, card, METHODS), test.x_test, card)
     _, accuracy = predict.measure(outputs, test.y_test, card)
     # in float32: a batch's other arithmetic may turn single samples
-    allowed = 1 / len(test.y_test) if config.precision == "bfloat16" else CLOSE
+    allowed = 1 / len(test.y_test) if config.precision in ("bfloat16", "float16") else CLOSE
     if abs(accuracy - recorded) > allowed + CLOSE:
         raise Wrong(f"exported model: accuracy {accuracy:.3f}, recorded {recorded:.3f}")
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from fl_app.app_bundle import APP_DIRECTORY
+from fl_app.transport.app_bundle import APP_DIRECTORY
 from tests.e2e.test_next import digest
 
 WAYS = {"in one process": ("--in-process",), "in a simulation": ()}

@@ -25,10 +25,11 @@ from fl_app.errors import RoundFailed, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports, declared
-from fl_app.server import checkpoint, progress_protocol
-from fl_app.server.inprocess import Answer, InProcessGrid, first
+from fl_app.server import checkpoint
+from fl_app.server.events import Round, decode, encode
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
+from fl_app.transport.inprocess import Answer, InProcessGrid, first
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Method
 from strategies.baselines.heterofl import part_of
@@ -132,11 +133,11 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
 
 def assert_reports_are_sent(method: Method, rounds: list[dict[str, Any]]) -> None:
     """Every client sends what its half declares; what figures draw beside that, the server may record instead."""
-    own = {metric.name for metric in declared(method.local_update.reports)}
+    own = {metric.name for metric in declared(method.reports)}
     for record in rounds:
         for client in record["clients"].values():
-            assert own <= client.keys(), "LocalUpdate.reports"
-            assert {metric.name for metric in method.reports} <= client.keys() | record.keys(), "Method.figures"
+            assert own <= client.keys(), "Method.reports"
+            assert {metric.name for metric in method.recorded} <= client.keys() | record.keys(), "Method.figures"
 
 
 @pytest.mark.usefixtures("own_methods")
@@ -164,8 +165,8 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
     said: list[str] = []
     monkeypatch.setattr(Reports, "warn_of_undeclared", lambda self, names: undeclared.extend(names))
     folder, parsed = start(tmp_path, "one", **config)
-    assert any(others) == bool(METHODS[method].tested(parsed)), "LocalUpdate.tested"
-    assert not undeclared, "LocalUpdate.reports"
+    assert any(others) == bool(METHODS[method].tested_in(parsed)), "Method.tested"
+    assert not undeclared, "Method.reports"
     monkeypatch.undo()
     summary = read_summary(folder.path)
     rounds = list(read_metrics(folder.path))
@@ -181,11 +182,11 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         documented = [plain[0] + more[0], plain[1] + more[1]]
         for client in record["clients"].values():
             assert [client["upload-bytes"], client["download-bytes"]] == documented
-        told = progress_protocol.read_round(progress_protocol.round_line(record, 2))  # what the panel is fed with
-        assert told is not None and (told.number, told.total, told.failed) == (record["round"], 2, 0)
+        told = Round.of(record, 2)  # what the panel is fed with
+        assert decode(encode(told)) == told and (told.round, told.rounds, told.failures) == (record["round"], 2, [])
         assert told.before_deviation is not None and told.after_deviation is not None
         assert told.loss is not None and told.loss > 0 and told.upload_bytes >= 0 and told.seconds["round"] > 0
-        assert told.evaluated == (record["round"] == 2) and (not told.evaluated or 0 <= (told.everyone or 0) <= 1)
+        assert told.evaluated == (record["round"] == 2) and (not told.evaluated or 0 <= (told.all_clients or 0) <= 1)
 
     # three clients take turns, each in a lane whose network the one before left there
     lanes = Lanes(3, said.append)

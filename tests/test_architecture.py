@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,8 +49,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "corolla.report": ("fl_app", "corolla.experiments"),
     "corolla.method": ("fl_app", "strategies"),
     "corolla.task": ("fl_app",),
+    "corolla.flower": ("fl_app", "strategies"),
     "corolla.api": BELOW_API,
-    "corolla.cli": (*BELOW_API, "corolla.api"),
+    "corolla.cli": (*BELOW_API, "corolla.api", "corolla.flower"),
     "corolla": PACKAGES,
 }
 
@@ -63,6 +64,34 @@ def modules() -> dict[str, Path]:
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+# Names that several files have for a reason: what Python runs, and what a user's method or task imports beside its home.
+SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "method.py", "task.py"}
+# Each tracker's file has a Store (corolla/tracking/follow.py).
+SHARED_CLASS_NAMES = {"Store"}
+
+
+def several(names: Iterable[tuple[str, Path]], allowed: set[str]) -> list[str]:
+    """The names that stand for several files or classes, with their files."""
+    places: dict[str, list[str]] = {}
+    for name, path in names:
+        places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1 and name not in allowed]
+
+
+def test_no_two_files_have_the_same_name() -> None:
+    assert several(((path.name, path) for path in modules().values()), SHARED_FILE_NAMES) == []
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    classes = (
+        (node.name, path)
+        for path in modules().values()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert several(classes, SHARED_CLASS_NAMES) == []
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -167,6 +196,13 @@ def test_no_files_import_each_other() -> None:
     assert not files, "these files import each other:\n" + "\n".join(files)
 
 
+def test_only_two_folders_import_flower() -> None:
+    importing = {
+        module for module, path in modules().items() for name in imported(path) if name.split(".")[0] == "flwr"
+    }
+    assert [name for name in sorted(importing) if not name.startswith(("fl_app.transport.", "deploy."))] == []
+
+
 def test_kernels_do_not_import_flower_or_torch() -> None:
     for path in sorted((ROOT / "strategies" / "kernels").rglob("*.py")):
         names = set(imported(path))
@@ -183,7 +219,7 @@ def loaded_by(code: str) -> set[str]:
 
 def test_the_client_process_does_not_import_what_it_does_not_use() -> None:
     loaded = loaded_by("import client_app.client_app")
-    unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "matplotlib", "torch", "psutil"}
+    unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "altair", "torch", "psutil"}
     unwanted |= {"pandas", "IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard"}
     assert not unwanted & loaded, f"a client process imports {sorted(unwanted & loaded)}"
 
@@ -224,7 +260,7 @@ def test_types_are_told_to_who_imports_a_package() -> None:
 
 def test_a_server_half_knows_neither_flower_nor_what_runs_it() -> None:
     edges, tops = graph(), {name.split(".")[0] for name in imported(ROOT / "strategies" / "base" / "server_half.py")}
-    assert "flwr" not in tops
+    assert "flwr" not in tops and "fl_app.transport.flower" not in edges["strategies.base.server_half"]
     reached = {target for target in edges["strategies.base.server_half"] if target.startswith("strategies.engine")}
     assert not reached
     engine = [module for module in edges if module.startswith("strategies.engine.")]

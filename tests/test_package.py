@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 
 from corolla.experiments import launch
 from fl_app import extras, plugins
-from fl_app.app_bundle import project_file
 from fl_app.errors import UserError
+from fl_app.transport.app_bundle import project_file
 from tests.test_architecture import modules
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +83,7 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_an_undeclared_package_is_found(tmp_path: Path) -> None:
     path = tmp_path / "file.py"
-    path.write_text("import os\ndef f():\n    from yaml.nodes import Node\n    import ray, fl_app.wire\n")
+    path.write_text("import os\ndef f():\n    from yaml.nodes import Node\n    import ray, fl_app.transport.wire\n")
     assert undeclared([path], ["flwr>=1"]) == {"yaml": str(path), "ray": str(path)}
     assert undeclared([path], ["flwr[simulation]>=1", "PyYAML"]) == {}
 

@@ -10,9 +10,9 @@ import pytest
 
 from corolla import load
 from corolla.experiments.dry_run import round_bytes
-from fl_app import wire
 from fl_app.layout import Model
 from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.transport import wire
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
 from tests.privacy.runs import PRIVATE

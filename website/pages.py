@@ -10,13 +10,13 @@ from pathlib import Path
 
 import click
 
-from corolla.cli import whole
+from corolla.cli import build_command
 from corolla.cli.reference import escape, key_table
 from corolla.presets import Preset, all_presets
 from fl_app.keys import specs
 from fl_app.known_names import PACKAGES
 from strategies import METHOD_PARAMS, METHODS
-from strategies.overview import cost_table
+from strategies.method_tables import cost_table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,7 +118,7 @@ def preset_table(presets: Iterable[Preset]) -> str:
 def cli_page() -> str:
     """Return the page of all commands: usage, arguments and options, from the command line's own declarations."""
     parts = ["# Commands\n", "`corolla COMMAND -h` shows the same on a terminal.\n"]
-    parts += [_command_section(path, command) for path, command in _commands(whole(), ("corolla",))]
+    parts += [_command_section(path, command) for path, command in _commands(build_command(), ("corolla",))]
     return "\n".join(parts)
 
 
@@ -134,7 +134,7 @@ def _commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[t
 
 
 def _command_section(path: tuple[str, ...], command: click.Command) -> str:
-    """Return a command's section, without the escapes that `whole` adds for Rich."""
+    """Return a command's section, without the escapes that `build_command` adds for Rich."""
     context = click.Context(command, info_name=" ".join(path))
     lines = [f"## {' '.join(path)}\n", _plain(command.help or "") + "\n"]
     lines.append(f"```\n{' '.join([*path, *command.collect_usage_pieces(context)])}\n```\n")

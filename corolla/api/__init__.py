@@ -6,11 +6,11 @@ Importing this module is cheap: torch, pandas and Flower are imported on first u
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from corolla.api.brief import brief
-from corolla.api.results import Run, folder, load
+from corolla.api.recorded_run import Run, folder, load
 from fl_app import extras
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def run(
     resume: AnyPath | Run | None = None,
     replay: AnyPath | Run | None = None,
     from_run: AnyPath | Run | None = None,
+    without: Sequence[str | int] = (),
     scale: str = "full",
     overwrite: bool = False,
     backend: str | None = None,
@@ -56,6 +57,7 @@ def run(
     - `resume`: an interrupted run, or its folder, to continue from its last checkpoint.
     - `replay`: a run, or its folder, to repeat in simulation with the arrivals that it recorded.
     - `from_run`: a finished run, or its folder: the new run's clients go on from their own models and states.
+    - `without`: with `resume`, or with `from_run` and `superlink`, names or ids of clients that are gone for good.
     - `scale`: "small" cuts clients, rounds and samples for a laptop; `keys` still win.
     - `overwrite`: replace the run of this `run_name` just before the new one starts.
     - `backend`: processes of simulated clients, "pool" or "ray"; None: a pool on Linux without GPUs, else Ray.
@@ -83,6 +85,7 @@ def run(
         resume=resume.path if isinstance(resume, Run) else resume,
         replay=replay.path if isinstance(replay, Run) else replay,
         from_run=from_run.path if isinstance(from_run, Run) else from_run,
+        without=tuple(without),
         scale=scale,
         overwrite=overwrite,
         backend=backend,

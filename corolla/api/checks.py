@@ -7,15 +7,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from corolla.api.console import console, warn
 from corolla.api.waiting import waiting
 from fl_app import extras
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.files import refuse_unreadable, refuse_unwritable
-from fl_app.keys import Scalar, bears_on
+from fl_app.keys import Scalar, affects
 from fl_app.model_names import ModelNames, read_card
-from fl_app.server.run_folder import check_data, check_state, read_about, read_hashes, refuse_fewer_rounds
+from fl_app.server.run_folder import check_data, check_state, read_about, refuse_fewer_rounds
 from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
@@ -44,7 +46,6 @@ def check_locally(config: RunConfig) -> None:
         )
     method = METHODS[config.method]
     method.check(config)
-    unknown: list[str] = []
     tasks.require_packages(config)
     if config.dp_epsilon:
         extras.require("opacus", "dp-epsilon")
@@ -59,11 +60,6 @@ def check_locally(config: RunConfig) -> None:
         info = data.check(config)
         if config.resume:
             check_data(Path(config.resume), data.open_data(config).hashes, config)
-            if not read_hashes(Path(config.resume)):
-                unknown.append(
-                    f"{config.resume} has no hashes of its data, because an earlier version made it: a change of data or partition "
-                    "cannot be detected"
-                )
         remarks = data.partition_remarks(config, brief=True)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
@@ -78,8 +74,10 @@ def check_locally(config: RunConfig) -> None:
             from client_app.dp import check_module
 
             check_module(module, config, info.input_shape)
+    if line := data.numbering(config):
+        console.print(escape(line), soft_wrap=True)
     warn_of_data(info)
-    for line in [*remarks, *unknown]:
+    for line in remarks:
         warn(line)
 
 
@@ -109,7 +107,7 @@ def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:
     The run is unfinished, or has more rounds configured. here: its clients run on this machine, so the state that the
     checkpoint names must be here.
     """
-    from client_app.state import missing_clients, state_root
+    from client_app.stored_state import missing_clients, state_root
     from fl_app.server import checkpoint
 
     check_state(run)
@@ -149,12 +147,12 @@ _NEEDS: Mapping[str, tuple[str, tuple[Scalar, ...]]] = {
     "dp-delta": ("dp-epsilon", ()),
     "dp-clip": ("dp-epsilon", ()),
     "private-range": ("private", ()),
-    "private-absent": ("private", ()),
+    "private-left-out": ("private", ()),
     "private-sketch": ("private", ()),
     "private-regroup": ("private", ()),
     "staleness-decay": ("staleness", ()),
     "staleness-rule": ("staleness", ()),
-    "robust-liars": ("robust", tuple(name for name in sorted(RULES) if rule_of(name).counts_liars)),
+    "byzantine-ratio": ("robust", tuple(name for name in sorted(RULES) if rule_of(name).counts_byzantine)),
     "finetune-learning-rate": ("finetune-epochs", ()),
 }
 
@@ -181,13 +179,13 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
     """
     methods = {config.method for config, _ in runs}
     for key in given:
-        if not any(bears_on(key, method) for method in methods):
+        if not any(affects(key, method) for method in methods):
             owner = key.rpartition(".")[0]
             warn(f"{key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
     few = {
         f"robust = {config.robust} cannot exclude an outlier among {asked} clients a round; it needs {ABLE} or more"
         for config, _ in runs
-        if config.robust != "none" and config.num_clients and (asked := config.drawn(config.num_training)) < ABLE
+        if config.robust != "none" and config.num_clients and (asked := config.cohort_size(config.num_training)) < ABLE
     }
     void = [dict(_without_its_switch(config, chosen)) for config, chosen in runs]
     # a sweep may vary the switch

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from corolla.api.console import say_partial, say_unfinished
 from corolla.experiments import compare, significance
+from corolla.experiments.result_table import columns
 from corolla.experiments.runs import RecordedRun
-from corolla.experiments.table import columns
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def frame(paths: Sequence[Path], metric: str = "", reference: str = "") -> pandas.DataFrame:
     """Return the comparison of run folders as numbers: see `corolla.compare`."""
-    from corolla.api.printed import Comparison
+    from corolla.api.printed import ComparisonFrame
 
     found, unfinished = compare.load(paths, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
@@ -28,7 +28,7 @@ def frame(paths: Sequence[Path], metric: str = "", reference: str = "") -> panda
         groups = compare.with_reference(compare.group(found), reference)
     except UserError as error:
         raise UserError(str(error).removeprefix("--")) from None
-    return Comparison(rows_of(groups))
+    return ComparisonFrame(rows_of(groups))
 
 
 def rows_of(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Any]]:
@@ -43,27 +43,20 @@ def rows_of(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Any]]:
         for name in shown:
             row[name], row[f"{name}-std"] = one.by_name.get(name, (None, None))
         rows.append(row)
-    others = [significance.paired(runs, groups[0]) for runs in groups[1:]]
-    if any(others) or any(significance.other_samples(runs, groups[0]) for runs in groups[1:]):
-        compared = zip(rows, groups, [None, *others], strict=True)
+    found, of = significance.compared(groups), compare.references(groups)
+    if any(found) or any(significance.other_samples(runs, groups[0]) for runs in groups[1:]):
         names = significance.client_names(groups)
-        rows = [row | differences(one, runs, groups[0], names) for row, runs, one in compared]
-        rows[0]["verdict"] = significance.FIRST
+        for k, comparison in enumerate(found):
+            lacking = {"pairs": 0, "seeds": 0, "verdict": significance.verdict_without(k, of, groups)}
+            rows[k] |= lacking if comparison is None else differences(comparison, names)
     return rows
 
 
-def differences(
-    one: significance.Comparison | None,
-    ours: Sequence[RecordedRun],
-    theirs: Sequence[RecordedRun],
-    names: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return a row's columns about the paired difference to the first row's runs; without pairs, only counts and verdict.
+def differences(one: significance.Comparison, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row's columns about the paired difference to its reference's runs.
 
     names: the clients' names by id, of those that have one.
     """
-    if one is None:
-        return {"pairs": 0, "seeds": 0, "verdict": significance.why_unpaired(ours, theirs)}
     low, high = one.over_clients or (None, None)
     low_seeds, high_seeds = one.over_seeds or (None, None)
     return {
@@ -73,6 +66,7 @@ def differences(
         "low": low,
         "high": high,
         "wilcoxon": one.wilcoxon,
+        "holm": one.holm,
         "low-over-seeds": low_seeds,
         "high-over-seeds": high_seeds,
         "clients-better": one.share_better,

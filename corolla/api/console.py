@@ -17,6 +17,8 @@ from corolla.experiments.runs import RecordedRun
 console = LoggedConsole(highlight=False, emoji=False, force_jupyter=False)
 # whether a command also prints tracebacks of errors
 verbose = False
+# whether it writes the events of a run, and nothing else, to standard output
+events = False
 errors = LoggedConsole(stderr=True, highlight=False, emoji=False, force_jupyter=False)
 
 
@@ -24,6 +26,13 @@ def show_tracebacks(wanted: bool) -> None:
     """Set whether the command prints tracebacks of the errors that end it."""
     global verbose
     verbose = wanted
+
+
+def write_events(wanted: bool) -> bool:
+    """Set whether the command writes a run's events, and nothing else, to standard output."""
+    global events
+    events, console.quiet = wanted, wanted or console.quiet
+    return wanted
 
 
 # warnings that the command has printed

@@ -1,7 +1,7 @@
 """Display of a running run: a live panel on a terminal and in a notebook, one plain line per round elsewhere.
 
-Both read the run's own log lines (fl_app/server/progress_protocol.py). The lines come from this process, from a
-simulation's processes, or from a SuperLink on another machine.
+Both read the run's events (fl_app/server/events.py). They come from this process, from a simulation's processes, or from
+a SuperLink on another machine. `corolla run --events` writes them to standard output instead.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from corolla.api import console as consoles
 from corolla.api import debugger, log_file, notebook
 from corolla.api.waiting import Plain, is_terminal
-from fl_app.debugging import is_aside
+from fl_app.debugging import is_aside, unlabelled
 from fl_app.errors import plain, plain_lines
-from fl_app.server import progress_protocol
-from fl_app.server.progress_protocol import Crash, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
+from fl_app.server import events
+from fl_app.server.events import Event, Failed, Finished, LeftOut, Note, Progress, Round, Started, Stopped
 from fl_app.server.run_folder import ask_to_stop
 
 # most rounds in the table
@@ -89,10 +90,10 @@ class RunPanel:
     def add(self, finished: Round) -> None:
         """Add a finished round."""
         self.rounds.append(finished)
-        self._completed, self._total = finished.number, finished.total
-        self._failed += finished.failed
-        if finished.number < finished.total:
-            self._step, self._done, self._of = f"round {finished.number + 1}/{finished.total}", 0, self._of
+        self._completed, self._total = finished.round, finished.rounds
+        self._failed += len(finished.failures)
+        if finished.round < finished.rounds:
+            self._step, self._done, self._of = f"round {finished.round + 1}/{finished.rounds}", 0, self._of
         else:
             self._step, self._of = "done", 0
 
@@ -139,10 +140,8 @@ class RunPanel:
             lines[f"{last.metric} ({unit}mean ± std) before, after training; {byte_unit(self.rounds)[1]} up, down"] = (
                 "dim"
             )
-            if phases := progress_protocol.phases_of(last):
-                lines[f"seconds of round {last.number}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = (
-                    "dim"
-                )
+            if phases := last.phases:
+                lines[f"seconds of round {last.round}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = "dim"
             if last.partial:
                 lines[last.partial] = "dim"
             if last.quantiles:
@@ -172,26 +171,28 @@ def rounds_table(rounds: Sequence[Round], width: int) -> Table:
 
     Columns that do not fit are left out; numbers are never cut.
     """
-    cells = {"round": [str(r.number) for r in rounds]}
+    cells = {"round": [str(r.round) for r in rounds]}
     write = percent if all(r.ratio for r in rounds) else four_digits
     cells["before"] = [write(r.before, r.before_deviation) for r in rounds]
     cells["after"] = [write(r.after, r.after_deviation) for r in rounds]
     if any(r.evaluated for r in rounds):
-        cells["all"] = [write(r.everyone) if r.evaluated else "" for r in rounds]
-    cells["loss"] = [progress_protocol.number(r.loss) for r in rounds]
+        cells["all"] = [write(r.all_clients) if r.evaluated else "" for r in rounds]
+    cells["loss"] = [events.number(r.loss) for r in rounds]
     unit, _ = byte_unit(rounds)
     cells["up"] = [f"{r.upload_bytes / unit:.1f}" for r in rounds]
     cells["down"] = [f"{r.download_bytes / unit:.1f}" for r in rounds]
     cells["seconds"] = [f"{r.seconds['round']:.1f}" for r in rounds]
-    if any(r.failed for r in rounds):
-        cells["failed"] = [str(r.failed) for r in rounds]
+    if any(r.of_clients for r in rounds):
+        cells["clients"] = [f"{r.clients}/{r.of_clients}" if r.of_clients else str(r.clients) for r in rounds]
+    if any(r.failures for r in rounds):
+        cells["failed"] = [str(len(r.failures)) for r in rounds]
 
     def needed() -> int:
         return sum(1 + max(map(len, [name, *column])) for name, column in cells.items())
 
     if needed() > width:
         cells |= {"before": [write(r.before) for r in rounds], "after": [write(r.after) for r in rounds]}
-    for name in ("seconds", "down", "up", "loss", "all", "failed"):
+    for name in ("seconds", "down", "up", "loss", "all", "failed", "clients"):
         if needed() > width:
             cells.pop(name, None)
     out = Table(*cells, box=None, padding=(0, 0, 0, 1), expand=True, header_style="bold")
@@ -217,7 +218,7 @@ def spread(r: Round) -> str:
 
 def byte_unit(rounds: Iterable[Round]) -> tuple[float, str]:
     """Return the unit for the bytes of rounds, as (bytes per unit, name)."""
-    return progress_protocol.byte_unit(max(max(r.upload_bytes, r.download_bytes) for r in rounds))
+    return events.byte_unit(max(max(r.upload_bytes, r.download_bytes) for r in rounds))
 
 
 def failed_style(name: str, cell: str) -> str:
@@ -246,16 +247,15 @@ def clock(seconds: float) -> str:
 
 
 class Display:
-    """Shows a run's log lines on a console, and keeps their facts: the run's folder, its errors, the end of its log.
+    """Shows a run's events on a console, and keeps their facts: the run's folder, its error, the end of its log.
 
     until: a round after which it asks the run to end; 0: none.
     """
 
     def __init__(self, title: str, console: Console, rounds: int, verbose: bool = False, until: int = 0) -> None:
         self.folder: Path | None = None
-        self.errors: list[str] = []
-        # exception in the user's own code that ended the run
-        self.crash = ""
+        # the error that ended the run
+        self.failed: Failed | None = None
         # round after which the run ended on request
         self.stopped: int | None = None
         # whether the request was Ctrl-C
@@ -263,13 +263,13 @@ class Display:
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._console, self._verbose, self._until = console, verbose, until
         self._panel = RunPanel(title, rounds)
-        self._live: Live | notebook.Cell | None = None
+        self._live: Live | notebook.OutputCell | None = None
         self._plain = Plain(console)
         self._around = contextlib.ExitStack()
         if console.quiet:
             pass
         elif notebook.is_here():
-            self._live = notebook.Cell(self._panel)
+            self._live = notebook.OutputCell(self._panel)
         elif is_terminal(console):
             self._live = self._new_live()
 
@@ -299,10 +299,12 @@ class Display:
     def raw(self, line: str) -> None:
         """Process a line of Flower's stream. Only marked lines, Corolla's own, are shown unless verbose."""
         line = plain(_COLOUR.sub("", line).replace("\t", " "))
-        self.lines.append(line)
-        if (own := progress_protocol.own_text(line)) is not None:
-            self.line(own)
+        if (own := events.read(line)) is not None:
+            if not isinstance(own, Progress):
+                self.lines.append(own.sentence)
+            self.take(own)
             return
+        self.lines.append(line)
         if self._verbose:
             self._print(line)
         else:
@@ -310,41 +312,43 @@ class Display:
         if step := next((step for words, step in STEPS.items() if words in line), ""):
             self.step(step)
 
-    def line(self, text: str) -> None:
-        """Process one of Corolla's log lines."""
-        text = plain(text.replace("\t", " "))
-        match progress_protocol.read_line(text):
-            case Folder(path):
-                self.folder = path
-                self._panel.begin(0)
-            case Resumed(round):
-                self._panel.begin(round)
-                self._print(text)
-            case Stopped(round):
-                self.stopped = round
-                self.progress("ending the run", 0, 0)
-            case LeftOut(who, why):
+    def take(self, event: Event) -> None:
+        """Process an event."""
+        if consoles.events:
+            out = unlabelled(sys.stdout)
+            out.write(events.encode(event) + "\n")
+            out.flush()
+        match event:
+            case Started(folder=folder, round=before):
+                self.folder = Path(folder)
+                self._panel.begin(before)
+            case Stopped(round=last):
+                self.stopped = last
+                self._doing("ending the run", 0, 0)
+            case LeftOut(who=who, why=why):
                 self._panel.leave_out(who, why)
-                self._print(text)
-            case Failure(line):
-                self.errors.append(line)
-            case Crash(what):
-                self.crash = what
-            case Progress(what, done, total):
-                self.progress(what, done, total)
-            case Round() as finished:
-                self._panel.add(finished)
-                if self.folder and self._until and finished.number >= self._until - 1:
+                self._print(event.sentence)
+            case Failed():
+                self.failed = event
+                self._doing("ending the run", 0, 0)
+            case Finished():
+                # trackers and callbacks may still work
+                self._doing("ending the run", 0, 0)
+            case Progress(what=what, done=done, total=total):
+                self._doing(what, done, total)
+            case Round():
+                self._panel.add(event)
+                if self.folder and self._until and event.round >= self._until - 1:
                     # the run reads the request after its next round
                     ask_to_stop(self.folder)
-                if finished.number == finished.total:
+                if event.round == event.rounds:
                     self._plain.doing("ending the run")
                 if not self._live:
-                    self._print(progress_protocol.sentence(finished))
+                    self._print(event.sentence)
                 else:
-                    log_file.write(progress_protocol.sentence(finished))
-            case None:
-                self._print(text)
+                    log_file.write(event.sentence)
+            case Note(message=message):
+                self._print(message)
 
     def lines_of(self, text: str) -> None:
         """Show a text of several lines, such as a traceback."""
@@ -353,11 +357,11 @@ class Display:
 
     def step(self, what: str) -> None:
         """Show a step of the start."""
-        self.progress(what, 0, 0)
+        self.take(Progress(what=what, done=0, total=0))
         if not self._live:
             self._print(what)
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def _doing(self, what: str, done: int, total: int) -> None:
         """Move the bars; on plain output, set the text of the reminders."""
         self._panel.progress(what, done, total)
         self._plain.doing(what, done, total)
@@ -394,15 +398,14 @@ class Display:
 
 @contextlib.contextmanager
 def log_to(display: Display, traces: bool = True) -> Iterator[None]:
-    """Send log lines of this process to a display instead of standard error. traces: include tracebacks."""
+    """Send the events of this process to a display instead of standard error. traces: include tracebacks."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if is_aside(record):
-                if traces:
-                    display.lines_of(record.getMessage())
-            else:
-                display.line(record.getMessage())
+            if not is_aside(record):
+                display.take(events.event_of(record))
+            elif traces:
+                display.lines_of(record.getMessage())
 
     log = logging.getLogger("corolla")
     before, log.handlers, propagate = log.handlers, [Handler()], log.propagate
@@ -410,5 +413,8 @@ def log_to(display: Display, traces: bool = True) -> Iterator[None]:
     log.propagate = False
     try:
         yield
+    except Exception as error:
+        display.take(Failed.of(error))
+        raise
     finally:
         log.handlers, log.propagate = before, propagate

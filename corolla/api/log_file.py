@@ -10,6 +10,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.control import Control
 
+from corolla.api.output import Lenient
 from fl_app.errors import UserError, plain_lines
 from fl_app.files import make_directory, opener
 
@@ -38,7 +39,20 @@ def write(text: str) -> None:
 
 
 class LoggedConsole(Console):
-    """A console that also writes its output to the log file, as plain text, even if it is quiet."""
+    """A console that also writes its output to the log file, as plain text, even if it is quiet.
+
+    A line that its stream cannot take ends nothing.
+    """
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream that it writes to."""
+        behind = Console.file.fget(self)  # type: ignore[attr-defined]
+        return behind if isinstance(behind, Lenient) else Lenient(behind)  # type: ignore[return-value]
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        Console.file.fset(self, new)  # type: ignore[attr-defined]
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print without control characters, and write to the log file: clients and files wrote some of the text."""

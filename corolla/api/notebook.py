@@ -39,7 +39,7 @@ class Drawing:
         return {"text/html": html, "text/plain": text}
 
 
-class Cell:
+class OutputCell:
     """Redraws a renderable in one output cell while it changes, as rich's Live does on a terminal.
 
     transient: whether it is removed at the end.

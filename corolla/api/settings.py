@@ -11,12 +11,12 @@ from rich.markup import escape
 from corolla import presets
 from corolla.api.console import errors
 from fl_app import plugins
-from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.config import RunConfig, parse
 from fl_app.config.rules import with_implied
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from fl_app.keys import Scalar
 from fl_app.paths import anchored
+from fl_app.transport.app_bundle import APP_DIRECTORY
 from strategies import METHOD_PARAMS, METHODS
 
 DEFAULT_CLIENTS = 10
@@ -80,7 +80,9 @@ def with_clients(given: dict[str, Scalar], clients: int | None) -> dict[str, Sca
     if clients is None:
         return given
     if given.get("num-clients", clients) != clients:
-        raise UserError(f"--clients {clients} and --set num-clients={given['num-clients']} contradict each other")
+        raise ConfigurationError(
+            f"--clients {clients} and --set num-clients={given['num-clients']} contradict each other"
+        )
     return {**given, "num-clients": clients}
 
 
@@ -90,13 +92,17 @@ def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
 
 
 def ready(config: dict[str, Scalar]) -> dict[str, Scalar]:
-    """Return a config that other processes can use: absolute paths, implied keys, fingerprints of the user's own files."""
-    return absolute_paths(with_implied(config)) | {"plugins": plugins.fingerprint(plugins.files(config))}
+    """Return a config that other processes can use: absolute paths, implied keys, fingerprints of the user's own files.
+
+    Callbacks' files are not among these: they change no result.
+    """
+    result = {**config, "callbacks": ""}
+    return absolute_paths(with_implied(config)) | {"plugins": plugins.fingerprint(plugins.files(result))}
 
 
 def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
     """Print on standard error the files of the user's own methods and models."""
-    used = dict.fromkeys(item for config in configs for item in plugins.references(config).items())
+    used = dict.fromkeys(item for config in configs for item in plugins.references(config))
     for key, reference in used:
         # a missing file is an error later, when it is loaded
         if origin := plugins.origin(reference):

@@ -12,19 +12,21 @@ from typing import Any
 
 import click
 
-from corolla.api import runs
+from corolla.api import one_run
 from corolla.api.backends import Backend
 from corolla.api.console import begin_warnings, console
-from corolla.api.runs import OPTION_TYPES, How
+from corolla.api.one_run import OPTION_TYPES, LaunchOptions
 from corolla.api.settings import Scale, look_for_plugins
 from corolla.experiments.runs import named
+from fl_app import rng
+from fl_app.config.earlier_keys import current
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, table_of
 from strategies import METHODS
 
 
 def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any], progress: bool) -> Path:
-    """Run an experiment and return its folder's path. options: of `How`, by name. keys: as `corolla.run` takes them."""
+    """Run an experiment and return its folder's path. options: of `LaunchOptions`, by name. keys: as `corolla.run` takes them."""
     try:
         return _start(preset, options, keys, progress)
     except (UserError, RunFailed) as error:
@@ -33,7 +35,7 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
 
 
 # the command's options, as errors name them
-_OPTIONS = "|".join(re.escape(field.name.replace("_", "-")) for field in dataclasses.fields(How))
+_OPTIONS = "|".join(re.escape(field.name.replace("_", "-")) for field in dataclasses.fields(LaunchOptions))
 _HINT = re.compile(rf" \(--(?:{_OPTIONS})\)")
 _SET = re.compile(r"(?<!\S)--set (?=[\w.-]+=)")
 _OPTION = re.compile(rf"(?<![\w/.='\"-])(?<!corolla run )--({_OPTIONS})(?![\w/-])")
@@ -54,7 +56,7 @@ def _start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, An
     options = {name: plain(value) for name, value in options.items()}
     checked({**options, "progress": progress})
     given = flat(keys)
-    how = How(
+    how = LaunchOptions(
         **{
             **options,
             "scale": Scale(options["scale"]),
@@ -67,9 +69,9 @@ def _start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, An
         }
     )
     look_for_plugins()
-    with quiet(not progress), own_threads() if how.in_process else contextlib.nullcontext():
-        config, parsed = runs.configure(preset, given, how)
-        path = runs.start(config, parsed, how)
+    with quiet(not progress), callers_torch() if how.in_process else contextlib.nullcontext():
+        config, parsed = one_run.configure(preset, given, how)
+        path = one_run.start(config, parsed, how)
     if path is None:
         raise RunFailed("the run did not report its folder")
     return path
@@ -107,7 +109,7 @@ def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
             if written in out:
                 raise UserError(f"{written}: given twice, {out[written]!r} and {one!r}")
             out[written] = plain(one)
-    return out
+    return current(out, warn=True)
 
 
 def spelt(name: str) -> str:
@@ -141,12 +143,19 @@ def quiet(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_threads() -> Iterator[None]:
-    """Restore torch's number of threads at the end: clients in this process train with `client-threads` of them."""
+def callers_torch() -> Iterator[None]:
+    """Restore torch's number of threads and the global generators at the end: clients in this process set both."""
     import torch
 
-    before = torch.get_num_threads()
+    cuda: Any = torch.cuda
+    before, on_gpus = torch.get_num_threads(), cuda.is_initialized()
+    states = cuda.get_rng_state_all() if on_gpus else []
     try:
-        yield
+        with rng.global_state_kept():
+            yield
     finally:
         torch.set_num_threads(before)
+        if on_gpus:
+            cuda.set_rng_state_all(states)
+        elif cuda.is_initialized():
+            cuda.seed_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -21,9 +22,10 @@ import deploy.node_cli
 from corolla.api import console as consoles
 from corolla.api import log_file
 from corolla.api.console import errors
+from corolla.api.output import HANDLER
 from corolla.api.ranges import in_words
 from corolla.api.settings import look_for_plugins
-from corolla.cli import completion, listings, products, results, runs, sweeps, verify
+from corolla.cli import audits, completion, flower_app, listings, products, results, run, sweeps, verify
 from fl_app import debugging, exit_codes, log_format
 from fl_app.errors import MethodFault, RoundFailed, RunFailed, UserError
 
@@ -40,9 +42,10 @@ def add(name: str, function: Callable[..., Any], heading: str, example: str) -> 
     app.command(name, rich_help_panel=heading, epilog=f"Example: corolla {name} {example}")(function)
 
 
-add("run", runs.run, RUN, "--set method=fedcac --set fedcac.beta=5 --clients 10")
-add("demo", runs.demo, RUN, "--output-dir demo")
+add("run", run.run, RUN, "--set method=fedcac --set fedcac.beta=5 --clients 10")
+add("demo", run.demo, RUN, "--output-dir demo")
 add("sweep", sweeps.sweep, RUN, "digits --output-dir sweep")
+app.add_typer(flower_app.app, name="flower", rich_help_panel=RUN)
 add("compare", results.compare, LOOK, "runs/mine runs/base --to 80")
 add("report", results.report, LOOK, "runs/mine runs/base --output report")
 add("export", products.export, LOOK, "runs/mine --client 3 --onnx")
@@ -58,10 +61,12 @@ app.add_typer(listings.state_app, name="state", rich_help_panel=DATA)
 app.add_typer(deploy.cli.app, name="cluster", rich_help_panel=DEPLOY)
 deploy.node_cli.app.command("export", epilog="Example: corolla node export --to models")(products.node_export)
 app.add_typer(deploy.node_cli.app, name="node", rich_help_panel=DEPLOY)
+audits.audit_app.command("join", epilog="Example: corolla audit join runs/july celle/audit.jsonl")(audits.join)
+app.add_typer(audits.audit_app, name="audit", rich_help_panel=DEPLOY)
 app.command("reference", hidden=True)(listings.reference)
 
 
-def whole() -> click.Command:
+def build_command() -> click.Command:
     """Return the command with all its subcommands. Its help prints texts as they are written, including [brackets]."""
     found = get_command(app)
     _mend_refusals(found)
@@ -100,13 +105,16 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             # end all processes that the command started, as Ctrl-C does
             signal.signal(number, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=HANDLER)
     look_for_plugins()
-    consoles.console.quiet = False
+    consoles.console.quiet = consoles.events = False
     consoles.begin_warnings()
     log_file.begin(None)
     completion.join_words()
     try:
-        whole()(prog_name="corolla")
+        build_command()(prog_name="corolla")
     except Exception as error:
         ours = isinstance(error, (UserError, RunFailed))
         if not ours and not debugging.place_of(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import time
@@ -18,20 +19,21 @@ from rich.table import Table
 
 from corolla.api.checks import warn_of_data
 from corolla.api.console import command, console
-from corolla.api.runs import CLIENTS
+from corolla.api.one_run import CLIENTS
 from corolla.api.settings import Scale, absolute_paths, number_of_clients, read_preset, resolve, scaled, with_clients
 from corolla.api.waiting import waiting
 from corolla.cli.as_json import of_data, of_methods, of_presets, show_json
 from corolla.cli.options import JsonOption, PresetArgument, QuietOption, ScaleOption, SetOption, be_quiet, parse_set
-from corolla.cli.tables import size
 from corolla.experiments.runs import RUNS, RecordedRun, by_experiment, run_folders
 from fl_app import plugins
 from fl_app.config import RunConfig
-from fl_app.errors import UserError, counted, listed
+from fl_app.data import site_columns
+from fl_app.data.site_columns import SiteColumns
+from fl_app.errors import UserError, counted, listed, size
 from fl_app.keys import nearest, specs, without_others
 from fl_app.sources import NODE
 from fl_app.toml import value_to_toml
-from strategies import METHOD_PARAMS, METHODS, overview
+from strategies import METHOD_PARAMS, METHODS, method_tables
 
 if TYPE_CHECKING:
     from corolla.presets import Preset
@@ -174,7 +176,7 @@ def methods(
     if table and as_json:
         raise UserError("--json and --table exclude each other")
     if table:
-        typer.echo(f"{overview.methods_table()}\n\n{overview.absent_table()}")
+        typer.echo(f"{method_tables.methods_table()}\n\n{method_tables.absent_table()}")
         return
     if name and not plugins.is_reference(name) and name not in METHODS:
         raise UserError(
@@ -221,11 +223,18 @@ def data_show(
     set_: SetOption = None,
     clients: ClientsOption = None,
     scale: ScaleOption = Scale.full,
+    site: Annotated[
+        Path | None, typer.Option(metavar="site.toml", help="Read the table as this site's `[data]` says.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the data set of a preset, a .toml file or --set, and each client's samples per class."""
     from fl_app import data, tasks
 
+    if site:
+        from deploy.site import read_site
+
+        os.environ[site_columns.VARIABLE] = SiteColumns.of(read_site(site).data).text
     config = data_config(preset, set_ or [], clients, scale)
     if as_json:
         be_quiet(True)
@@ -250,7 +259,7 @@ def data_show(
         name = names[client_id] if names else str(client_id)
         rows.add_row(escape(name), str(len(part.y_train)), str(len(part.y_test)), *map(escape, held))
     console.print(rows)
-    for line in data.partition_remarks(config):
+    for line in filter(None, [data.numbering(config), *data.partition_remarks(config)]):
         console.print(line, soft_wrap=True)
 
 
@@ -335,7 +344,7 @@ def state_list(
     as_json: JsonOption = False,
 ) -> None:
     """List experiments with client state on this machine, with its size and the run's folder."""
-    from client_app.state import state_root, stored
+    from client_app.stored_state import state_root, stored
 
     root = state_root(state_dir)
     found = stored(root)
@@ -372,7 +381,7 @@ def state_prune(
     quiet: QuietOption = False,
 ) -> None:
     """Delete client state that was last written long ago. Such a run cannot be resumed any more."""
-    from client_app.state import remove, state_root, stored
+    from client_app.stored_state import remove, state_root, stored
 
     root, before = state_root(state_dir), time.time() - seconds_in("--older-than", older_than)
     going_on = {experiment for experiment, run in by_experiment(runs).items() if run.state == "running"}
@@ -402,7 +411,7 @@ def state_remove(
     quiet: QuietOption = False,
 ) -> None:
     """Delete one experiment's client state from this machine."""
-    from client_app.state import remove, state_root
+    from client_app.stored_state import remove, state_root
 
     root = state_root(state_dir)
     remove(root, experiment)

@@ -12,12 +12,13 @@ import typer
 from corolla import presets
 from corolla.api import log_file
 from corolla.api.backends import Backend
-from corolla.api.console import console, show_tracebacks
-from corolla.api.runs import CPUS, GPUS
+from corolla.api.console import console, show_tracebacks, write_events
+from corolla.api.one_run import CPUS, GPUS
 from corolla.api.settings import Scale
 from corolla.api.waiting import stand_still
 from corolla.cli.completion import completed
 from fl_app.config import RunConfig
+from fl_app.config.earlier_keys import current
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, specs
 from strategies import METHOD_PARAMS
@@ -75,6 +76,16 @@ QuietOption = Annotated[
     bool,
     typer.Option("--quiet", help="Print only warnings and errors, on standard error.", callback=be_quiet),
 ]
+
+
+EventsOption = Annotated[
+    bool,
+    typer.Option(
+        "--events",
+        help="Print the run's events as JSON lines, and nothing else, on standard output.",
+        callback=write_events,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on standard output.")]
 LogFileOption = Annotated[
     Path | None,
@@ -99,7 +110,7 @@ def parse_set(pairs: Iterable[str]) -> dict[str, Scalar]:
             problems.append(f"--set {pair}: {error}")
     if problems:
         raise UserError("\n".join(problems))
-    return out
+    return current(out, warn=True)
 
 
 def _keys(name: str, text: str) -> dict[str, Scalar]:

@@ -18,14 +18,14 @@ from corolla.api.waiting import waiting
 from corolla.cli.as_json import show_json
 from corolla.cli.completion import clients_of
 from corolla.cli.options import JsonOption, QuietOption, checked_set, parse_set
-from corolla.cli.tables import show_table, size
+from corolla.cli.printed_tables import show_table
 from corolla.experiments.exported.run_models import client_id
 from corolla.experiments.runs import RecordedRun, existing
 from fl_app import exit_codes
-from fl_app.errors import UserError, counted, listed
+from fl_app.errors import UserError, counted, listed, size
 from fl_app.files import no_such, publish_text
 from fl_app.server.run_folder import CLIENTS, MODELS, NAME, PLUGINS, SUMMARY, read_clients
-from fl_app.site import site_directory
+from fl_app.site_directory import site_directory
 from strategies import METHODS
 
 Exported = Annotated[

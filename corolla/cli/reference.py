@@ -1,7 +1,8 @@
 """Reference pages generated from declarations in the code (`corolla reference`).
 
 These are docs/config.md, the defaults in pyproject.toml, the tables of methods in README.md and docs/methods/, the table of a
-site's rules in docs/deployment.md, and the table of all that leaves a site in docs/privacy.md.
+site's rules in docs/deployment.md, the table of all that leaves a site in docs/privacy.md, and the methods for apps of others in
+docs/flower-app.md.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pathlib import Path
 import tomli_w
 
 from deploy.site import Site
-from fl_app import outgoing
-from fl_app.config import RunConfig
+from fl_app.config import RunConfig, earlier_keys
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.toml import nest, value_to_toml
+from fl_app.transport import outgoing
 from strategies import METHODS
-from strategies.overview import absent_table, cost_table, methods_table, names_table
+from strategies.method_tables import absent_table, cost_table, methods_table, names_table
 
 _INTRO = """# Run configuration
 
@@ -32,6 +33,8 @@ _SAME_RUN = """These keys set how a run executes and where its files are. They d
 {running}.
 To a sweep, runs that differ only in these keys are the same run. A run can be resumed with other values of them, and with more
 rounds ({extending}). Its number of rounds is fixed if one of the following keys is in use, because they depend on it: {spanning}.
+"""
+_EARLIER = """These earlier names of keys are valid for one release: {keys}. So are these values: {values}.
 """
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 
@@ -51,8 +54,13 @@ def config_page(methods: Mapping[str, type]) -> str:
     declared = [spec for group in all_specs(methods).values() for spec in group]
     running = ", ".join(f"`{spec.name}`" for spec in declared if not spec.tells_runs_apart)
     extending = ", ".join(f"`{spec.name}`" for spec in declared if spec.extends)
-    spanning = ", ".join(f"`{spec.name}`" for spec in declared if spec.spans_run)
-    parts = [_INTRO, _SAME_RUN.format(running=running, extending=extending, spanning=spanning)]
+    spanning = ", ".join(f"`{spec.name}`" for spec in declared if spec.schedule_dependent)
+    keys = ", ".join(f"`{before}` (now `{now}`)" for before, now in earlier_keys.KEYS.items())
+    values = ", ".join(
+        f"`{key} = {before}` (now `{now}`)" for key, one in earlier_keys.VALUES.items() for before, now in one.items()
+    )
+    same = _SAME_RUN.format(running=running, extending=extending, spanning=spanning)
+    parts = [_INTRO, same, _EARLIER.format(keys=keys, values=values)]
     for table, group in all_specs(methods).items():
         if not group:
             continue
@@ -89,10 +97,13 @@ def site_table() -> str:
 
 def pages_with_tables(root: Path) -> dict[Path, str]:
     """Return the pages that have tables of methods or of a site's rules, with these tables, by path."""
+    from corolla.flower import abilities
+
     docs = root / "docs" / "methods"
     pages = {root / "README.md": {"Methods": names_table("`{}`")}}
     pages[root / "docs" / "deployment.md"] = {"What a site decides": site_table()}
     pages[root / "docs" / "privacy.md"] = {"Every word that leaves a site": "\n".join(outgoing.table())}
+    pages[root / "docs" / "flower-app.md"] = {"Methods": abilities.table()}
     pages[docs / "index.md"] = {"Methods": names_table("[{0}]({0}.md)"), "Side by side": methods_table()}
     pages[docs / "index.md"]["Cited, and not here"] = absent_table()
     pages |= {docs / f"{name}.md": {"Cost": cost_table(name)} for name in METHODS}

@@ -15,11 +15,11 @@ from corolla.api.waiting import waiting
 from corolla.cli.as_json import of_runs, of_summary, show_json
 from corolla.cli.completion import metrics_of, rows_of
 from corolla.cli.options import JsonOption, QuietOption
-from corolla.cli.tables import echo, show_table
+from corolla.cli.printed_tables import echo, show_table
 from fl_app import exit_codes, extras
 from fl_app.errors import UserError
 from fl_app.sources import SOURCES
-from strategies import METHOD_PARAMS
+from strategies import METHOD_PARAMS, METHODS
 
 PAPER_CAPTION = "accuracies in per cent; ours: mean ± standard deviation over the seeds"
 LatexOption = Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX, for booktabs.")]
@@ -29,7 +29,7 @@ Table = tuple[Sequence[Sequence[str]], str]
 Tables = Sequence[Table]
 
 if TYPE_CHECKING:
-    from corolla.experiments.compare import Line
+    from corolla.experiments.compare import PaperLine
     from corolla.experiments.runs import RecordedRun
 
 
@@ -113,7 +113,7 @@ def compare(
         if as_json:
             show_json({**comparison_json(groups, to, costs, ordered), "unfinished": unfinished})
         elif latex:
-            show_latex([*result_tables(groups, to, costs, ordered), *difference_tables(groups)])
+            show_comparison_as_latex(groups, to, costs, ordered)
         else:
             show_comparison(groups, to, costs, ordered)
         return
@@ -129,7 +129,7 @@ def compare(
         raise typer.Exit(exit_codes.FAILED)
 
 
-def show_beside_papers(lines: Sequence[Line], found: Sequence[RecordedRun], dataset: str) -> None:
+def show_beside_papers(lines: Sequence[PaperLine], found: Sequence[RecordedRun], dataset: str) -> None:
     """List runs without a published counterpart, and print the others beside the published figures, column by column.
 
     dataset: name as which the user's own data set counts.
@@ -165,7 +165,7 @@ def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None, c
     """
     from corolla.experiments import significance
 
-    differences = difference_tables(groups)
+    differences = significance.tables(groups, significance.MOST_LISTED)
     for place, (table, caption) in enumerate([*result_tables(groups, to, costs, by), *differences]):
         if place:
             echo()
@@ -183,7 +183,7 @@ def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None, cos
     from corolla.experiments import compare as comparing
     from corolla.experiments import cost_to_target
     from corolla.experiments import costs as costing
-    from corolla.experiments.table import caption, text_table, undefined_notes
+    from corolla.experiments.result_table import caption, text_table, undefined_notes
 
     rows = comparing.result_rows(groups)
     notes = undefined_notes(run for runs in groups for run in runs)
@@ -192,18 +192,6 @@ def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None, cos
         tables.append((costing.accuracy_and_costs_table(groups), costing.CAPTION))
     if to is not None:
         tables.append((cost_to_target.costs_table(groups, to, by), cost_to_target.CAPTION))
-    return tables
-
-
-def difference_tables(groups: Sequence[Sequence[RecordedRun]]) -> Tables:
-    """Return the tables of paired differences, each with its caption; none if no runs can be paired."""
-    from corolla.experiments import significance
-
-    tables: list[Table] = []
-    if differences := significance.differences_table(groups):
-        tables.append((differences, significance.caption(groups)))
-    if by_client := significance.clients_table(groups, significance.MOST_LISTED):
-        tables.append((by_client, significance.BY_CLIENT))
     return tables
 
 
@@ -231,11 +219,24 @@ def comparison_json(
     return {"rows": rows}
 
 
-def show_latex(tables: Tables) -> None:
-    """Print tables as LaTeX."""
-    from corolla.experiments.latex import tabular
+def show_comparison_as_latex(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool, by: str) -> None:
+    """Print the tables of `show_comparison` as LaTeX, with the best figures and significance marked."""
+    from corolla.experiments import compare as comparing
+    from corolla.experiments import latex, significance
 
-    typer.echo("\n".join(tabular(lines, caption) for lines, caption in tables), nl=False)
+    (lines, caption), *others = result_tables(groups, to, costs, by)
+    rows = comparing.result_rows(groups)
+    typer.echo(latex.results(groups, rows, latex.titled(lines, METHODS.title), caption))
+    show_latex([*others, *significance.tables(groups, significance.MOST_LISTED)])
+
+
+def show_latex(tables: Tables) -> None:
+    """Print tables as LaTeX, with methods under their papers' names."""
+    from corolla.experiments import latex
+
+    typer.echo(
+        "\n".join(latex.tabular(latex.titled(lines, METHODS.title), caption) for lines, caption in tables), nl=False
+    )
 
 
 def summary(
@@ -310,15 +311,16 @@ def report(
         raise UserError("--latex: needs --tables DIR, the directory of results.tex")
     if output.suffix.lower() in (".html", ".htm") and not output.is_dir():
         raise UserError(f"--output: must be a directory for report.html, got {str(output)!r}")
-    extras.require("matplotlib", "corolla report")
+    for package in ("altair", "vl_convert"):
+        extras.require(package, "corolla report")
     # standard output gets only the paths
     with waiting(errors) as shown:
         shown.step("reading the runs", brief=True)
-        # imported here because matplotlib takes seconds
+        # imported here because altair takes a second
         from corolla.report.page import reported, write_report
 
         before = reported(output)
-        written = write_report(runs, output, figures, tables, latex)
+        written = write_report(runs, output, figures, tables, METHODS.title if latex else None)
     for path in written:
         console.print(f"{path}", soft_wrap=True)
     if before and before != reported(output):

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from corolla.api import backends, runs
+from corolla.api import backends, one_run
 from corolla.api.backends import Backend
 from corolla.api.checks import check_locally, check_resources, warn_of_settings
 from corolla.api.console import console, errors, same_without
@@ -32,14 +32,16 @@ from corolla.cli.options import (
     VerboseOption,
     parse_set,
 )
-from corolla.cli.tables import show_next, show_table
+from corolla.cli.printed_tables import show_next, show_table
 from corolla.experiments import choosing
 from corolla.experiments import forecast as forecasting
+from corolla.experiments import result_table as sweep_table
+from corolla.experiments import search as searching
 from corolla.experiments import sweep as sweeping
-from corolla.experiments import table as sweep_table
 from corolla.experiments.forecast import Forecast
 from corolla.experiments.runs import RecordedRun
-from corolla.experiments.sweep import Point
+from corolla.experiments.search import Drawn
+from corolla.experiments.sweep import Point, Range
 from fl_app import debugging, exit_codes
 from fl_app.errors import RunFailed, UserError, counted
 from fl_app.keys import Scalar
@@ -55,9 +57,9 @@ class Simulation:
     cpus_per_client: float
     gpus_per_client: float
 
-    def of(self, num_clients: int) -> AbstractContextManager[runs.Simulate]:
+    def of(self, num_clients: int) -> AbstractContextManager[one_run.Simulate]:
         """Return a context that yields a function to run simulations of `num_clients` clients."""
-        return runs.simulating(self.backend, num_clients, self.cpus_per_client, self.gpus_per_client)
+        return one_run.simulating(self.backend, num_clients, self.cpus_per_client, self.gpus_per_client)
 
 
 class BestBy(Enum):
@@ -113,6 +115,14 @@ def sweep(
             "--forecast", help="Only estimate the duration: the first rounds of new settings run, and count later."
         ),
     ] = False,
+    optuna: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Search the file's [search] in N trials, by validation data; the same command continues (docs/experiments.md).",
+        ),
+    ] = None,
     best_by: Annotated[
         BestBy | None,
         typer.Option(
@@ -125,16 +135,27 @@ def sweep(
     log_file: LogFileOption = None,
 ) -> None:
     """Run all combinations of a sweep file, or all presets that match. Started again, it does only the unfinished runs."""
-    for option, given_too in (("--slurm", slurm), ("--only", only is not None), ("--dry-run", dry_run)):
-        if forecast and given_too:
-            raise UserError(f"--forecast and {option} exclude each other")
+    others = {"--slurm": slurm, "--only": only is not None, "--dry-run": dry_run}
+    if forecast:
+        _refuse_beside("--forecast", others)
+    if optuna:
+        _refuse_beside("--optuna", {**others, "--forecast": forecast, "--best-by": best_by is not None})
     given = parse_set(set_ or [])
     asked = planned(file, preset, seeds, given)
     plan, title = asked.plan, asked.title
+    if bool(plan.search) != bool(optuna):
+        why = f"{asked.given} has no [search]" if optuna else f"{asked.given} has a [search]: give the number of trials"
+        raise UserError(f"--optuna: {why} (docs/experiments.md)")
     if scale is Scale.small:
         plan = dataclasses.replace(plan, scale=scale.value)
     directory = (output_dir or Path("runs") / title).expanduser().resolve()
-    points = sweeping.expand(plan, METHOD_PARAMS, directory, given, ready)
+    if optuna:
+        first = Drawn(
+            0, {key: space[0] if not isinstance(space, Range) else space.low for key, space in plan.search.items()}
+        )
+        points = sweeping.expand(first.plan(plan), METHOD_PARAMS, directory, given, ready)
+    else:
+        points = sweeping.expand(plan, METHOD_PARAMS, directory, given, ready)
     by = best_by.value if best_by else ""
     choosing.check(points, by)
     warn_of_settings(given, [(point.parsed, point.config) for point in points])
@@ -172,6 +193,18 @@ def sweep(
             if all(sweeping.identity(point.parsed) in finished for point in points):
                 show_sweep(directory, points, title, plan.scale, {}, by)
         return
+    if optuna:
+        words = ["--in-process"] if in_process else options
+        search(
+            plan,
+            directory,
+            given,
+            optuna,
+            lambda todo: run_all(todo, directory, jobs, words, how, verbose),
+            points,
+            title,
+        )
+        return
     sweeping.check_points(points, check_locally)
     with sweeping.locked(directory):
         todo = unfinished_points(directory, points)
@@ -184,11 +217,9 @@ def sweep(
                 lambda first: run_points(first, how, verbose, forecasting.FIRST),
                 needed=forecast,
             )
-            if jobs > 1 and not forecast:
+            if not forecast:
                 words = ["--in-process"] if in_process else options
-                failed = sweeping.run_parallel(todo, directory, jobs, words, announce, interrupted)
-            elif not forecast:
-                failed = run_points(todo, how, verbose)
+                failed = run_all(todo, directory, jobs, words, how, verbose)
         except KeyboardInterrupt:
             errors.print("the same command continues the sweep, unfinished runs from their checkpoints")
             raise
@@ -201,6 +232,58 @@ def sweep(
         for name, message in failed.items():
             errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)
         raise typer.Exit(exit_codes.FAILED)
+
+
+def _refuse_beside(option: str, others: Mapping[str, bool]) -> None:
+    """Raise UserError if another option is given. others: whether each is given, by name."""
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise UserError(f"{option} and {given[0]} exclude each other")
+
+
+def run_all(
+    todo: Sequence[Point], directory: Path, jobs: int, words: Sequence[str], how: Simulation | None, verbose: bool
+) -> dict[str, str]:
+    """Run points, `jobs` at a time. Return the messages of failed ones by name. words: options of `corolla run`."""
+    if jobs > 1:
+        return sweeping.run_parallel(todo, directory, jobs, words, announce, interrupted)
+    return run_points(todo, how, verbose)
+
+
+def search(
+    plan: sweeping.Sweep,
+    directory: Path,
+    given: Mapping[str, Scalar],
+    trials: int,
+    run: Callable[[Sequence[Point]], dict[str, str]],
+    first: Sequence[Point],
+    title: str,
+) -> None:
+    """Run the trials of a search that are left, and print the table of all. first: the runs of a trial, for checks.
+
+    A trial with a failed run counts, and has no figure. Raises UserError if no trial has a figure.
+    """
+    higher = searching.higher_is_better(first)
+    sweeping.check_points(first, check_locally)
+
+    def points_of(drawn: Drawn) -> list[Point]:
+        return sweeping.expand(drawn.plan(plan), METHOD_PARAMS, directory, given, ready)
+
+    with sweeping.locked(directory):
+        study, failed = searching.Study(directory, plan, given), dict[str, str]()
+        while len(study.trials) < trials:
+            drawn = study.ask()
+            points = points_of(drawn)
+            told = ", ".join(f"{key} {sweep_table.setting(value)}" for key, value in drawn.values.items())
+            console.print(f"trial {drawn.number} of {trials}: {escape(told)}", soft_wrap=True)
+            failed |= run(unfinished_points(directory, points))
+            study.tell(drawn, searching.figure_of(points, scan(directory, points)[0]), higher)
+        every = {point.name: point for drawn in study.trials for point in points_of(drawn)}
+        for name, message in failed.items():
+            errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)
+        show_sweep(directory, [*every.values()], title, plan.scale, failed, "validation")
+    finished, _ = sweeping.scan(directory, METHOD_PARAMS)
+    if all(searching.figure_of(points_of(drawn), finished) is None for drawn in study.trials):
+        raise UserError("--optuna: no trial has a figure on validation data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +369,7 @@ def run_alone(directory: Path, point: Point, how: Simulation | None, verbose: bo
             break
     check_locally(point.parsed)
     if how is None:
-        runs.run_in_process(point.config, point.parsed)
+        one_run.run_in_process(point.config, point.parsed)
         return
     with how.of(point.parsed.num_clients) as simulate:
         simulate(point.config, point.parsed, verbose)
@@ -429,10 +512,14 @@ def run_points(points: Sequence[Point], how: Simulation | None, verbose: bool, u
             simulate = None if how is None else stack.enter_context(how.of(num_clients))
             for point in same:
                 started += 1
-                announce(started, len(points), point.name)
+                if until:
+                    # not one of the sweep's runs yet
+                    console.print(f"first rounds: {escape(point.name)}", soft_wrap=True)
+                else:
+                    announce(started, len(points), point.name)
                 try:
                     if simulate is None:
-                        runs.run_in_process(point.config, point.parsed, until)
+                        one_run.run_in_process(point.config, point.parsed, until)
                     else:
                         simulate(point.config, point.parsed, verbose, until=until)
                 except RunFailed:

@@ -10,9 +10,8 @@ from rich.markup import escape
 from corolla.api.console import console
 from corolla.api.settings import absolute_paths, resolve
 from corolla.cli.options import QuietOption, SetOption, parse_set
-from corolla.cli.tables import size
 from fl_app import checksums
-from fl_app.errors import UserError
+from fl_app.errors import UserError, size
 
 
 def data_verify(set_: SetOption = None, quiet: QuietOption = False) -> None:

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from corolla.experiments import grouping
 from corolla.experiments.grouping import by_settings, differing_settings, differing_values, mean_std
+from corolla.experiments.result_table import Row, row_of, setting
 from corolla.experiments.runs import RecordedRun, find
-from corolla.experiments.table import Row, row_of, setting
 from corolla.presets import Preset, all_presets, small
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, listed
 from fl_app.keys import Scalar, nearest, specs
+from fl_app.known_names import divisions
 from fl_app.metrics import Record
 from fl_app.server.run_folder import SUMMARY
 
@@ -33,7 +34,7 @@ MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
-class Line:
+class PaperLine:
     """A group of runs beside one preset; figures are ratios. ours is None if the runs do not record the paper's figure.
 
     differences: (key, our value, the paper's value); None where a key does not apply to one of the two.
@@ -190,7 +191,7 @@ def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
 # The papers -----------------------------------------------------------------------------------------------------------
 
 
-def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: str = "") -> list[Line]:
+def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: str = "") -> list[PaperLine]:
     """Return the published counterparts of a group of runs that differ only in the seed; empty if there are none.
 
     dataset: name as which the user's own data set (`folder:`, `npz:`) counts, e.g. cifar10. A data set with a name
@@ -213,7 +214,7 @@ def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: st
             found.append((distance, preset, differing_values(ours, settings(theirs, preset.metric))))
     nearest = min((distance for distance, _, _ in found), default=(0, 0))
     return [
-        Line(
+        PaperLine(
             runs,
             preset,
             measure(runs, METRICS[preset.metric].ours),
@@ -241,15 +242,31 @@ def kind(config: RunConfig) -> str:
     return f"{config.method}, {grouping.kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
 
 
+def data_settings(run: RecordedRun) -> dict[str, Scalar]:
+    """Return the keys that determine which samples a run's clients hold, except the seed.
+
+    Keys of other partitions are left out.
+    """
+    found = {key.name: run.settings.get(key.name, key.default) for key in specs(RunConfig)}
+    kinds = divisions(str(found["partition"]), str(found["dataset"]), int(found["test-samples"]))
+    about_data = [key for key in specs(RunConfig) if key.about == "data" and key.divides(kinds)]
+    return {key.name: found[key.name] for key in about_data}
+
+
+def references(groups: Sequence[Sequence[RecordedRun]]) -> list[int]:
+    """Return for each group the place of the group that it is compared with: the first one with the same settings of the data."""
+    data = [data_settings(runs[0]) for runs in groups]
+    return [data.index(one) for one in data]
+
+
 def with_reference(groups: Sequence[list[RecordedRun]], reference: str) -> list[list[RecordedRun]]:
-    """Return groups with the reference first, which all others are compared with; the others keep their order.
+    """Return groups by their data, in each part the reference first, with which its others are compared.
 
     reference: a group's method, or its values as `row_names` has them, or the name or path of one of its runs; empty:
-    the first group. Raises UserError, with all rows, for a name that no group or several groups have.
+    the first group. In a part without it, the group with the same settings, except those of the data, takes its place.
+    Raises UserError, with all rows, for a name that no group has, or several groups with the same data.
     """
-    names = row_names(groups)
-    if not reference:
-        return list(groups)
+    names, of = row_names(groups), references(groups)
 
     def named(k: int) -> bool:
         paths = (run.path.resolve() for run in groups[k])
@@ -257,14 +274,25 @@ def with_reference(groups: Sequence[list[RecordedRun]], reference: str) -> list[
             Path(reference).resolve() == path or reference.rstrip("/") == path.name for path in paths
         )
 
-    found = [k for k in range(len(groups)) if named(k)]
-    if len(found) != 1:
+    found = [k for k in range(len(groups)) if named(k)] if reference else [0]
+    if not found or len({of[k] for k in found}) < len(found):
         why = f"names {len(found)} of the rows; name one of its runs" if found else "no row has this name"
         known = [f"{name} ({run.path.name})" for name, (run, *_) in zip(names, groups, strict=True)]
         rows = "; ".join(known[:MOST_ROWS]) + ("; ..." if len(known) > MOST_ROWS else "")
         hint = "" if found else nearest(reference, names)
         raise UserError(f"--reference {reference}: {why}; the rows are: {rows}{hint}")
-    return [groups[found[0]], *(group for k, group in enumerate(groups) if k != found[0])]
+    alike = _without_data(groups[found[0]][0])
+
+    def place(k: int) -> tuple[bool, int, bool, bool]:
+        return of[k] != of[found[0]], of[k], k not in found, _without_data(groups[k][0]) != alike
+
+    return [groups[k] for k in sorted(range(len(groups)), key=place)]
+
+
+def _without_data(run: RecordedRun) -> dict[str, Scalar]:
+    """Return the settings that distinguish a run, without those of its data and without its seed."""
+    about = {*data_settings(run), "seed", grouping.DATA_SHA256}
+    return {name: value for name, value in grouping.settings(run.config.resolved).items() if name not in about}
 
 
 def row_names(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:

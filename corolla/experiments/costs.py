@@ -10,8 +10,9 @@ import numpy as np
 
 from corolla.experiments.compare import result_rows
 from corolla.experiments.grouping import mean_std
+from corolla.experiments.result_table import setting, show, summary_name
 from corolla.experiments.runs import RecordedRun
-from corolla.experiments.table import setting, show, size, summary_name
+from fl_app.errors import size
 from fl_app.server import client_rows
 
 SECONDS: Mapping[str, str] = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model
 from fl_app.server import kept_uploads
@@ -18,6 +17,7 @@ from fl_app.server.disk import PARTS
 from fl_app.server.run_folder import RunFolder
 from fl_app.sources import named_data
 from fl_app.toml import to_toml
+from fl_app.transport import wire
 
 Shape = Mapping[str, Any]  # arguments of a model's builder
 
@@ -26,7 +26,7 @@ Shape = Mapping[str, Any]  # arguments of a model's builder
 class RoundBytes:
     """Bytes of arrays on the wire per client, the number of clients in a round, and the bytes on the disk of kept uploads.
 
-    upload, download: the mean over clients if each holds a part of the model (`ServerHalf.held_by`).
+    upload, download: the mean over clients if each holds a part of the model (`Method.submodel`).
     kept: the largest number of bytes of a kept round (`keep-uploads`). kept_rounds: the rounds that are kept.
     """
 
@@ -56,18 +56,19 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     layout = Layout.of(method.network(config, **shape))
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
     shared = method.travelling(config, layout)
-    strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
+    strategy = method.server(config, layout, zeros, shared, RunFolder(Path(), ""))
     strategy.state = dataclasses.replace(strategy.state, round=config.num_server_rounds - 1)
-    strategy.attempt.round = config.num_server_rounds
+    turn = strategy.protocol.turn = dataclasses.replace(strategy.protocol.turn, round=config.num_server_rounds)
+    strategy.begin(turn)
     upload = strategy.protocol.expected().blank()
     # each client may hold another part of the model
-    clients = range(min(config.num_clients, PARTS)) if strategy.held_by(0) is not None else range(1)
+    clients = range(min(config.num_clients, PARTS)) if strategy.submodel_of(0, turn) is not None else range(1)
     uploads = [wire.upload_message(strategy.protocol.expected_from(i).blank()) for i in clients]
-    downloads = [wire.encode_download(strategy.download_for(i, strategy.attempt, "train")) for i in clients]
-    n = len(strategy.chosen(list(range(config.num_clients)), dataclasses.replace(strategy.attempt, round=1)))
+    downloads = [wire.encode_download(strategy.download_for(i, turn, "train")) for i in clients]
+    n = len(strategy.chosen(list(range(config.num_clients)), dataclasses.replace(turn, round=1)))
     mask_bytes = 0 if upload.mask is None else upload.mask.size
-    some = [strategy.downloaded(i, strategy.attempt).model.params for i in (0, config.num_clients - 1)]
-    sent_rows = n if strategy.keeps_models or some[0] is not some[1] else 1
+    some = [strategy.downloaded(i, turn).model.params for i in (0, config.num_clients - 1)]
+    sent_rows = n if strategy.holds.models or some[0] is not some[1] else 1
     return RoundBytes(
         participants=n,
         upload=sum(map(wire.payload_bytes, uploads)) // len(clients),

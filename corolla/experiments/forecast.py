@@ -32,21 +32,21 @@ _SAME_WORK = ("seed", "num-server-rounds", "evaluate-every")
 
 
 @dataclass(frozen=True)
-class Pace:
+class RoundSeconds:
     """Seconds of a round, and of an evaluation of all clients."""
 
     round: float
     evaluation: float
 
 
-def pace(run: RecordedRun, config: RunConfig) -> Pace | None:
+def pace(run: RecordedRun, config: RunConfig) -> RoundSeconds | None:
     """Return a run's pace; None if it has fewer than FIRST rounds."""
     rounds = [record for record in run.rounds.values() if "round" in record.get("seconds", {})]
     if len(rounds) < FIRST:
         return None
     round = statistics.median(r["seconds"]["round"] - r["seconds"].get("evaluate", 0.0) for r in rounds[1:])
     known = [r["seconds"]["evaluate"] for r in rounds if "evaluate" in r["seconds"]]
-    return Pace(round, statistics.median(known) if known else round * _evaluation_share(rounds[-1], config))
+    return RoundSeconds(round, statistics.median(known) if known else round * _evaluation_share(rounds[-1], config))
 
 
 def _evaluation_share(record: Record, config: RunConfig) -> float:
@@ -61,21 +61,21 @@ def _evaluation_share(record: Record, config: RunConfig) -> float:
     return float(own / spent * config.num_clients / len(rows))
 
 
-def seconds_of(config: RunConfig, pace: Pace, done: int = 0) -> float:
+def seconds_of(config: RunConfig, pace: RoundSeconds, done: int = 0) -> float:
     """Return the seconds of a run after round `done` until the end."""
     return (config.num_server_rounds - done) * pace.round + evaluations(config, done) * pace.evaluation
 
 
-def mean_pace(paces: Sequence[Pace]) -> Pace:
+def mean_pace(paces: Sequence[RoundSeconds]) -> RoundSeconds:
     """Return the mean of paces, for a setting without one. Raises StatisticsError if there are none."""
-    return Pace(statistics.fmean(p.round for p in paces), statistics.fmean(p.evaluation for p in paces))
+    return RoundSeconds(statistics.fmean(p.round for p in paces), statistics.fmean(p.evaluation for p in paces))
 
 
 class RecordedPaces:
     """Paces of runs recorded on this type of CPU, for runs whose rounds do the same work."""
 
     def __init__(self, runs: Iterable[RecordedRun]) -> None:
-        self._paces: dict[tuple[tuple[str, str], ...], Pace] = {}
+        self._paces: dict[tuple[tuple[str, str], ...], RoundSeconds] = {}
         for run in runs:
             try:
                 found = pace(run, run.config) if run.about.get(MADE_WITH, [{}])[-1].get("cpu") == cpu() else None
@@ -84,7 +84,7 @@ class RecordedPaces:
             if found is not None:
                 self._paces[_work(run.config)] = found
 
-    def of(self, config: RunConfig) -> Pace | None:
+    def of(self, config: RunConfig) -> RoundSeconds | None:
         """Return the pace of a run with this config; None if none is recorded."""
         return self._paces.get(_work(config))
 
@@ -108,7 +108,7 @@ class Forecast:
         self._groups = by_settings(points, lambda point: settings(point.parsed.resolved))
         self._paces = [self._pace(group) for group in self._groups]
 
-    def _pace(self, group: Sequence[Point]) -> Pace | None:
+    def _pace(self, group: Sequence[Point]) -> RoundSeconds | None:
         runs = [(run, point) for point in group if (run := self._known.get(identity(point.parsed))) is not None]
         return next((found for run, point in runs if (found := pace(run, point.parsed)) is not None), None)
 

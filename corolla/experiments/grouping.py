@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from fl_app.checksums import SHOWN_DIGITS
 from fl_app.config import RunConfig
-from fl_app.keys import KeySpec, Scalar, bears_on, specs
+from fl_app.keys import KeySpec, Scalar, affects, specs
 from fl_app.known_names import divisions
 from fl_app.sources import named_data
 
@@ -67,7 +67,7 @@ def tells_runs_apart(name: str, config: Mapping[str, Scalar]) -> bool:
     """Return whether changing this key alone makes a run with this flat config a different experiment."""
     key: KeySpec | None = _KEYS.get(name)
     if key is None:
-        return bears_on(name, str(config.get("method")))
+        return affects(name, str(config.get("method")))
     kinds = divisions(str(config.get("partition")), str(config.get("dataset")), int(config.get("test-samples", 0)))
     return key.tells_runs_apart and (name == "seed" or key.divides(kinds))
 

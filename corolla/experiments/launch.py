@@ -22,7 +22,6 @@ from types import TracebackType
 
 from corolla.experiments import namespace, ray_cluster, scratch, superlink_supervisor
 from fl_app import plugins
-from fl_app.app_bundle import APP_DIRECTORY, bundle
 from fl_app.errors import MALFORMED, UserError, counted
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
@@ -38,6 +37,7 @@ from fl_app.processes import (
 )
 from fl_app.server import trackers
 from fl_app.toml import to_toml
+from fl_app.transport.app_bundle import APP_DIRECTORY, bundle
 
 log = logging.getLogger("corolla")
 
@@ -105,7 +105,7 @@ class SimulationSuperLink:
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
         )
         assert self._supervisor.stdout is not None
@@ -178,7 +178,7 @@ def flwr_run(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             start_new_session=True,
         )
@@ -230,7 +230,7 @@ def status(run_id: str, superlink: str, environment: Mapping[str, str], inside: 
 
 def _output(command: list[str], environment: Mapping[str, str]) -> str:
     return subprocess.run(
-        command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True
+        command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8"
     ).stdout
 
 

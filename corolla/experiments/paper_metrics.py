@@ -10,10 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from corolla.experiments.compare import LAST_ROUNDS, Line
+from corolla.experiments.compare import LAST_ROUNDS, PaperLine
 from corolla.experiments.grouping import mean_std
+from corolla.experiments.result_table import show
 from corolla.experiments.runs import RecordedRun
-from corolla.experiments.table import show
 
 # mean and standard deviation over seeds, as ratios
 Figure = tuple[float, float | None]
@@ -53,7 +53,7 @@ def over_seeds(runs: Sequence[RecordedRun]) -> dict[str, Figure]:
     return {name: mean_std([one[name] for one in every]) for name in every[0] if all(name in one for one in every)}
 
 
-def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> dict[str, float]:
+def distances(lines: Sequence[PaperLine], found: Sequence[Mapping[str, Figure]]) -> dict[str, float]:
     """Return the median over lines of each figure's distance from the published one, in per cent points.
 
     Only figures that all lines have are included. Presets with `ran`, the figures of another method than the row names,
@@ -67,7 +67,7 @@ def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> d
     return {name: statistics.median(values) for name, values in away.items() if len(values) > 1}
 
 
-def figures_table(lines: Sequence[Line]) -> list[list[str]]:
+def figures_table(lines: Sequence[PaperLine]) -> list[list[str]]:
     """Return every figure of groups of runs beside the published one, header first, in per cent.
 
     A cell has the figures of the last and the best test: last / best. The last line has the distances, if there are

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from corolla.experiments.compare import METRICS, Line
-from corolla.experiments.table import setting, show
+from corolla.experiments.compare import METRICS, PaperLine
+from corolla.experiments.result_table import setting, show
 from fl_app.errors import counted
 
 HEADER = ("method", "print", "ours", "difference", "same method")
@@ -30,12 +30,12 @@ class PaperColumn:
     notes: list[str]
 
 
-def is_same_method(line: Line) -> bool:
+def is_same_method(line: PaperLine) -> bool:
     """Return whether the paper's authors ran the method that the row names."""
     return not line.preset.ran
 
 
-def is_cut(line: Line) -> bool:
+def is_cut(line: PaperLine) -> bool:
     """Return whether our runs are shorter than the paper's, or cut by `--scale small`."""
     return line.runs[0].config.scale != "full" or any(
         key == ROUNDS and mine is not None and theirs is not None and float(mine) < float(theirs)
@@ -43,7 +43,7 @@ def is_cut(line: Line) -> bool:
     )
 
 
-def reasons(line: Line) -> list[str]:
+def reasons(line: PaperLine) -> list[str]:
     """Return why a row cannot be print's: another method, a cut run, other numbers of rounds and seeds."""
     preset, config = line.preset, line.runs[0].config
     found = [f"the authors ran another method under this name: {preset.ran}"] if preset.ran else []
@@ -56,7 +56,7 @@ def reasons(line: Line) -> list[str]:
     return found
 
 
-def details(line: Line) -> list[str]:
+def details(line: PaperLine) -> list[str]:
     """Return the figure that is ours, the settings that differ from the paper's, and the preset's notes.
 
     Settings and notes without a meaning in our runs are left out.
@@ -73,21 +73,21 @@ def details(line: Line) -> list[str]:
     return found + [note for note in notes if not line.preset.ran or not note.endswith(line.preset.ran)]
 
 
-def in_full(line: Line) -> list[str]:
+def in_full(line: PaperLine) -> list[str]:
     """Return all footnotes of a row."""
     return reasons(line) + details(line)
 
 
-def columns(lines: Sequence[Line], texts: Callable[[Line], list[str]] = in_full) -> list[PaperColumn]:
+def columns(lines: Sequence[PaperLine], texts: Callable[[PaperLine], list[str]] = in_full) -> list[PaperColumn]:
     """Return lines as columns of the papers' tables, highest print first. texts: returns a row's footnotes."""
-    found: dict[str, list[Line]] = {}
+    found: dict[str, list[PaperLine]] = {}
     for line in lines:
         preset = line.preset
         found.setdefault(f"{preset.paper}, {preset.table}: {preset.label}", []).append(line)
     return [_column(title, own, texts) for title, own in found.items()]
 
 
-def _column(title: str, lines: Sequence[Line], texts: Callable[[Line], list[str]]) -> PaperColumn:
+def _column(title: str, lines: Sequence[PaperLine], texts: Callable[[PaperLine], list[str]]) -> PaperColumn:
     ordered = sorted(lines, key=lambda line: -_print(line))
     told = [texts(line) for line in ordered]
     shared = [text for text in told[0] if all(text in other for other in told)]
@@ -105,12 +105,12 @@ def _column(title: str, lines: Sequence[Line], texts: Callable[[Line], list[str]
     )
 
 
-def _print(line: Line) -> float:
+def _print(line: PaperLine) -> float:
     assert line.preset.published is not None
     return line.preset.published.mean
 
 
-def as_told(line: Line) -> dict[str, object]:
+def as_told(line: PaperLine) -> dict[str, object]:
     """Return a row as data: figures in per cent, each with its deviation; None where unknown. notes: as its footnotes."""
     published = line.preset.published
     assert published is not None

@@ -17,15 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from types import TracebackType
 
-from flwr.app import Error, Message
-from flwr.app.message.message import remove_content_from_message
-from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
-
 from fl_app.errors import plain
 from fl_app.forking import Warm
-from fl_app.server.inprocess import InProcessGrid
-from fl_app.wire import QUERY, SIMULATED_RUN
+from fl_app.transport.flower import ClientApp, Error, ErrorCode, Message, remove_content_from_message
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import QUERY, SIMULATED_RUN
 
 # seconds to wait for a reply
 _WAIT = 0.5

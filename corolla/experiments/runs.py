@@ -140,7 +140,7 @@ class RecordedRun:
         The value is `straight`, or the round counts that were configured in turn: an evaluation was due after the last
         round of each.
         """
-        spanning = [key for key in specs(RunConfig) if key.spans_run]
+        spanning = [key for key in specs(RunConfig) if key.schedule_dependent]
         if all(key.is_off(self.settings.get(key.name, key.default)) for key in spanning):
             return {}
         every = int(self.settings.get("evaluate-every", 0))

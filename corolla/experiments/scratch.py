@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from fl_app.errors import UserError
+from fl_app.errors import UserError, size
 from fl_app.files import refuse_unwritable
 
 NEEDED = 50e6
@@ -32,7 +32,7 @@ def temporary_directory() -> Path:
     free = shutil.disk_usage(directory).free
     if free < NEEDED:
         raise UserError(
-            f"TMPDIR: {directory} has {free / 1e6:.1f} MB left, a simulation needs {NEEDED / 1e6:.0f} MB or more; {way_out}"
+            f"TMPDIR: {directory} has {size(free)} left, a simulation needs {size(NEEDED)} or more; {way_out}"
         )
     return directory
 

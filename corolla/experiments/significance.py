@@ -8,22 +8,24 @@ interval and Wilcoxon's signed-rank test.
 A second interval is over the seeds' mean differences. It shows how much another seed would change, and is wide with few
 seeds. A verdict needs both intervals on one side of 0, and at least SEEDS_NEEDED seeds. Equal differences give no
 verdict: they carry no information about the spread of further ones.
+
+With many comparisons some intervals exclude 0 by chance. So a table with several corrects them together (Holm 1979): p of
+Wilcoxon's test, and the p of Student's tests that verdicts use. For one comparison nothing changes.
+
+Groups with other data are compared with a group of their own data (`references`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.experiments.compare import varying_as_text
+from corolla.experiments.compare import data_settings, references, varying_as_text
 from corolla.experiments.runs import RecordedRun, that_train
-from fl_app.config import RunConfig
-from fl_app.keys import Scalar, specs
-from fl_app.known_names import divisions
 from fl_app.metrics import Metric, Record
 
 LEVEL = 0.95
@@ -32,12 +34,13 @@ MOST_SEEDS = 100
 # fewest seeds for an interval over seeds: with two, Student's interval is a dozen deviations wide
 SEEDS_NEEDED = 3
 CAPTION = """\
-difference: a client's final {} minus the same client's in the first row, with the same seed
+difference: a client's final {} minus the same client's in the first row of the same data, with the same seed
 pairs: clients that both rows have, each averaged over its seeds
 over clients: Student's 95 % interval of the clients' averages
 Wilcoxon: two-sided p of the signed-rank test of these averages; five pairs give at least 0.062, six 0.031
+Holm: the same p, corrected for all comparisons of the table
 over seeds: Student's 95 % interval of the seeds' means
-better, worse: both intervals on one side of 0, with three or more seeds
+better, worse: both intervals on one side of 0, also after Holm's correction of their p, with three or more seeds
 n: number of seeds that would decide, if further seeds differed like these"""
 BY_CLIENT = "difference of each client, averaged over its seeds"
 # most clients listed on a terminal
@@ -60,7 +63,9 @@ class Comparison:
 
     metric: the compared metric. by_client: each client's difference, averaged over the seeds for which both groups have
     it. wilcoxon: p of the signed-rank test over clients. seeds_needed: number of seeds at which the interval over seeds
-    would exclude 0 if further seeds differed like these; None if unknown or more than MOST_SEEDS.
+    would exclude 0 if further seeds differed like these; None if unknown or more than MOST_SEEDS. clients_p, seeds_p: p of
+    Student's tests of which the intervals are made. In a table with several comparisons, these and holm, which is made of
+    wilcoxon, are corrected for all of them.
     """
 
     metric: Metric
@@ -70,6 +75,9 @@ class Comparison:
     over_seeds: Interval | None
     wilcoxon: float | None = None
     seeds_needed: int | None = None
+    clients_p: float | None = None
+    seeds_p: float | None = None
+    holm: float | None = None
 
     @property
     def values(self) -> Differences:
@@ -100,16 +108,16 @@ class Comparison:
         """
         if self.seeds < SEEDS_NEEDED:
             return f"undecided: needs {SEEDS_NEEDED} seeds"
-        over_clients, over_seeds = _side(self.over_clients), _side(self.over_seeds)
+        over_clients, over_seeds = _side(self.over_clients, self.clients_p), _side(self.over_seeds, self.seeds_p)
         if over_clients and over_clients == over_seeds:
             return "better" if (over_clients > 0) == self.metric.higher_is_better else "worse"
         more = f" (n = {self.seeds_needed})" if over_clients and self.seeds_needed else ""
         return f"not told apart{more}"
 
 
-def _side(interval: Interval | None) -> int:
-    """Return the side of 0 on which an interval lies, 1 or -1; 0 if it contains 0 or there is none."""
-    if interval is None:
+def _side(interval: Interval | None, p: float | None) -> int:
+    """Return the side of 0 on which an interval lies, 1 or -1; 0 if it contains 0, if there is none, or by its corrected p."""
+    if interval is None or (p is not None and p >= 1 - LEVEL):
         return 0
     low, high = interval
     return int(low > 0) - int(high < 0)
@@ -134,11 +142,34 @@ def interval(values: Differences) -> Interval | None:
     return float(values.mean()) - half, float(values.mean()) + half
 
 
-def half_width(n: int) -> float:
-    """Return half the width of Student's interval of a mean of n values, in units of their standard deviation."""
+def student_p(values: Differences) -> float | None:
+    """Return the two-sided p of Student's test that the mean of values [n] is 0; None for fewer than two, and for equal ones."""
+    from scipy.special import stdtr
+
+    if len(values) < 2 or np.ptp(values) <= ROUNDING:
+        return None
+    t = abs(float(values.mean())) * math.sqrt(len(values)) / float(values.std(ddof=1))
+    return 2 * float(stdtr(len(values) - 1, -t))
+
+
+def holm(ps: Sequence[float | None]) -> list[float | None]:
+    """Return p of several tests, each corrected by Holm's method for all that are not None."""
+    order = sorted((p, k) for k, p in enumerate(ps) if p is not None)
+    corrected, least = list(ps), 0.0
+    for place, (p, k) in enumerate(order):
+        least = max(least, min(1.0, (len(order) - place) * p))
+        corrected[k] = least
+    return corrected
+
+
+def half_width(n: int, tests: int = 1) -> float:
+    """Return half the width of Student's interval of a mean of n values, in units of their standard deviation.
+
+    tests: the number of intervals that are to hold together.
+    """
     from scipy.special import stdtrit
 
-    quantile = float(stdtrit(n - 1, 0.5 + LEVEL / 2))
+    quantile = float(stdtrit(n - 1, 1 - (1 - LEVEL) / 2 / tests))
     return quantile / math.sqrt(n)
 
 
@@ -147,31 +178,22 @@ def interval_of_unequal(values: Differences) -> Interval | None:
     return interval(values) if np.ptp(values) > ROUNDING else None
 
 
-def seeds_needed(means: Differences) -> int | None:
-    """Return the number of seeds that would decide if further seeds differed like means [n]; None beyond MOST_SEEDS."""
+def seeds_needed(means: Differences, tests: int = 1) -> int | None:
+    """Return the number of seeds that would decide if further seeds differed like means [n]; None beyond MOST_SEEDS.
+
+    tests: the number of comparisons in the table.
+    """
     if interval_of_unequal(means) is None:
         return None
     deviations = abs(float(means.mean())) / float(means.std(ddof=1))
-    return next((n for n in range(SEEDS_NEEDED, MOST_SEEDS + 1) if half_width(n) < deviations), None)
+    return next((n for n in range(SEEDS_NEEDED, MOST_SEEDS + 1) if half_width(n, tests) < deviations), None)
 
 
 def same_data(ours: RecordedRun, theirs: RecordedRun) -> bool:
     """Return whether clients of the same id hold the same samples in two runs with equal seeds."""
     if None in ours.hashes and None in theirs.hashes and ours.hashes[None] != theirs.hashes[None]:
         return False
-
-    return _data_settings(ours) == _data_settings(theirs)
-
-
-def _data_settings(run: RecordedRun) -> dict[str, Scalar]:
-    """Return the keys that determine which samples a run's clients hold, except the seed.
-
-    Keys of other partitions are left out.
-    """
-    settings = {key.name: run.settings.get(key.name, key.default) for key in specs(RunConfig)}
-    kinds = divisions(str(settings["partition"]), str(settings["dataset"]), int(settings["test-samples"]))
-    about_data = [key for key in specs(RunConfig) if key.about == "data" and key.divides(kinds)]
-    return {key.name: settings[key.name] for key in about_data}
+    return data_settings(ours) == data_settings(theirs)
 
 
 def same_samples(ours: RecordedRun, theirs: RecordedRun, client_id: int) -> bool:
@@ -197,10 +219,27 @@ def final(run: RecordedRun) -> dict[str, float]:
     return {i: float(row[name]) for i, row in that_train(last).items() if row.get(name) is not None}
 
 
-def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> Comparison | None:
+def compared(groups: Sequence[Sequence[RecordedRun]]) -> list[Comparison | None]:
+    """Compare each group of runs with its reference, and correct the comparisons together.
+
+    None: a group that is its own reference, or that shares no client and seed with it.
+    """
+    of = references(groups)
+    tests = sum(k != first for k, first in enumerate(of))
+    found = [None if k == first else paired(groups[k], groups[first], tests) for k, first in enumerate(of)]
+    known = [one for one in found if one is not None]
+    corrected = [holm(ps) for ps in zip(*((one.clients_p, one.seeds_p, one.wilcoxon) for one in known), strict=True)]
+    by_id = {
+        id(one): replace(one, clients_p=clients, seeds_p=seeds, holm=ranks)
+        for one, clients, seeds, ranks in zip(known, *corrected, strict=True)
+    }
+    return [one and by_id[id(one)] for one in found]
+
+
+def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun], tests: int = 1) -> Comparison | None:
     """Compare two groups of runs that differ only in the seed.
 
-    Return None if they share no client and seed with the same data.
+    Return None if they share no client and seed with the same data. tests: see `seeds_needed`.
     """
     other = {run.seed: run for run in theirs}
     by_client: dict[str, list[float]] = {}
@@ -226,21 +265,24 @@ def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> Compar
         interval_of_unequal(values),
         over_seeds,
         signed_rank_p(values),
-        seeds_needed(of_seeds) if over_seeds else None,
+        seeds_needed(of_seeds, tests) if over_seeds else None,
+        student_p(values),
+        student_p(of_seeds),
     )
 
 
 def differences_table(
     groups: Sequence[Sequence[RecordedRun]], named: Sequence[Sequence[str]] | None = None
 ) -> list[list[str]]:
-    """Return the comparison of each group with the first, header first; empty if there is nothing to compare.
+    """Return the comparison of each group with its reference, header first; empty if there is nothing to compare.
 
     named: names of the groups, header first; None: as `varying_as_text` names them.
     """
-    names, first, *rows = named or varying_as_text(groups)
-    found = [paired(runs, groups[0]) for runs in groups[1:]]
+    names, *rows = named or varying_as_text(groups)
+    found, of = compared(groups), references(groups)
     if not any(found) and not any(other_samples(runs, groups[0]) for runs in groups[1:]):
         return []
+    several = sum(one is not None for one in found) > 1
     header = [
         *names,
         "pairs",
@@ -248,17 +290,19 @@ def differences_table(
         "difference",
         "over clients",
         "Wilcoxon",
+        *["Holm"] * several,
         "over seeds",
         "clients better",
         "verdict",
     ]
-    lines = [header, [*first, *["–"] * 7, FIRST]]
-    for row, runs, one in zip(rows, groups[1:], found, strict=True):
+    lines = [header]
+    for k, (row, one) in enumerate(zip(rows, found, strict=True)):
         if one is None:
-            lines.append([*row, "0", "0", *["–"] * 5, why_unpaired(runs, groups[0])])
+            counts = ["–", "–"] if is_first(k, of) else ["0", "0"]
+            lines.append([*row, *counts, *["–"] * (5 + several), verdict_without(k, of, groups)])
             continue
-        p = "–" if one.wilcoxon is None else f"{one.wilcoxon:.2g}"
-        intervals = [_show(one.over_clients, one.metric), p, _show(one.over_seeds, one.metric)]
+        ps = ["–" if p is None else f"{p:.2g}" for p in (one.wilcoxon, one.holm)]
+        intervals = [_show(one.over_clients, one.metric), *ps[: 1 + several], _show(one.over_seeds, one.metric)]
         cells = [_signed(one.mean, one.metric), *intervals, f"{100 * one.share_better:.0f} %"]
         lines.append([*row, str(one.pairs), str(one.seeds), *cells, one.verdict])
     return lines
@@ -267,24 +311,35 @@ def differences_table(
 def clients_table(
     groups: Sequence[Sequence[RecordedRun]], most: int = 0, named: Sequence[Sequence[str]] | None = None
 ) -> list[list[str]]:
-    """Return each client's difference from the first group, header first; empty without pairs.
+    """Return each client's difference from its group's reference, header first; empty without pairs.
 
     most: number of clients shown; 0: all. named: see `differences_table`.
     """
-    _, _, *rows = named or varying_as_text(groups)
-    found = [paired(runs, groups[0]) for runs in groups[1:]]
-    compared = [(", ".join(row), one) for row, one in zip(rows, found, strict=True) if one is not None]
-    ids = sorted({i for _, one in compared for i in one.by_client}, key=int)
+    _, *rows = named or varying_as_text(groups)
+    shown = [(", ".join(row), one) for row, one in zip(rows, compared(groups), strict=True) if one is not None]
+    ids = sorted({i for _, one in shown for i in one.by_client}, key=int)
     if not ids:
         return []
-    lines = [["client", *(label for label, _ in compared)]]
+    lines = [["client", *(label for label, _ in shown)]]
     names = client_names(groups)
     for i in ids[: most or None]:
-        cells = [_signed(one.by_client[i], one.metric) if i in one.by_client else "–" for _, one in compared]
+        cells = [_signed(one.by_client[i], one.metric) if i in one.by_client else "–" for _, one in shown]
         lines.append([names.get(i, i), *cells])
     if most and len(ids) > most:
-        lines.append([f"… {len(ids) - most} more", *["…"] * len(compared)])
+        lines.append([f"… {len(ids) - most} more", *["…"] * len(shown)])
     return lines
+
+
+def tables(
+    groups: Sequence[Sequence[RecordedRun]], most: int = 0, named: Sequence[Sequence[str]] | None = None
+) -> list[tuple[list[list[str]], str]]:
+    """Return both tables, each with its caption; none if no runs can be paired. most, named: as in `clients_table`."""
+    found = []
+    if differences := differences_table(groups, named):
+        found.append((differences, caption(groups)))
+    if by_client := clients_table(groups, most, named):
+        found.append((by_client, BY_CLIENT))
+    return found
 
 
 def client_names(groups: Sequence[Sequence[RecordedRun]]) -> dict[str, str]:
@@ -292,6 +347,21 @@ def client_names(groups: Sequence[Sequence[RecordedRun]]) -> dict[str, str]:
     everyone = [run for runs in groups for run in runs]
     first = {i: everyone[0].client_name(i) for i in everyone[0].clients}
     return {i: name for i, name in first.items() if name != i and all(run.client_name(i) == name for run in everyone)}
+
+
+def opposite(verdict: str) -> str:
+    """Return a verdict as the other group has it."""
+    return {"better": "worse", "worse": "better"}.get(verdict, verdict)
+
+
+def is_first(k: int, of: Sequence[int]) -> bool:
+    """Return whether group k is the reference of the first group, or of others. of: as `references` returns it."""
+    return of[k] == k and (k == 0 or of.count(k) > 1)
+
+
+def verdict_without(k: int, of: Sequence[int], groups: Sequence[Sequence[RecordedRun]]) -> str:
+    """Return the verdict of group k, which is compared with no other."""
+    return FIRST if is_first(k, of) else why_unpaired(groups[k], groups[0 if of[k] == k else of[k]])
 
 
 def why_unpaired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> str:

@@ -9,6 +9,8 @@ A sweep file has these parts, all optional:
 - `[settings]`: keys of all runs.
 - `[grid]`: a value or a list of values per key; every combination is a run. `method`, `seed` and `preset` are keys like
   any other. Several grids are each a `[[grid]]`.
+- `[search]`: keys whose values `--optuna` chooses (corolla/experiments/search.py): a list of values, or a table with `low`,
+  `high` and perhaps `log = true`.
 - `[[variants]]`: tables of keys, with an optional `name`; each combination runs once per variant.
 
 Paths are relative to the file. Later parts win in this order: preset, settings, grid, variants, `scale`, --set.
@@ -45,10 +47,10 @@ from corolla.experiments.grouping import tells_runs_apart
 from corolla.experiments.runs import RecordedRun, inside
 from corolla.presets import cut, named, read_preset
 from fl_app import data, plugins
-from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError
+from fl_app.config.earlier_keys import current
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.files import lock, make_directory, nearest_path, no_such, opener, publish_text
 from fl_app.keys import Scalar, nearest, without_others
 from fl_app.paths import anchored
@@ -56,6 +58,7 @@ from fl_app.server.checkpoint import load_latest
 from fl_app.server.run_folder import check_state
 from fl_app.sources import NODE
 from fl_app.toml import flatten, read_toml, to_toml
+from fl_app.transport.app_bundle import APP_DIRECTORY
 
 UNFINISHED = "unfinished"
 # folder of finished runs whose data have changed since
@@ -68,14 +71,24 @@ Raw = dict[str, Scalar]
 
 
 @dataclass(frozen=True)
+class Range:
+    """Numbers of a search: whole ones if both ends are. log: drawn evenly by their logarithms."""
+
+    low: int | float
+    high: int | float
+    log: bool = False
+
+
+@dataclass(frozen=True)
 class Sweep:
-    """A sweep file as read: flat settings, grids with a list of values per key, flat variants."""
+    """A sweep file as read: flat settings, grids with a list of values per key, flat variants, the space of a search."""
 
     preset: str = ""
     scale: str = "full"
     settings: Mapping[str, Scalar] = field(default_factory=dict)
     grids: Sequence[Mapping[str, Sequence[Scalar]]] = ({},)
     variants: Sequence[Mapping[str, Scalar]] = ()
+    search: Mapping[str, Range | Sequence[Scalar]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,13 +137,20 @@ def read_sweep(path: Path) -> Sweep:
             'extends: a sweep file has no such part; preset = "base.toml" starts all its runs from a run file'
         )
     for key in content:
-        if key not in ("extends", "preset", "presets", "scale", "settings", "grid", "variants"):
+        if key not in ("extends", "preset", "presets", "scale", "settings", "grid", "variants", "search"):
             problems.append(f"{key}: not a part of a sweep file (keys of runs belong in [settings] or [grid])")
     if "preset" in content and "presets" in content:
         problems.append("preset, presets: exclude each other")
     if isinstance(content.get("grid"), dict):
         content["grid"] = [content["grid"]]
-    for key, kind in (("preset", str), ("scale", str), ("settings", dict), ("grid", list), ("variants", list)):
+    for key, kind in (
+        ("preset", str),
+        ("scale", str),
+        ("settings", dict),
+        ("grid", list),
+        ("variants", list),
+        ("search", dict),
+    ):
         if not isinstance(content.get(key, kind()), kind):
             problems.append(
                 f"{key}: expected a {'table' if kind is dict else 'string' if kind is str else '[[table]]'}"
@@ -140,13 +160,15 @@ def read_sweep(path: Path) -> Sweep:
         problems += [f"{key}: must be tables, got {one!r}" for one in content.get(key, []) if not isinstance(one, dict)]
     scale, variants = (
         content.get("scale", "full"),
-        [flatten(v) for v in content.get("variants", []) if isinstance(v, dict)],
+        [current(flatten(v), warn=True) for v in content.get("variants", []) if isinstance(v, dict)],
     )
     if scale not in ("full", "small"):
         problems.append(f"scale: must be full or small, got {scale!r}")
-    grids = [_as_lists(flatten(grid)) for grid in content.get("grid", [{}]) if isinstance(grid, dict)]
+    grids = [
+        _as_lists(current(flatten(grid), warn=True)) for grid in content.get("grid", [{}]) if isinstance(grid, dict)
+    ]
     grids = _with_presets(content.get("presets"), grids, problems)
-    settings = flatten(content.get("settings", {}))
+    settings = current(flatten(content.get("settings", {})), warn=True)
     for table in (settings, *variants):
         problems += [f"{key}: must be one value, got {value!r}" for key, value in table.items() if not _scalar(value)]
     for key, values in (pair for grid in grids for pair in grid.items()):
@@ -160,6 +182,8 @@ def read_sweep(path: Path) -> Sweep:
                 problems.append(
                     f"settings: {key}: {part} sets it in every run, so this value has no effect; remove one"
                 )
+    search = _spaces(current(flatten(content.get("search", {})), warn=True))
+    problems += _search_problems(search, [settings, *grids, *variants])
     if not content:
         problems.append("must have a preset, presets, settings, a grid or variants, and has nothing")
     for key in ("scale", "run-name", "output-dir"):
@@ -175,7 +199,52 @@ def read_sweep(path: Path) -> Sweep:
         {key: _beside(path, key, value) for key, value in settings.items()},
         [{key: [_beside(path, key, value) for value in values] for key, values in grid.items()} for grid in grids],
         [{key: _beside(path, key, value) for key, value in variant.items()} for variant in variants],
+        search,
     )
+
+
+def _spaces(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat search with ranges in place of the keys KEY.low, KEY.high and KEY.log."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        key, _, end = name.rpartition(".")
+        if end in ("low", "high", "log"):
+            found.setdefault(key, {})[end] = value
+        else:
+            found[name] = value
+    return {
+        key: Range(**space) if isinstance(space, dict) and {"low", "high"} <= space.keys() else space
+        for key, space in found.items()
+    }
+
+
+def _search_problems(search: Mapping[str, Any], elsewhere: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is wrong with a file's search. elsewhere: its other tables of keys."""
+    found = []
+    for key, space in search.items():
+        if key in ("seed", "preset", "presets") or any(key in table for table in elsewhere):
+            found.append(
+                f"search: {key}: belongs in one part of the file"
+                if key != "seed"
+                else "search: seed: belongs in [grid]"
+            )
+        elif isinstance(space, Range):
+            numbers = all(
+                isinstance(end, (int, float)) and not isinstance(end, bool) for end in (space.low, space.high)
+            )
+            if not numbers or not space.low < space.high or (space.log and space.low <= 0):
+                found.append(
+                    f"search: {key}: must have low < high, both above 0 with log, got {space.low!r} and {space.high!r}"
+                )
+        elif (
+            not isinstance(space, list)
+            or len(space) < 2
+            or not all(isinstance(v, (bool, int, float, str)) for v in space)
+        ):
+            found.append(
+                f"search: {key}: must be a list of values, or a table with low, high and perhaps log, got {space!r}"
+            )
+    return found
 
 
 def _with_presets(shared: object, grids: Sequence[Mapping[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
@@ -327,10 +396,8 @@ class Problems:
 
     def add(self, error: UserError, name: str) -> None:
         """Add the problems of one run."""
-        first, *rest = str(error).splitlines()
-        problems = [line.strip() for line in rest] if first == "invalid configuration:" else [str(error)]
-        for problem in problems:
-            self._names.setdefault(problem, []).append(name)
+        for problem in error.problems if isinstance(error, ConfigurationError) and error.problems else (error,):
+            self._names.setdefault(str(problem), []).append(name)
 
     def complain(self) -> None:
         """Raise UserError if there are any."""
@@ -454,7 +521,7 @@ def with_other_data(points: Sequence[Point], runs: Iterable[tuple[str, RecordedR
             continue
         # clients that share a data set and hide it send one keyed hash
         hidden = None not in run.hashes
-        names = ("seed", "data-dir")
+        names = (*data.READ_BY, "data-dir")
         key = (hidden, *(value for spec, value in config.own_keys() if spec.about == "data" or spec.name in names))
         if key not in opened:
             try:

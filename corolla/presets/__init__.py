@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.config.earlier_keys import current
+from fl_app.errors import ConfigurationError
 from fl_app.files import no_such
 from fl_app.keys import Scalar, own
 from fl_app.known_names import BY_COLUMN, OWN_PARTITION, UNBALANCED
@@ -173,7 +174,7 @@ def find(pattern: str = "") -> list[Preset]:
     ]
     found.sort(key=lambda preset: preset.name.split("/"))
     if not found:
-        raise UserError(f"preset: none matches {pattern!r}{_nearest(pattern)}")
+        raise ConfigurationError(f"preset: none matches {pattern!r}{_nearest(pattern)}")
     return found
 
 
@@ -215,11 +216,11 @@ def read_preset(name: str) -> dict[str, Scalar]:
     preset = all_presets().get(name)
     if preset is None:
         if path.is_file():
-            raise UserError(
+            raise ConfigurationError(
                 f"preset: {name} is a file whose name does not end in .toml; rename it if it holds config keys; a data set is a "
                 "value of the key dataset: --set dataset=..."
             )
-        raise UserError(f"preset: no preset or .toml file {name!r}{_file_beside(path) or _nearest(name)}")
+        raise ConfigurationError(f"preset: no preset or .toml file {name!r}{_file_beside(path) or _nearest(name)}")
     return dict(preset.settings)
 
 
@@ -242,7 +243,7 @@ def read_file(path: Path) -> RunFile:
     following: Path | None = path
     while following is not None:
         if following.resolve() in [file.resolve() for file in files]:
-            raise UserError(f"extends: files extend each other: {' -> '.join(map(str, [*files, following]))}")
+            raise ConfigurationError(f"extends: files extend each other: {' -> '.join(map(str, [*files, following]))}")
         own = _keys_of(following, files)
         files.append(following)
         base = own.pop("extends", None)
@@ -251,7 +252,7 @@ def read_file(path: Path) -> RunFile:
     preset = keys.pop("preset", None)
     if preset is not None and preset not in all_presets():
         hint = "; `extends` names a file" if str(preset).endswith(".toml") else _nearest(str(preset))
-        raise UserError(f"{path}: preset: no preset {preset!r}{hint}")
+        raise ConfigurationError(f"{path}: preset: no preset {preset!r}{hint}")
     below = {} if preset is None else all_presets()[preset].settings
     return RunFile({**below, **keys}, tuple(files))
 
@@ -260,16 +261,16 @@ def _keys_of(path: Path, extended_by: Sequence[Path]) -> dict[str, Any]:
     """Return the keys in one file. extended_by: the files that led to it; the last of these names it."""
     if not path.exists():
         where = f"{extended_by[-1]}: extends: " if extended_by else ""
-        raise UserError(f"{where}{no_such(path)}")
+        raise ConfigurationError(f"{where}{no_such(path)}")
     content = read_toml(path)
     if "grid" in content or "variants" in content:
         if extended_by:
-            raise UserError(f"{extended_by[-1]}: extends: {path} is a sweep, not a file of config keys")
-        raise UserError(f"{path} is a sweep: use `corolla sweep {path}`")
+            raise ConfigurationError(f"{extended_by[-1]}: extends: {path} is a sweep, not a file of config keys")
+        raise ConfigurationError(f"{path} is a sweep: use `corolla sweep {path}`")
     for key in ("extends", "preset"):
         if not isinstance(content.get(key, ""), str):
-            raise UserError(f"{path}: {key}: expected a string, got {content[key]!r}")
-    return anchored(flatten(content), path.parent)
+            raise ConfigurationError(f"{path}: {key}: expected a string, got {content[key]!r}")
+    return anchored(current(flatten(content), warn=True), path.parent)
 
 
 def _file_beside(path: Path) -> str:
@@ -287,7 +288,7 @@ def small(config: RunConfig) -> dict[str, Scalar]:
     `file:` partition, since its clients are fixed.
     """
     if config.partition.startswith(OWN_PARTITION):
-        raise UserError(f"--scale small: cannot cut the clients of {config.partition}; give a smaller file")
+        raise ConfigurationError(f"--scale small: cannot cut the clients of {config.partition}; give a smaller file")
     rounds = min(config.num_server_rounds, SMALL_ROUNDS)
     clients = min(config.num_clients or SMALL_CLIENTS, SMALL_CLIENTS)
     if config.partition == BY_COLUMN and config.num_clients:

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+import pandas
 from numpy.typing import NDArray
 
-from corolla.experiments.table import undefined_notes
+from corolla.experiments.result_table import undefined_notes
+from corolla.report import charts, frames
 from corolla.report.arrays import EVALUATED, LONG, MANY, Curve, Floats, ReportedRun, curve, unseen_accuracies
-from corolla.report.figures import (
-    TOGETHER,
-    Panel,
-    label_outer,
-    legend,
-    listed,
-    metric_axis,
-    new_figure,
-    percent_axis,
-    rounds_axis,
-    small_multiples,
-    styled,
+from corolla.report.charts import ROUNDS, Axis, Chart
+from corolla.report.groups import (
+    DATA_KEYS,
+    Group,
+    all_clients,
+    differing,
+    judged_by,
+    long_runs,
+    over_seeds,
+    short,
 )
-from corolla.report.groups import DATA_KEYS, Group, all_clients, differing, judged_by, long_runs, over_seeds, short
-from corolla.report.style import LINES, Look, tone
+from corolla.report.pictures import TOGETHER, Panel, listed, metric_axis
 from fl_app.tasks import Metric
 
 SOURCES = (
@@ -46,6 +41,8 @@ BEFORE = "Before local training"
 TRAINED = "Own models of clients that train"
 QUARTILES = "the middle half of the clients (quartiles)"
 BINS = 20
+# most departures of clients that a caption names
+MANY_TOLD = 5
 
 
 def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
@@ -159,7 +156,8 @@ def _caption(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
         other = "The runs do not all have the same test data: see their settings."
     return (
         f"Lines: mean over the round's clients, each on its own test data. {_who(groups, known)}{bands} The gap between the "
-        f"pictures shows how much local training gains and aggregation loses again. {tested(groups)}{other} {_left_out(groups)}"
+        f"pictures shows how much local training gains and aggregation loses again. {tested(groups)}{other} "
+        f"{_left_out(groups)}{_departed(groups)}"
     ).rstrip()
 
 
@@ -178,6 +176,14 @@ def _left_out(groups: Sequence[Group]) -> str:
     return "".join(f"{note}. " for note in notes if note.startswith(f"{title}: "))
 
 
+def _departed(groups: Sequence[Group]) -> str:
+    """Return a sentence on the rounds from which on fewer clients are in the means; empty if there are none."""
+    told = [
+        f"{group.number}: {what} from round {t} on" for group in groups for t, what in frames.departures(group).items()
+    ]
+    return f"Dotted: fewer clients than in the round before ({'; '.join(told[:MANY_TOLD])}). " if told else ""
+
+
 def tested(groups: Sequence[Group]) -> str:
     """Return sentences about methods that test other models than the start and the end of training."""
     told = dict.fromkeys((group.method, group.first.tested) for group in groups if group.first.tested)
@@ -188,51 +194,17 @@ def _tested_before(groups: Sequence[Group]) -> str:
     return "each client's model" if any(group.first.tested for group in groups) else "the received model"
 
 
-def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: Limits | None) -> Figure:
-    figure, first = curves_side_by_side(groups, known, _titles(groups))
-    metric_axis(groups)(first)
-    if limits:
-        first.set_ylim(limits)
-    return figure
+def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: Limits | None) -> Chart:
+    axis = metric_axis(groups[0].first.headline, limits)
+    return side_by_side(groups, known, _titles(groups), axis)
 
 
-def curves_side_by_side(
-    groups: Sequence[Group], known: Mapping[str, Curves], titles: Mapping[str, str]
-) -> tuple[Figure, Axes]:
-    """Return a picture of curves over rounds, side by side with one y axis, and its leftmost axes. titles: by name."""
-    style, last = styled(groups), max(group.last_round for group in groups)
-    figure, first = new_figure(4.4), None
-    for k, (name, curves) in enumerate(known.items()):
-        axes = figure.add_subplot(1, len(known), k + 1, sharey=first)
-        first = first or axes
-        for group in groups:
-            band = len(group.runs) > 1 if repeated(groups) else len(groups) <= TOGETHER
-            _line(axes, curves.get(group.number), short(group.label), style[group.number], band)
-        # four pictures leave a title little room
-        axes.set_title(textwrap.fill(titles[name], 24) if len(known) == len(SOURCES) else titles[name])
-        rounds_axis(axes, last)
-        axes.tick_params(labelleft=k == 0)
-    assert first is not None
-    legend(figure, first)
-    return figure, first
-
-
-def _line(axes: Axes, found: Curve | None, label: str, look: Look, band: bool) -> None:
-    """Draw a curve. Without one, only the label is added, for the legend."""
-    if found is None:
-        axes.plot([], [], label=label, **look.line_style(1))
-        return
-    if band:
-        if found.tails:
-            axes.fill_between(found.rounds, *found.tails, color=look.drawn(), alpha=0.1, linewidth=0)
-        axes.fill_between(found.rounds, found.low, found.high, color=look.drawn(), alpha=0.16, linewidth=0)
-        for edge in (found.low, found.high):
-            axes.plot(found.rounds, edge, color=look.drawn(), linestyle=look.line, linewidth=0.6, alpha=0.7)
-    axes.plot(found.rounds, found.mean, label=label, **look.line_style(len(found.rounds)))
-
-
-def _behind(axes: Axes, x: NDArray[Any], y: Floats) -> None:
-    axes.plot(x, y, color=tone(0.82), linewidth=0.9, zorder=1)
+def side_by_side(groups: Sequence[Group], known: Mapping[str, Curves], titles: Mapping[str, str], axis: Axis) -> Chart:
+    """Return curves over rounds, side by side with one y axis. titles: by the curves' names."""
+    bands = not repeated(groups) and len(groups) <= TOGETHER
+    return charts.lines(
+        frames.curves(groups, {titles[name]: found for name, found in known.items()}, bands), ROUNDS, axis
+    )
 
 
 def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
@@ -265,46 +237,20 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         )
 
 
-def _small_over_rounds(
-    groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None], limits: Limits | None
-) -> Figure:
-    """Return one small picture per group, over rounds. draw: see `small_multiples`."""
-    last = max(group.last_round for group in groups)
-    figure, grid = small_multiples(groups, draw)
-    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
-    if limits:
-        grid[0].set_ylim(limits)
-    return figure
-
-
-def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | None) -> Figure:
-    style = styled(groups)
-
-    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
-        found = curves.get(group.number)
-        if in_focus:
-            _line(axes, found, short(group.label), style[group.number], True)
-        elif found is not None:
-            _behind(axes, found.rounds, found.mean)
-
-    return _small_over_rounds(groups, draw, limits)
+def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | None) -> Chart:
+    frame = frames.behind(frames.curves(groups, {"": curves}))
+    return charts.lines(frame, ROUNDS, metric_axis(groups[0].first.headline, limits))
 
 
 def _single_runs(
     groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[ReportedRun, Curve]]], limits: Limits | None
-) -> Figure:
-    style = styled(groups)
-
-    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
-        if not in_focus:
-            return
-        colour = style[group.number].drawn()
-        for k, (run, found) in enumerate(curves[group.number]):
-            label, line = f"seed {run.settings.get('seed', '?')}", LINES[k % len(LINES)]
-            axes.plot(found.rounds, found.mean, color=colour, linestyle=line, linewidth=1.3, label=label)
-        axes.legend(fontsize=8, handlelength=3.2, loc="lower right")
-
-    return _small_over_rounds(groups, draw, limits)
+) -> Chart:
+    found = [
+        frames.line(group, k, part=short(group.label), line=run.number, seed=run.seed, round=one.rounds, mean=one.mean)
+        for group in groups
+        for k, (run, one) in enumerate(curves[group.number])
+    ]
+    return charts.lines(pandas.concat(found, ignore_index=True), ROUNDS, metric_axis(groups[0].first.headline, limits))
 
 
 # Client by client -----------------------------------------------------------------------------------------------------
@@ -331,8 +277,18 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         f"Final {metric.title} of each client{' that trains' if apart else ''}",
         f"Clients sorted by {metric.title} on their own test data: the line starts at the worst client and crosses 50 % at the "
         f"median one. A flat line means equal results for all clients.{seeds}{alone} Measured: {where}.",
-        lambda: _clients(drawn, {group.number: all_clients(group)[0] for group in drawn}),
+        lambda: _clients(drawn, frames.finals(drawn)),
     )
+    same = [group for group in drawn if group.first.data_sha256 == drawn[0].first.data_sha256]
+    if len(same) > 1:
+        better = "above" if metric.higher_is_better else "below"
+        yield Panel(
+            picture_name("client-by-client", metric),
+            f"{metric.title[0].upper()}{metric.title[1:]} client by client",
+            f"A mark is a client: across, its {metric.title} with {short(same[0].label)}; up, with the other row. Clients "
+            f"{better} the diagonal gain by the other row.{seeds}",
+            lambda: _against(same),
+        )
     if any(all_clients(group)[0].size > MANY for group in drawn):
         yield Panel(
             picture_name("histogram", metric),
@@ -355,69 +311,38 @@ def _unseen(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
             f"Final {metric.title} of each client that never trains",
             f"Clients that never train (holdout-clients), sorted by {metric.title} on their own test data, with the model that "
             f"the method gives a new client.{seeds} Measured: {where}.",
-            lambda: _clients(drawn, {number: found for number, (found, _) in values.items()}),
+            lambda: _clients(drawn, frames.finals(drawn, unseen_accuracies)),
         )
 
 
-def _clients(groups: Sequence[Group], sorted_values: Mapping[int, Floats]) -> Figure:
-    style = styled(groups)
-
-    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
-        values = sorted_values[group.number]
-        x: Floats = 100 * (np.arange(len(values)) + 0.5) / len(values)
-        if in_focus:
-            axes.plot(x, values, label=short(group.label), **style[group.number].line_style(len(x)))
-        else:
-            _behind(axes, x, values)
-
-    def ticks(axes: Axes) -> None:
-        axes.set_xlim(0, 100)
-        axes.set_xlabel("clients, worst to best (%)")
-
-    if len(groups) > 2 * TOGETHER:
-        figure, grid = small_multiples(groups, draw)
-        label_outer(grid, min(4, len(groups)), ticks, metric_axis(groups))
-        return figure
-    figure = new_figure(4.2)
-    axes = figure.add_subplot()
-    for group in groups:
-        draw(axes, group, True)
-    ticks(axes)
-    metric_axis(groups)(axes)
-    legend(figure, axes)
-    return figure
+def _clients(groups: Sequence[Group], frame: charts.Frame) -> Chart:
+    across = Axis("clients, worst to best (%)", "d", (0.0, 100.0))
+    return charts.lines(frame, across, metric_axis(groups[0].first.headline))
 
 
-def _histograms(groups: Sequence[Group], values: Mapping[int, Floats]) -> Figure:
-    """Return one small histogram per group, with the others in grey behind it."""
-    style, every = styled(groups), np.concatenate([values[group.number] for group in groups])
-    low, high = (0.0, 1.0) if groups[0].first.headline.ratio else (float(every.min()), float(every.max()))
+def _against(groups: Sequence[Group]) -> Chart:
+    frame = frames.against_first(groups)
+    values = frame[["reference", "mean"]].to_numpy()
+    room = 0.03 * float(np.ptp(values)) or 0.03
+    axis = metric_axis(groups[0].first.headline, (float(values.min()) - room, float(values.max()) + room))
+    across, up = (replace(axis, title=f"{axis.title}, {name}") for name in (short(groups[0].label), "the other row"))
+    return charts.against(frame, across, up)
+
+
+def _histograms(groups: Sequence[Group], values: Mapping[int, Floats]) -> Chart:
+    """Return one small histogram per group."""
+    metric, every = groups[0].first.headline, np.concatenate([values[group.number] for group in groups])
+    low, high = (0.0, 1.0) if metric.ratio else (float(every.min()), float(every.max()))
     # bins narrower than the steps between values would stay empty
     steps = np.diff(np.unique(every))
     width = max((high - low) / BINS, float(steps.min(initial=1)) if steps.size else 1.0)
     edges = np.arange(low - width / 2, high + width, width)
-    shares = {number: np.histogram(found, edges)[0] / len(found) for number, found in values.items()}
-
-    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
-        share = shares[group.number]
-        if not in_focus:
-            axes.stairs(share, edges, color=tone(0.82), linewidth=0.9, zorder=1)
-            return
-        colour, found = style[group.number].drawn(), values[group.number]
-        axes.stairs(share, edges, fill=True, color=colour, alpha=0.35)
-        axes.stairs(share, edges, color=colour, linewidth=1.2)
-        axes.axvline(float(found.mean()), color=colour, linestyle=(0, (5, 2)))
-        for quantile in np.percentile(found, (5, 95)):
-            axes.axvline(float(quantile), color=colour, linestyle=(0, (1.3, 1.4)))
-
-    def across(axes: Axes) -> None:
-        axes.set_xlim(edges[0], edges[-1])
-        label = groups[0].first.headline
-        if label.ratio:
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}"))
-        axes.set_xlabel(f"test {label.title}{' (%)' if label.ratio else ''}")
-
-    figure, grid = small_multiples(groups, draw)
-    label_outer(grid, min(4, len(groups)), across, lambda axes: percent_axis(axes, "clients (%)"))
-    grid[0].set_ylim(bottom=0)
-    return figure
+    found = []
+    for group in groups:
+        own = values[group.number]
+        lowest, highest = np.percentile(own, (5, 95))
+        told = {"share": frames.bins(own, edges)["count"] / len(own), "mean": own.mean()}
+        frame = frames.bins(own, edges).drop(columns="count").assign(**told, lowest=lowest, highest=highest)
+        found.append(frame.assign(run=short(group.label), part=short(group.label), method=group.method))
+    axis = Axis(f"test {metric.title}", "~%" if metric.ratio else "~g", (float(edges[0]), float(edges[-1])))
+    return charts.histogram(pandas.concat(found, ignore_index=True), axis, Axis("clients", "~%", zero=True))

@@ -1,10 +1,10 @@
-"""The page's style and script. Without scripts the page shows everything, unsorted."""
+"""The page's style and scripts. Without scripts the page shows its tables, unsorted, and names the files of its pictures."""
 
 STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --desk: #f4f4f2; --ink: #1b1b1b; --soft: #444; --line: #d8d8d8; --link: #0059a3;
-  --warn: #d55e00; --warn-paper: #fff5ec; --mark: #a84a00; }
-@media screen and (prefers-color-scheme: dark) { :root { --paper: #17181a; --desk: #0e0f10; --ink: #e4e4e4; --soft: #b0b0b0;
-  --line: #3a3c40; --link: #7cb8ee; --warn: #e8701a; --warn-paper: #2a1e14; --mark: #f09a55; } }
+:root { color-scheme: light dark; --paper: light-dark(#fff, #17181a); --desk: light-dark(#f4f4f2, #0e0f10);
+  --ink: light-dark(#1b1b1b, #e4e4e4); --soft: light-dark(#444, #b0b0b0); --line: light-dark(#d8d8d8, #3a3c40);
+  --link: light-dark(#0059a3, #7cb8ee); --warn: light-dark(#d55e00, #e8701a); --warn-paper: light-dark(#fff5ec, #2a1e14);
+  --mark: light-dark(#a84a00, #f09a55); }
 html { scroll-behavior: smooth; } * { scroll-margin-top: 1rem; }
 body { margin: 0; background: var(--desk); color: var(--ink); font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 main { max-width: 1104px; margin: 0 auto; padding: 1.5rem 2rem 4rem; background: var(--paper); }
@@ -19,10 +19,13 @@ nav { margin: 1.2rem 0; } nav summary { font-weight: 600; cursor: pointer; }
 nav ul { margin: .3rem 0; padding-left: 1.2rem; } nav > details > ul { columns: 3 16rem; padding-left: 0; list-style: none; }
 nav > details > ul > li { margin-bottom: .5rem; } nav li li { break-inside: avoid; } nav li { overflow-wrap: anywhere; }
 figure { margin: 1.2rem 0 2rem; }
-.picture { overflow-x: auto; } .picture img { display: block; width: var(--w); max-width: 100%; height: auto; margin: .4rem 0; }
-.picture:target img { width: calc(1.6 * var(--w)); max-width: none; }
-.zoom { font-size: .85rem; margin: 0; } .zoom .fit, .picture:target + .zoom .full { display: none; }
-.picture:target + .zoom .fit { display: inline; }
+main .picture { display: block; overflow-x: auto; min-height: var(--h); } .picture .vega-bind { display: block; font-size: .86rem; }
+.picture .vega-bind input { width: min(20rem, 60vw); vertical-align: middle; }
+.actions { font-size: .85rem; margin: 0; } .actions > * { margin-right: .8rem; }
+.actions button, .tools button { font: inherit; color: var(--link); background: none; border: 0; padding: 0; cursor: pointer; }
+.tools { position: sticky; top: 0; z-index: 2; background: var(--paper); border-bottom: 1px solid var(--line); font-size: .86rem;
+  padding: .3rem 0; display: flex; gap: 1.2rem; align-items: center; } .tools input { font: inherit; width: 11rem; }
+html:not(.scripted) .tools { display: none; } #vg-tooltip-element td.value { overflow-wrap: anywhere; }
 details.folded { margin: 1rem 0; } details.folded > figure > h3 { display: none; }
 details.folded > summary { cursor: pointer; font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .86rem; margin: .8rem 0; }
@@ -41,14 +44,13 @@ html:not(.scripted) td button { display: none; }
 .warn { border: 2px solid var(--warn); border-left-width: 10px; background: var(--warn-paper); padding: .7rem 1rem;
   margin: 1rem 0; }
 .warn p { margin: .2rem 0; max-width: none; }
-.swatch { display: inline-block; width: .75em; height: .75em; margin-right: .4em; background: var(--light); }
-@media screen and (prefers-color-scheme: dark) { .swatch { background: var(--dark); } }
+.swatch { display: inline-block; width: .75em; height: .75em; margin-right: .4em;
+  background: light-dark(var(--light), var(--dark)); }
 .mark { color: var(--mark); font-weight: 600; }
 @media (max-width: 700px) { main { padding: 1rem .8rem 3rem; } h1 { font-size: 1.5rem; } nav > details > ul { columns: 1; }
-  .picture img { width: min(var(--w), 720px); max-width: none; }
   th.name, td.name { position: sticky; left: 0; background: var(--paper); min-width: 7rem; } }
 @media print { body, main { background: #fff; padding: 0; } figure { break-inside: avoid; }
-  .zoom, .filter, nav { display: none; } }
+  .actions, .tools, .filter, nav { display: none; } }
 """
 
 SCRIPT = """
@@ -103,4 +105,102 @@ for (const button of document.querySelectorAll("button.open")) {
   });
 }
 addEventListener("hashchange", () => document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", ""));
+"""
+
+# It needs the function `vegaEmbed`.
+PICTURES = """
+const {datasets, specs} = JSON.parse(document.getElementById("pictures-data").textContent);
+const views = new Map(), figures = [...document.querySelectorAll("figure")];
+const search = document.getElementById("tool-client"), paper = document.getElementById("tool-paper");
+const state = {dark: matchMedia("(prefers-color-scheme: dark)").matches, client: ""};
+
+const walk = (node, visit) => {
+  if (node === null || typeof node !== "object") return;
+  visit(node);
+  Object.values(node).forEach(child => walk(child, visit));
+};
+
+// one column of narrower charts on a small screen
+const fit = spec => {
+  const room = document.querySelector("main").clientWidth - 190;
+  if (room > 860) return;
+  walk(spec, node => {
+    if (node.columns && (node.concat || node.facet)) node.columns = 1;
+    else if (node.columns) node.columns = Math.max(1, Math.min(node.columns, Math.floor(room / 180)));
+    if (typeof node.width === "number" && node.width > room) {
+      if (node.width === node.height) node.height = room;
+      node.width = room;
+    }
+  });
+};
+
+const save = (name, href) => Object.assign(document.createElement("a"), {href, download: name}).click();
+// a spreadsheet takes a text that begins with these letters for a formula
+const plain = csv => csv.replace(/(^|[,\\n]"?)(?=[=+@\\t]|-(?![\\d.]))/g, "$1'");
+const table = csv => URL.createObjectURL(new Blob([plain(csv)], {type: "text/csv"}));
+
+const show = async (figure, choice) => {
+  const name = figure.id, spec = structuredClone(specs[name]);
+  if (views.has(name) && choice === undefined) return;
+  views.get(name)?.finalize();
+  views.set(name, null);
+  const changes = spec.usermeta?.switch?.[choice] ?? {};
+  walk(spec, node => { if (typeof node.field === "string" && node.field in changes) Object.assign(node, changes[node.field]); });
+  fit(spec);
+  spec.datasets = Object.fromEntries(spec.datasets.map(key => [key, datasets[key]]));
+  spec.config.params = Object.entries(state).map(([name, value]) => ({name, value}));
+  const options = {mode: "vega-lite", actions: false, renderer: "canvas", tooltip: {theme: "custom"}};
+  const {view} = await vegaEmbed(figure.querySelector(".picture"), spec, options);
+  view.addEventListener("click", (event, item) => {
+    const client = item?.datum?.client;
+    if (client !== undefined) set("client", String(client) === state.client ? "" : String(client));
+  });
+  views.set(name, view);
+};
+
+const set = (key, value) => {
+  state[key] = value;
+  if (key === "client") search.value = value;
+  else document.documentElement.style.colorScheme = value ? "dark" : "light";
+  paper.textContent = state.dark ? "light" : "dark";
+  for (const view of views.values()) view?.signal(key, value).runAsync();
+};
+
+const button = (text, press) => {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = text;
+  made.addEventListener("click", press);
+  return made;
+};
+
+for (const figure of figures) {
+  const line = figure.querySelector(".actions"), name = figure.id, own = specs[name];
+  own.datasets.forEach((key, k) => {
+    const number = k ? ` ${k + 1}` : "";
+    line.append(button(`CSV${number}`, () => save(`${name}${number}.csv`, table(datasets[key]))));
+  });
+  for (const kind of ["svg", "png"]) {
+    line.append(button(kind.toUpperCase(), async () => save(`${name}.${kind}`, await views.get(name).toImageURL(kind, 2))));
+  }
+  const choices = Object.keys(own.usermeta?.switch ?? {});
+  if (choices.length) {
+    const select = document.createElement("select");
+    select.append(...choices.map(text => new Option(text)));
+    select.setAttribute("aria-label", "choice");
+    select.addEventListener("change", () => show(figure, select.value));
+    line.append(select);
+  }
+}
+search.addEventListener("input", () => set("client", search.value));
+addEventListener("keydown", event => { if (event.key === "Escape") set("client", ""); });
+paper.addEventListener("click", () => set("dark", !state.dark));
+set("dark", state.dark);
+const folded = figure => figure.closest("details:not([open])");
+document.querySelectorAll("details").forEach(part => part.addEventListener("toggle", () => {
+  if (part.open) [...part.querySelectorAll("figure")].filter(figure => !folded(figure)).forEach(figure => show(figure));
+}));
+const draw = async list => { for (const figure of list) await show(figure); };
+globalThis.corolla = {views, state, set, show, all: () => draw(figures)};
+globalThis.corolla.drawn = draw(figures.filter(figure => !folded(figure)));
 """

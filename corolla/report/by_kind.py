@@ -1,52 +1,43 @@
-"""Pictures of single runs' records, with one drawing function per kind of figure (fl_app/figures.py)."""
+"""Pictures of single runs' records, with one function per kind of figure (fl_app/figures.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+import pandas
 
+from corolla.report import charts, frames
 from corolla.report.arrays import MANY, Floats, ReportedRun
-from corolla.report.figures import (
-    MOST_ROWS,
-    Drawn,
-    Panel,
-    averaged,
-    clipped,
-    new_figure,
-    percent_axis,
-    rounds_axis,
-    thinned,
-)
-from corolla.report.matrices import draw_matrix
+from corolla.report.charts import ROUNDS, WIDTH, Axis, Chart
+from corolla.report.heat_maps import matrix_panel
+from corolla.report.pictures import MOST_COLUMNS, MOST_ROWS, Panel, averaged
 from corolla.report.recorded import client_labels, groups, layers, links, scalars
-from corolla.report.style import COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, empty_cells, looks
 from fl_app import figures
 
 MOST_LINES = 7
-# fewer whole numbers than this get one colour each
-MOST_COLOURS = 12
+# (title, caption, chart)
+Drawn = tuple[str, str, Callable[[], Chart]]
 
 
 def of_run(run: ReportedRun) -> Iterator[Panel]:
     """Yield the pictures that the run's method declares and its records have numbers for."""
     taken: set[str] = set()
     for figure in run.figures:
-        drawn = DRAW[type(figure)](run, figure)
-        if drawn is None:
-            continue
-        title, caption, draw = drawn
         name = figure.file_name
         while name in taken:
             name += "-"
-        taken.add(name)
-        yield Panel(f"{name}-{run.number.replace('.', '-')}", title, " ".join(caption.split()), draw)
+        own = f"{name}-{run.number.replace('.', '-')}"
+        if isinstance(figure, figures.Matrix):
+            panel = matrix_panel(own, run, figure)
+        else:
+            drawn = DRAW[type(figure)](run, figure)
+            panel = Panel(own, drawn[0], " ".join(drawn[1].split()), drawn[2]) if drawn else None
+        if panel is not None:
+            taken.add(name)
+            yield panel
 
 
 # Clients over rounds --------------------------------------------------------------------------------------------------
@@ -56,50 +47,19 @@ def _links(run: ReportedRun, figure: figures.Links) -> Drawn | None:
     found = links(run, figure.record)
     if found is None:
         return None
-    ids, grid = found
-
-    def draw() -> Figure:
-        picture, top, axes, inches = _clients_over_rounds(client_labels(run, ids), grid)
-        top.set_ylim(0, 1.1 * max(_mean_line(top, grid, run), 0.5))
-        if len(ids) > MANY:
-            image = _heat(axes, _sorted_rows(grid))
-        else:
-            image = _heat(axes, grid, int(np.nanmax(grid)))
-        bar = picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
-        bar.ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
-        return picture
-
-    return figure.title, f"{figure.caption} {_above(grid)} Hatched: not in the round.", draw
+    text = f"{figure.caption} {_above(found[1])} Grey: not in the round."
+    return figure.title, text, lambda: _clients_over_rounds(run, *found, Axis(figure.unit, "~g", zero=True), zero=True)
 
 
 def _scalars(run: ReportedRun, figure: figures.Scalars) -> Drawn | None:
     found = scalars(run, figure.record)
     if found is None:
         return None
-    ids, grid = found[0], 100 * found[1] if figure.percent else found[1]
-
-    def of_rounds() -> Figure:
-        picture = new_figure(3.6)
-        axes = picture.add_subplot()
-        _mean_line(axes, grid, run)
-        axes.set_ylabel(figure.unit)
-        rounds_axis(axes, grid.shape[1])
-        return picture
-
-    def of_clients() -> Figure:
-        picture, top, axes, inches = _clients_over_rounds(client_labels(run, ids), grid, line=1.6)
-        _mean_line(top, grid, run)
-        image = _heat(axes, _sorted_rows(grid) if len(ids) > MANY else grid, low=None)
-        picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
-        return picture
-
-    if not ids:
-        return figure.title, figure.caption, of_rounds
-    return (
-        figure.title,
-        f"{figure.caption} {_above(grid)} Hatched: nothing was recorded.",
-        of_clients,
-    )
+    axis = Axis(figure.unit, "~%" if figure.percent else "~g")
+    if not found[0]:
+        return figure.title, figure.caption, lambda: charts.lines(_means(run, found[1]), ROUNDS, axis)
+    text = f"{figure.caption} {_above(found[1])} Grey: nothing was recorded."
+    return figure.title, text, lambda: _clients_over_rounds(run, *found, axis)
 
 
 def _groups(run: ReportedRun, figure: figures.Groups) -> Drawn | None:
@@ -107,37 +67,25 @@ def _groups(run: ReportedRun, figure: figures.Groups) -> Drawn | None:
     if found is None:
         return None
     ids, grid, names = found
-    counts = np.array([len(np.unique(column[~np.isnan(column)])) for column in grid.T], np.float64)
-
-    def draw() -> Figure:
-        picture, top, axes, inches = _clients_over_rounds(client_labels(run, ids), grid)
-        _mean_line(top, np.where(counts, counts, np.nan)[None], run)
-        top.set(ylabel=figure.unit or "groups", ylim=(0, 1.1 * counts.max()))
-        top.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-        image = _heat(axes, grid, len(names) - 1)
-        bar = picture.colorbar(image, ax=axes, label="group", fraction=0.04, pad=0.01, aspect=6 * inches)
-        ticks = thinned(len(names), inches, 0.15)
-        bar.set_ticks(ticks, labels=[names[k] for k in ticks])
-        bar.ax.minorticks_off()
-        return picture
-
-    def sizes() -> Figure:
-        members = np.array([(grid == k).sum(axis=0) for k in range(len(names))], np.float64)
-        picture, top, axes, inches = _over_rounds(len(names), grid.shape[1])
-        _mean_line(top, np.where(counts, counts, np.nan)[None], run)
-        top.set(ylabel=figure.unit or "groups", ylim=(0, 1.1 * counts.max()))
-        top.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-        ticks = thinned(len(names), inches, 0.15)
-        axes.set_yticks(ticks, [clipped(names[k]) for k in ticks], fontsize=9)
-        axes.set_ylabel("group")
-        image = _heat(axes, np.where(counts, members, np.nan))
-        picture.colorbar(image, ax=axes, label="clients", fraction=0.04, pad=0.01, aspect=6 * inches)
-        return picture
-
-    text = "Above: number of groups among the round's clients. Hatched: not in the round."
-    if len(ids) > MANY:
+    many = len(ids) > MANY
+    text = "Above: number of groups among the round's clients. Grey: not in the round."
+    if many:
         text = "Above: number of groups among the round's clients. Below: number of these clients in each group."
-    return figure.title, f"{figure.caption} {text}", sizes if len(ids) > MANY else draw
+    labels = client_labels(run, ids)
+    counts = np.array([len(np.unique(column[~np.isnan(column)])) or np.nan for column in grid.T], np.float64)
+    top = Axis(figure.unit or "groups", "d", zero=True)
+
+    def members() -> Chart:
+        if not many:
+            return _cells(labels, grid, Axis("group", "d"), "client", names=names)
+        sizes = np.array([np.where(counts > 0, (grid == k).sum(axis=0), np.nan) for k in range(len(names))])
+        return _cells(names, sizes, Axis("clients", "d"), "group")
+
+    return (
+        figure.title,
+        f"{figure.caption} {text}",
+        lambda: charts.below(_top(run, counts[None], top, _room(names if many else labels)), members(), shared=True),
+    )
 
 
 def _above(grid: Floats) -> str:
@@ -162,72 +110,61 @@ def _sorted_rows(grid: Floats) -> Floats:
     return averaged(grid[np.argsort(means, kind="stable")], MOST_ROWS)
 
 
-def _clients_over_rounds(clients: Sequence[str], grid: Floats, line: float = 1.1) -> tuple[Figure, Axes, Axes, float]:
-    """Return a figure, axes for a line over rounds, axes below with a row per client, and these rows' height in inches.
-
-    line: height of the upper axes in inches.
-    """
-    if len(clients) > MANY:
-        picture, top, axes, inches = _over_rounds(MANY // 2, grid.shape[1], 2.4)
-        top.set_ylabel("mean, quantiles")
-        rows = min(len(clients), MOST_ROWS)
-        axes.set_yticks(np.linspace(-0.5, rows - 0.5, 5), [f"{share} %" for share in (0, 25, 50, 75, 100)], fontsize=9)
-        axes.set_ylabel(f"{len(clients):,} clients, least to most")
-        return picture, top, axes, inches
-    picture, top, axes, inches = _over_rounds(len(clients), grid.shape[1], line)
-    ticks = thinned(len(clients), inches, 0.15)
-    axes.set_yticks(ticks, [clients[k] for k in ticks], fontsize=9)
-    axes.set_ylabel("client")
-    return picture, top, axes, inches
+def _clients_over_rounds(run: ReportedRun, ids: Sequence[int], grid: Floats, axis: Axis, zero: bool = False) -> Chart:
+    """Return the mean over the clients, and below it a row per client."""
+    many = len(ids) > MANY
+    rows = _sorted_rows(grid) if many else grid
+    labels = [str(k) for k in range(len(rows))] if many else client_labels(run, ids)
+    limits = (0.0, float(np.nanmax(rows)) or 1.0) if zero else None
+    title = f"{len(ids):,} clients, least to most" if many else "client"
+    below = _cells(labels, rows, axis, title, shown=not many, limits=limits)
+    top = _top(run, grid, Axis("mean", axis.format, zero=zero), _room(labels, not many))
+    return charts.below(top, below, shared=True)
 
 
-def _over_rounds(rows: int, rounds: int, line: float = 1.1) -> tuple[Figure, Axes, Axes, float]:
-    """Return a figure, axes for a line over rounds, axes below for `rows` rows, and these rows' height in inches.
-
-    line: height of the upper axes in inches.
-    """
-    inches = min(7.0, max(1.2, 0.17 * rows))
-    picture = new_figure(inches + 1.1 + line)
-    spec = picture.add_gridspec(2, 1, height_ratios=[line, inches])
-    top = picture.add_subplot(spec[0])
-    top.set_ylabel("mean")
-    top.tick_params(labelbottom=False)
-    axes = picture.add_subplot(spec[1], sharex=top)
-    axes.set_xlim(0.5, rounds + 0.5)
-    rounds_axis(axes)
-    return picture, top, axes, inches
+def _top(run: ReportedRun, grid: Floats, axis: Axis, width: int) -> Chart:
+    return charts.lines(_means(run, grid), ROUNDS, axis, height=170 if len(grid) > MANY else 90, width=width)
 
 
-def _mean_line(axes: Axes, grid: Floats, run: ReportedRun) -> float:
-    """Draw the mean over the rows in the method's colour, with quantiles if there are many rows.
-
-    Return the largest drawn value. Rounds without values are left out.
-    """
+def _means(run: ReportedRun, grid: Floats) -> charts.Frame:
+    """Return the mean over the rows as a line, with quantiles if there are many rows. Rounds without values are left out."""
     present = ~np.isnan(grid).all(axis=0)
-    rounds, mean = np.arange(1, grid.shape[1] + 1)[present], np.nanmean(grid[:, present], axis=0)
-    look = looks([run.method])[0]
-    axes.plot(rounds, mean, clip_on=False, **look.line_style(len(rounds)))
-    if len(grid) <= MANY:
-        return float(mean.max())
-    lowest, low, high, highest = np.nanpercentile(grid[:, present], (5, 25, 75, 95), axis=0)
-    for (bottom, top), alpha in (((lowest, highest), 0.12), ((low, high), 0.25)):
-        axes.fill_between(rounds, bottom, top, color=look.drawn(), alpha=alpha, linewidth=0)
-    return float(max(mean.max(), highest.max()))
+    known = grid[:, present]
+    columns = {"round": np.flatnonzero(present) + 1, "mean": np.nanmean(known, axis=0)}
+    if len(grid) > MANY:
+        bands = np.nanpercentile(known, (5, 25, 75, 95), axis=0)
+        columns |= dict(zip(("lowest", "low", "high", "highest"), bands, strict=True))
+    return frames.marked(pandas.DataFrame({"run": run.method, "method": run.method, **columns}))
 
 
-def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, low: float | None = 0) -> Any:
-    """Draw rows over rounds 1 .. last as an image, and return it.
+def _room(rows: Sequence[str], shown: bool = True) -> int:
+    """Return the width of cells over rounds, beside the names of their rows."""
+    return WIDTH - 60 - min(200, charts.LETTER * max(map(len, rows))) * shown
 
-    levels: the largest value, if values are whole numbers. Few levels get one colour each.
-    """
-    axes.patch.set(**empty_cells())
-    axes.grid(visible=False)
-    extent = (0.5, grid.shape[1] + 0.5, grid.shape[0] - 0.5, -0.5)
-    colours: dict[str, Any] = {"cmap": COLOURS_OF_VALUES, "vmin": low, "vmax": top or levels or None}
-    if 0 < levels < MOST_COLOURS:
-        norm = BoundaryNorm(np.arange(-0.5, levels + 1), levels + 1)
-        colours = {"cmap": colormaps[COLOURS_OF_VALUES].resampled(levels + 1), "norm": norm}
-    return axes.imshow(grid, aspect="auto", interpolation="nearest", extent=extent, **colours)
+
+def _cells(
+    rows: Sequence[str],
+    grid: Floats,
+    axis: Axis,
+    title: str,
+    shown: bool = True,
+    limits: tuple[float, float] | None = None,
+    names: Sequence[str] = (),
+    width: int = 0,
+) -> Chart:
+    """Return rows over rounds 1 .. last as cells. names: of the values 0, 1, ..."""
+    step = math.ceil(grid.shape[1] / MOST_COLUMNS)
+    cells = averaged(grid, math.ceil(grid.shape[1] / step), axis=1)
+    starts = (1 + np.linspace(0, grid.shape[1], cells.shape[1] + 1)[:-1]).astype(int).tolist()
+    row = "client" if title == "client" else "row"
+    frame = frames.grid(rows, starts, cells, row)
+    colour = charts.coloured(axis, limits, across=300)
+    if names:
+        frame = frame.assign(group=[names[int(value)] for value in frame["value"]])
+        colour = charts.grouped(names, axis.title)
+    height = max(110, min(15 * len(rows), 620))
+    order = charts.names("y", row, title, rows, shown)
+    return charts.over_rounds(frame, order, colour, axis, height, step, width or _room(rows, shown))
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
@@ -251,67 +188,40 @@ def _layers(run: ReportedRun, figure: figures.Layers) -> Drawn | None:
         f"{figure.caption} A layer's weight and bias count together; the layers sum to 100 %. Rounds without values are "
         "left out."
     )
-    draw = _few_shares if len(names) <= MOST_LINES else _many_shares
-    return figure.title, text, lambda: draw(figure, names, grid)
+    axis = Axis(figure.unit, "~%", zero=True)
+    if len(names) <= MOST_LINES:
+        return figure.title, text, lambda: layer_lines(names, range(1, grid.shape[1] + 1), grid, axis)
+    return figure.title, text, lambda: _cells(names, grid, axis, "")
 
 
-def _side_by_side(found: list[Part]) -> Figure:
-    """Draw a row per layer and a column per round, one picture beside the other."""
-    most = max(len(names) for _, (names, _) in found)
-    height = min(10.0, 1.3 + max(0.24 * most, 1.0))
-    picture = new_figure(height)
-    previous: list[str] = []
-    for k, (part, (names, grid)) in enumerate(found):
-        axes = picture.add_subplot(1, len(found), k + 1)
-        ratio = part.percent or part.shares
-        levels = int(np.nanmax(grid)) if part.whole else 0
-        image = _heat(
-            axes, 100 * grid if ratio else grid, levels, 100.0 if ratio else None, 0 if ratio or part.whole else None
-        )
-        if part.heading:
-            axes.set_title(part.heading)
-        axes.set_yticks(range(len(names)), names if names != previous else [""] * len(names), fontsize=8.5)
-        bar = picture.colorbar(image, ax=axes, label=part.unit, fraction=0.05, pad=0.02, aspect=6 * height)
-        if levels:
-            whole = (
-                range(levels + 1) if levels < MOST_COLOURS else MaxNLocator("auto", integer=True).tick_values(0, levels)
-            )
-            bar.set_ticks(list(whole))
-        rounds_axis(axes)
-        previous = names
-    return picture
-
-
-def _few_shares(figure: figures.Layers, names: list[str], grid: Floats) -> Figure:
-    """Draw a line per layer."""
-    picture = new_figure(4.2)
-    axes = picture.add_subplot()
-    rounds = np.arange(1, grid.shape[1] + 1)
+def layer_lines(names: Sequence[str], rounds: Sequence[int], grid: Floats, axis: Axis) -> Chart:
+    """Return a line per layer. grid: [layers, rounds]."""
+    found = []
     for k, (name, row) in enumerate(zip(names, grid, strict=True)):
         known = ~np.isnan(row)
-        look = Look(COLOURS[k % len(COLOURS)], LINES[k % len(LINES)], MARKERS[k])
-        axes.plot(rounds[known], row[known], label=name, **look.line_style(int(known.sum())))
-    percent_axis(axes, figure.unit)
-    axes.set_ylim(-0.03, 1.03)
-    rounds_axis(axes, grid.shape[1])
-    picture.legend(loc="outside right upper", handlelength=3.6, title="layer")
-    return picture
+        columns = {"run": name, "round": np.array(rounds)[known], "mean": row[known]}
+        found.append(frames.marked(pandas.DataFrame(columns), k))
+    return charts.lines(
+        pandas.concat(found, ignore_index=True), ROUNDS, axis, legend="layer", right=True, width=WIDTH - 160
+    )
 
 
-def _many_shares(figure: figures.Layers, names: list[str], grid: Floats) -> Figure:
-    """Draw a row per layer."""
-    height = min(9.0, 1.2 + 0.2 * len(names))
-    picture = new_figure(height)
-    axes = picture.add_subplot()
-    image = _heat(axes, 100 * grid)
-    axes.set_yticks(range(len(names)), names, fontsize=8.5)
-    picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * height)
-    rounds_axis(axes)
-    return picture
+def _side_by_side(found: list[Part]) -> Chart:
+    """Return a row per layer and a column per round, one picture beside the other."""
+    each, known = [], [""]
+    for part, (names, grid) in found:
+        ratio = part.percent or part.shares
+        top = float(np.nanmax(grid)) if part.whole else 1.0
+        axis = Axis(part.unit, "~%" if ratio else "d" if part.whole else "~g")
+        limits = (0.0, top or 1.0) if ratio or part.whole else None
+        labels = _room(names, False) - _room(names, names != known)
+        own = _cells(names, grid, axis, "", names != known, limits, width=WIDTH // len(found) - labels - 20)
+        known = names
+        each.append(own.properties(title=part.heading) if part.heading else own)
+    return charts.beside(*each)
 
 
-DRAW: dict[type[figures.Figure], Callable[[ReportedRun, Any], Drawn | None]] = {
-    figures.Matrix: draw_matrix,
+DRAW: Mapping[type[figures.Figure], Callable[[ReportedRun, Any], Drawn | None]] = {
     figures.Links: _links,
     figures.Layers: _layers,
     figures.Scalars: _scalars,

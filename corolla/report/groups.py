@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from corolla.experiments.grouping import DATA_SHA256, by_settings, differing_settings, settings_of
-from corolla.experiments.table import FIGURES, Row, row_of
+from corolla.experiments.result_table import FIGURES, Row, row_of
 from corolla.report.arrays import Curve, Floats, ReportedRun, curve, last_known, ranked, spent, timed, window
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, show, specs

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from corolla.report.accuracy import Curves, Limits, bands_told, curves_side_by_side, drawn, late, picture_name
-from corolla.report.figures import Panel
+from corolla.report.accuracy import Curves, bands_told, drawn, late, picture_name, side_by_side
+from corolla.report.charts import Axis
 from corolla.report.groups import Group, long_runs
+from corolla.report.pictures import Panel
 from fl_app.metrics import LOSS, Metric, moments
 
 BEFORE, AFTER = moments(LOSS.name)
@@ -48,17 +48,5 @@ def _panel(metric: Metric, groups: Sequence[Group], known: Mapping[str, Curves])
         picture_name(LOSS.name, metric),
         "Loss over rounds",
         text.rstrip() + long_runs(groups, cut=bool(limits) and not logarithmic),
-        lambda: _over_rounds(groups, known, limits, logarithmic),
+        lambda: side_by_side(groups, known, TITLES, Axis("loss", "~g", limits, logarithmic)),
     )
-
-
-def _over_rounds(
-    groups: Sequence[Group], known: Mapping[str, Curves], limits: Limits | None, logarithmic: bool
-) -> Figure:
-    figure, first = curves_side_by_side(groups, known, TITLES)
-    if logarithmic:
-        first.set_yscale("log")
-    if limits:
-        first.set_ylim(limits)
-    first.set_ylabel("loss")
-    return figure

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from corolla.experiments.table import Mean
+from corolla.experiments.result_table import Mean
 from corolla.report.groups import Group
 from fl_app.keys import Scalar, show
 
@@ -18,7 +18,7 @@ At = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Line:
+class KeyLine:
     """Rows of one method that differ only in some keys.
 
     settings: their other settings in which the report's rows differ. means: final metric by the keys' values; None if a
@@ -42,18 +42,18 @@ def swept_keys(groups: Sequence[Group]) -> list[str]:
     return [key for key in keys if any(len(line.means) > 1 for line in lines_over(groups, [key]))]
 
 
-def lines_over(groups: Sequence[Group], keys: Sequence[str]) -> list[Line]:
+def lines_over(groups: Sequence[Group], keys: Sequence[str]) -> list[KeyLine]:
     """Return the groups with numbers for all `keys` as lines: groups with equal other settings share one.
 
     Of two groups with equal settings the first one with a final figure counts.
     """
-    found: dict[object, Line] = {}
+    found: dict[object, KeyLine] = {}
     for group in groups:
         own = {key: value for key, value in group.settings.items() if key != "seed"}
         at = _numbers([own.pop(key, "") for key in keys])
         if at is not None:
             same = group.method, *sorted((key, show(value)) for key, value in own.items())
-            means = found.setdefault(same, Line(group.method, own, {})).means
+            means = found.setdefault(same, KeyLine(group.method, own, {})).means
             means[at] = means.get(at) or _final(group)
     return list(found.values())
 
@@ -70,7 +70,7 @@ def _final(group: Group) -> Mean | None:
     return mean if mean and math.isfinite(mean[0]) else None
 
 
-def is_grid(line: Line) -> bool:
+def is_grid(line: KeyLine) -> bool:
     """Return whether both keys of a line vary together, not only one at a time."""
     columns: dict[float, set[float]] = {}
     for one, other in line.means:
@@ -78,13 +78,13 @@ def is_grid(line: Line) -> bool:
     return sum(len(column) > 1 for column in columns.values()) > 1
 
 
-def labelled(lines: Sequence[Line]) -> list[Line]:
+def labelled(lines: Sequence[KeyLine]) -> list[KeyLine]:
     """Return lines with their labels: the method, and as few other settings as distinguish them, words first."""
     names = list(dict.fromkeys(name for line in lines for name in line.settings))
     names.sort(key=lambda name: not any(isinstance(line.settings.get(name), str) for line in lines))
     told: list[str] = []
 
-    def words(line: Line, names: Sequence[str]) -> tuple[str, ...]:
+    def words(line: KeyLine, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(f"{n.rpartition('.')[2]} {show(line.settings[n])}" for n in names if n in line.settings)
 
     def distinct(names: Sequence[str]) -> int:
@@ -96,6 +96,6 @@ def labelled(lines: Sequence[Line]) -> list[Line]:
     return [replace(line, label=", ".join([line.method, *words(line, told)])) for line in lines]
 
 
-def values_of(lines: Sequence[Line], place: int = 0) -> list[float]:
+def values_of(lines: Sequence[KeyLine], place: int = 0) -> list[float]:
     """Return the values of a key in all lines, ascending."""
     return sorted({at[place] for line in lines for at in line.means if at})

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape, unescape
 from pathlib import Path
 
-from corolla.experiments.latex import tabular
-from corolla.experiments.table import caption, text_table
+from corolla.experiments import latex
+from corolla.experiments.result_table import caption, text_table
+from corolla.report import assets
 from corolla.report.accuracy import accuracy
 from corolla.report.arrays import ReportedRun, read_runs
-from corolla.report.assets import SCRIPT, STYLE
 from corolla.report.by_kind import of_run
 from corolla.report.clients import clients_section
-from corolla.report.costs import costs
+from corolla.report.cost_pictures import costs
 from corolla.report.csv_files import CLIENTS, ROUNDS, clients_csv, rounds_csv
-from corolla.report.figures import DPI, Panel
 from corolla.report.groups import Group, grouped, short
 from corolla.report.losses import losses
 from corolla.report.partitions import partitions
+from corolla.report.pictures import SCALE, Panel
+from corolla.report.recorded import client_labels
 from corolla.report.swept import swept
 from corolla.report.tables import (
+    differences,
     differences_section,
     failure_list,
     results_table,
@@ -33,8 +35,8 @@ from corolla.report.tables import (
     swatch,
     warnings,
 )
+from corolla.report.timeline import of_waiting
 from corolla.report.upload_figures import of_all_uploads, of_uploads, spreads_of
-from corolla.report.waiting import of_waiting
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
@@ -46,9 +48,12 @@ LATEX = "results.tex"
 RUNS = '<meta name="corolla-runs" content="{}">'
 # start of the report's CSV files
 _CSV = "run,method,seed,"
-_DARK = "dark"  # a PNG for dark screens
+# nothing is fetched: the page's scripts may only draw
+_POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
+# most names of clients that the field of the highlighted client proposes
+_MOST_NAMES = 2000
 
-# pictures by name and kind: png, dark, svg, pdf
+# pictures by name and kind: png, svg, pdf
 Drawn = Mapping[str, Mapping[str, bytes]]
 
 
@@ -57,12 +62,13 @@ def write_report(
     output: Path,
     figures: Path | None = None,
     tables: Path | None = None,
-    latex: bool = False,
+    title: Callable[[str], str] | None = None,
 ) -> tuple[Path, Path]:
     """Write report.html and the folder of pictures into `output`, and return their paths.
 
     Both replace an earlier report's. paths: run folders, or folders of run folders. figures: directory for every
-    picture as PNG, SVG and PDF. tables: directory for the numbers as CSV. latex: with `tables`, also write results.tex.
+    picture as PNG, SVG and PDF. tables: directory for the numbers as CSV. title: with `tables`, also write results.tex,
+    with the methods' names that it returns.
 
     Raises UserError naming every path without a run, a directory that cannot be written, or an existing file of such a
     name that is not a report's.
@@ -78,18 +84,9 @@ def write_report(
     with _writing("--output", output):
         make_directory(output / PICTURES)
     runs = [run for group in groups for run in group.runs]
-    spreads = {run.number: spreads_of(run) for run in runs}
-    shared = [
-        *swept(groups),
-        *accuracy(groups),
-        *losses(groups),
-        *of_all_uploads(groups, spreads),
-        *costs(groups),
-        *partitions(runs),
-    ]
-    own = {run.number: [*of_waiting(run), *of_run(run), *of_uploads(run, spreads[run.number])] for run in runs}
+    shared, own = pictures_of(groups)
     every = [*shared, *(panel for panels in own.values() for panel in panels)]
-    drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
+    drawn = _draw(every, ("png", "svg", "pdf") if figures else ("png",))
     pictures = output / PICTURES
     with _writing("--output", output):
         # keep other files in this directory
@@ -103,24 +100,45 @@ def write_report(
     if tables:
         with _writing("--tables", tables):
             _write_files(tables, {ROUNDS: rounds_csv(runs).encode(), CLIENTS: clients_csv(runs).encode()})
-            if latex:
-                _write_files(tables, {LATEX: _latex(groups).encode()})
+            if title:
+                _write_files(tables, {LATEX: _latex(groups, title).encode()})
     return output / PAGE, pictures
 
 
-def _latex(groups: Sequence[Group]) -> str:
-    """Return the table of results as LaTeX, with the page's names of rows."""
+def pictures_of(groups: Sequence[Group]) -> tuple[list[Panel], dict[str, list[Panel]]]:
+    """Return the pictures of all runs together, and those of single runs by their numbers. None is drawn yet."""
+    runs = [run for group in groups for run in group.runs]
+    spreads = {run.number: spreads_of(run) for run in runs}
+    shared = [
+        *swept(groups),
+        *accuracy(groups),
+        *losses(groups),
+        *of_all_uploads(groups, spreads),
+        *costs(groups),
+        *partitions(runs),
+    ]
+    own = {run.number: [*of_waiting(run), *of_run(run), *of_uploads(run, spreads[run.number])] for run in runs}
+    return shared, own
+
+
+def _latex(groups: Sequence[Group], title: Callable[[str], str]) -> str:
+    """Return the tables of results and of differences as LaTeX, with the page's names of rows."""
     rows = [group.row for group in groups]
     header, *body = text_table(rows)
     # A sweep's runs share their group's label. The first run's name would contain its seed.
     made = [
-        group.first.path.name if len(group.runs) == 1 else group.label.removeprefix(f"{group.number} ")
+        group.first.path.name
+        if len(group.runs) == 1
+        else latex.by_paper(group.label.removeprefix(f"{group.number} "), title)
         for group in groups
     ]
-    named = [(group.name or name, group.method) for group, name in zip(groups, made, strict=True)]
-    own = [key for key in ("run", "method") if key not in header]
-    lines = [[*names[: len(own)], *line] for names, line in zip(named, body, strict=True)]
-    return tabular([[*own, *header], *lines], caption(rows))
+    names = [group.name or name for group, name in zip(groups, made, strict=True)]
+    own = {"run": names, "method": [group.method for group in groups]}
+    more = [key for key in own if key not in header]
+    lines = [[*(own[key][k] for key in more), *line] for k, line in enumerate(body)]
+    table = latex.titled([[*more, *header], *lines], title)
+    results = latex.results([group.runs for group in groups], rows, table, caption(rows))
+    return "\n".join([results, *(latex.tabular(*found) for found in differences(groups, names))])
 
 
 def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> Drawn:
@@ -129,7 +147,7 @@ def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> Drawn:
     steps = [(panel, kind) for panel in panels for kind in kinds]
     for done, (panel, kind) in enumerate(steps):
         progress.report("drawing pictures", done, len(steps))
-        drawn[panel.name][kind] = panel.render(dark=True) if kind == _DARK else panel.render(kind)
+        drawn[panel.name][kind] = panel.render(kind)
     return drawn
 
 
@@ -178,7 +196,7 @@ def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]], drawn: Drawn) -> str:
-    """Return the page. shared: pictures of all runs. own: pictures by a run's number. drawn: all pictures, light and dark."""
+    """Return the page. shared: pictures of all runs. own: pictures by a run's number. drawn: their files."""
     runs = [run for group in groups for run in group.runs]
     names = ", ".join(dict.fromkeys(run.method for run in runs))
     title = f"{len(runs)} runs: {names}" if len(runs) > 1 else f"One run: {names}"
@@ -187,10 +205,12 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         RUNS.format(escape(", ".join(run.path.name for run in runs))),
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n<body><main>",
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f"<title>{escape(title)}</title>\n<style>{assets.STYLE}</style></head>\n<body><main>",
         f"<h1>{escape(title)}</h1>",
         settings_sentence(runs),
         warnings(runs),
+        tools(runs) if shared else "",
         contents(groups, shared, own, bool(single_clients)),
         results_table(groups),
         settings_table(groups),
@@ -209,8 +229,38 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
                 f'<h2 id="{anchor}"><a href="#{anchor}">{swatch(groups, group)}{escape(short(group.label, 60))}</a></h2>'
             )
             parts += [single(run, own[run.number], drawn, k > 0) for k, run in enumerate(group.runs)]
-    parts.append(f"</main><script>{SCRIPT}</script></body></html>\n")
+    panels = [*shared, *(panel for panels in own.values() for panel in panels)]
+    parts += ["</main>", f"<script>{assets.SCRIPT}</script>", *(scripts(panels) if panels else ()), "</body></html>\n"]
     return "\n".join(part for part in parts if part)
+
+
+def tools(runs: Sequence[ReportedRun]) -> str:
+    """Return the line that highlights a client in all pictures, and turns from light to dark."""
+    names = dict.fromkeys(name for run in runs for name in client_labels(run, map(int, run.clients)))
+    options = "".join(f'<option value="{escape(name)}">' for name in list(names)[:_MOST_NAMES])
+    return (
+        '<div class="tools"><label>client <input id="tool-client" type="search" list="tool-names" placeholder="all alike"></label>'
+        f'<datalist id="tool-names">{options}</datalist><button type="button" id="tool-paper">dark</button></div>'
+        f"<noscript><p>The pictures need scripts. They are also files, in {PICTURES}.</p></noscript>"
+    )
+
+
+def scripts(panels: Sequence[Panel]) -> list[str]:
+    """Return the pictures' data, and the program that draws them. Each of their data is in the page once."""
+    import vl_convert
+
+    datasets: dict[str, str] = {}
+    specs = {}
+    for panel in panels:
+        datasets |= panel.spec["datasets"]
+        specs[panel.name] = {**panel.spec, "datasets": list(panel.spec["datasets"]), "$schema": ""}
+    told = json.dumps({"datasets": datasets, "specs": specs}, ensure_ascii=False).replace("<", "\\u003c")
+    library = str(vl_convert.javascript_bundle(None)).replace("</script", "<\\/script")
+    return [
+        f'<script type="application/json" id="pictures-data">{told}</script>',
+        f'<script type="module">{library}</script>',
+        f'<script type="module">{assets.PICTURES}</script>',
+    ]
 
 
 def contents(
@@ -242,19 +292,13 @@ def single(run: ReportedRun, panels: Sequence[Panel], drawn: Drawn, folded: bool
 
 
 def figure(panel: Panel, drawn: Drawn) -> str:
-    """Return a picture with its caption, embedded for light and dark screens."""
-    bright, dark = drawn[panel.name]["png"], drawn[panel.name][_DARK]
-    width, height = (
-        int.from_bytes(bright[at : at + 4], "big") * 100 // DPI for at in (16, 20)
-    )  # PNG header, 100 px/inch
-    sources = [f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}" for data in (bright, dark)]
+    """Return the place of a picture, with its caption."""
+    # the height in a PNG's header
+    height = int(int.from_bytes(drawn[panel.name]["png"][20:24], "big") / SCALE)
     name, title = escape(panel.name), escape(panel.title)
     text = (
         f'<figure id="{name}"><h3><a href="#{name}">{title}</a></h3>\n'
-        f'<div class="picture" id="{name}-full"><picture>'
-        f'<source media="screen and (prefers-color-scheme: dark)" srcset="{sources[1]}">'
-        f'<img alt="{title}" width="{width}" height="{height}" style="--w:{width}px" src="{sources[0]}"></picture></div>\n'
-        f'<p class="zoom"><a class="full" href="#{name}-full">full size</a><a class="fit" href="#{name}">fit to the page</a></p>\n'
+        f'<div class="picture" role="img" aria-label="{title}" style="--h:{height}px"></div>\n<p class="actions"></p>\n'
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
     )
     return f'<details class="folded"><summary>{title}</summary>\n{text}</details>' if panel.folded else text

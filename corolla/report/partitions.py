@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+import pandas
 from numpy.typing import NDArray
 
+from corolla.report import charts, frames
 from corolla.report.arrays import MANY, ReportedRun
-from corolla.report.figures import MOST_ROWS, WIDTH, Panel, averaged, clipped, inches, listed, new_figure, thinned
-from corolla.report.recorded import class_counts, class_names, client_labels
-from corolla.report.style import BLUE, shares, shown, tone
+from corolla.report.charts import WIDTH, Axis, Chart
+from corolla.report.pictures import MOST_ROWS, Panel, averaged, listed
+from corolla.report.recorded import class_counts, class_labels, class_names, client_labels
 
 DOTS = (
     "Training samples per client and class ({kind}): the area of a dot is their number. Columns with equal dots are "
@@ -43,9 +42,9 @@ def partitions(runs: Sequence[ReportedRun]) -> Iterator[Panel]:
         kind = ", ".join(dict.fromkeys(f"{run.setting('dataset')}, {run.setting('partition')}" for run in same))
         which = "" if len(splits) == 1 else f", {listed([run.number for run in same])}"
         ids, counts = class_counts(same[0]) or ([], np.zeros((0, 0), np.int64))
-        caption, draw = DOTS, partial(_partition, same[0])
+        caption, draw = DOTS, partial(_partition, same[0], ids, counts)
         if len(ids) > MANY:
-            caption, draw = GROUPED, partial(_grouped, same[0])
+            caption, draw = GROUPED, partial(_grouped, same[0], counts)
         yield Panel(
             f"partition-{k}" if len(splits) > 1 else "partition",
             f"Data of each client{which}",
@@ -56,38 +55,16 @@ def partitions(runs: Sequence[ReportedRun]) -> Iterator[Panel]:
         seen.add(kind)
 
 
-def _partition(run: ReportedRun) -> Figure:
-    ids, counts = class_counts(run) or ([], np.zeros((0, 0), np.int64))
-    num_clients, num_classes = counts.shape
-    names = class_names(run, num_classes)
-    clients = client_labels(run, ids)
-    crowded = sum(map(len, clients)) > 60
-    # height of the axes with title and labels
-    height = min(9.5, 1.3 + max(0.3 * num_classes, 0.8))
-    figure = new_figure(height + (inches(clients, 10) if crowded else 0))
-    axes = figure.add_subplot()
-    cell = min(0.82 * WIDTH / num_clients, (height - 0.9) / num_classes) * 72  # points
-    largest = (0.92 * min(cell, 26)) ** 2
-    dots: dict[str, Any] = {"color": shown(BLUE), "edgecolors": tone(0.0), "linewidths": 0.4}
-    x, y = np.nonzero(counts)
-    axes.scatter(x, y, s=np.maximum(largest * counts[x, y] / counts.max(), 1), zorder=2, **dots)
-    axes.set(xlim=(-0.6, num_clients - 0.4), ylim=(-0.6, num_classes - 0.4), xlabel="client")
-    axes.set_ylabel("class" if names else "class (label index)")
-    positions = thinned(num_clients, 0.82 * WIDTH, 0.28)
-    axes.set_xticks(positions, [clients[p] for p in positions], rotation=90 if crowded else 0)
-    positions = thinned(num_classes, height - 0.9, 0.17)
-    axes.set_yticks(positions, [clipped(names[p]) if names else str(p) for p in positions])
-    sizes = sorted({_round_number(counts.max() * part) for part in (1.0, 0.5, 0.1)} - {0}, reverse=True)
-    handles = [axes.scatter([], [], s=max(largest * n / counts.max(), 1), **dots) for n in sizes]
-    figure.legend(
-        handles,
-        [str(n) for n in sizes],
-        title="training\nsamples",
-        loc="outside right upper",
-        labelspacing=1.2,
-        borderpad=0.8,
-    )
-    return figure
+def _classes(run: ReportedRun, count: int) -> tuple[list[str], str]:
+    """Return the classes' labels and the title of their axis."""
+    return class_labels(run, count), "class" if class_names(run, count) else "class (label index)"
+
+
+def _partition(run: ReportedRun, ids: list[int], counts: NDArray[np.int64]) -> Chart:
+    (names, title), clients = _classes(run, counts.shape[1]), client_labels(run, ids)
+    shown = np.where(counts, counts, np.nan)
+    frame = frames.grid(clients, names, shown, "client", "class").rename(columns={"value": "samples"})
+    return charts.dots(frame, clients, names, title)
 
 
 def _sizes(counts: NDArray[np.int64]) -> str:
@@ -96,50 +73,39 @@ def _sizes(counts: NDArray[np.int64]) -> str:
     return f"All clients have {samples[0]:,}." if samples.size == 1 else "Below: total number of samples per client."
 
 
-def _grouped(run: ReportedRun) -> Figure:
-    """Draw many clients: class shares, with similar clients side by side, and quantiles per class."""
-    _, counts = class_counts(run) or ([], np.zeros((0, 0), np.int64))
+def _grouped(run: ReportedRun, counts: NDArray[np.int64]) -> Chart:
+    """Return the classes of many clients: their shares, with similar clients side by side, and quantiles per class."""
     num_clients, num_classes = counts.shape
-    names = class_names(run, num_classes)
-    height = min(9.5, max(0.26 * num_classes, 1.6))
-    samples = counts.sum(axis=1)
-    differ = np.ptp(samples) > 0
-    figure = new_figure(height + (2.6 if differ else 1.0))
-    grid = figure.add_gridspec(1 + differ, 2, height_ratios=[height, 1.1][: 1 + differ], width_ratios=[2.2, 1])
-    mix, spread = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-
+    names, title = _classes(run, num_classes)
+    height, samples = max(150, min(26 * num_classes, 800)), counts.sum(axis=1)
     rows = averaged((counts / np.maximum(samples, 1)[:, None])[by_classes(counts)], 2 * MOST_ROWS)
-    extent = (0, num_clients, -0.5, num_classes - 0.5)
-    image = mix.imshow(
-        rows.T, cmap=shares(), vmin=0, vmax=1, interpolation="nearest", aspect="auto", extent=extent, origin="lower"
+    places = [f"{100 * k / len(rows):.3g} %" for k in range(len(rows))]
+    x = charts.names("x", "clients", f"{num_clients:,} clients, similar ones side by side", places, shown=False)
+    y = charts.names("y", "class", title, names[::-1])
+    colour = charts.coloured(Axis("share of samples", "~%"), (0.0, 1.0), share=True, across=300)
+    width = (WIDTH * 11) // 18
+    mix = charts.cells(
+        frames.grid(places, names, rows, "clients", "class"), x, y, colour, Axis("", "~%"), width, height
     )
-    mix.grid(visible=False)
-    mix.set_xlabel(f"{num_clients:,} clients, similar ones side by side")
-    figure.colorbar(image, ax=mix, label="share of samples", fraction=0.04, pad=0.01, ticks=[0, 0.5, 1])
-
-    lowest, low, middle, high, highest = np.percentile(counts, (5, 25, 50, 75, 95), axis=0)
-    at = np.arange(num_classes)
-    spread.hlines(at, lowest, highest, color=shown(BLUE), linewidth=1)
-    spread.hlines(at, low, high, color=shown(BLUE), linewidth=6, alpha=0.5)
-    spread.plot(middle, at, "o", color=shown(BLUE), markersize=5, markeredgecolor=tone(1.0), clip_on=False)
-    spread.set(xlabel="training samples of the class", ylim=(-0.5, num_classes - 0.5))
-    spread.set_xlim(left=0)
-
-    positions = thinned(num_classes, height, 0.17)
-    labels = [clipped(names[p]) if names else str(p) for p in positions]
-    mix.set_yticks(positions, labels)
-    mix.set_ylabel("class" if names else "class (label index)")
-    spread.set_yticks(positions, [""] * len(positions))
-
-    if not differ:
-        return figure
-    sizes = figure.add_subplot(grid[1, :])
-    spans = min(40, int(np.ptp(samples)) + 1)
-    edges = np.linspace(samples.min() - 0.5, samples.max() + 0.5, spans + 1)
-    sizes.stairs(np.histogram(samples, edges)[0], edges, fill=True, color=shown(BLUE), alpha=0.5)
-    sizes.set(xlabel="training samples of a client", ylabel="clients")
-    sizes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    return figure
+    bounds = dict(
+        zip(
+            ("lowest", "low", "median", "high", "highest"),
+            np.percentile(counts, (5, 25, 50, 75, 95), axis=0),
+            strict=True,
+        )
+    )
+    spread = charts.quantiles(
+        pandas.DataFrame({"class": names, **bounds}),
+        "training samples of the class",
+        names[::-1],
+        WIDTH - width - 120,
+        height,
+    )
+    both = charts.beside(mix, spread)
+    if not np.ptp(samples):
+        return both
+    edges = np.linspace(samples.min() - 0.5, samples.max() + 0.5, min(40, int(np.ptp(samples)) + 1) + 1)
+    return charts.below(both, charts.counts(frames.bins(samples, edges), "training samples of a client", "clients"))
 
 
 def by_classes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -152,11 +118,3 @@ def by_classes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     share = counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)
     keys = [-share, *np.where(has, ranked, -1).T[::-1]]
     return np.lexsort(keys)
-
-
-def _round_number(value: float) -> int:
-    """Round to one leading digit, or to a whole number below 10."""
-    if value < 10:
-        return round(value)
-    power: int = 10 ** (len(str(int(value))) - 1)
-    return int(value // power * power)

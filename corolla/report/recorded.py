@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.report import fonts
 from corolla.report.arrays import Floats, ReportedRun
-from corolla.report.figures import MOST_ROWS, shortened
+from corolla.report.pictures import MOST_ROWS, shortened
 from fl_app.figures import Layers
 from fl_app.metrics import Record
-from fl_app.server import matrices
+from fl_app.server import matrices as between
+
+# most clients whose numbers between each other are read round by round
+MOST_IN_ROUNDS = 100
 
 Rows = dict[int, dict[str, float]]  # by round and name
 
@@ -30,15 +32,27 @@ def matrix(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
 
     None without any.
     """
-    found = [one for entry in run.rounds.values() if (one := matrices.matrix_of(run.path, entry, record)) is not None]
-    ids = sorted({int(i) for one in found for i in (*one.rows, *one.columns)})
+    found = matrices(run, record)
+    return (found[0], found[1][max(found[1])]) if found else None
+
+
+def matrices(run: ReportedRun, record: str) -> tuple[list[int], dict[int, Floats]] | None:
+    """Return client ids, and by round the number of each pair that was recorded last until then, [N, N]; NaN if none was.
+
+    None without any. Of more than MOST_IN_ROUNDS clients there is the last round alone.
+    """
+    found = {t: one for t, e in run.rounds.items() if (one := between.matrix_of(run.path, e, record)) is not None}
+    ids = sorted({int(i) for one in found.values() for i in (*one.rows, *one.columns)})
     place = {i: k for k, i in enumerate(ids)}
     values = np.full((len(ids), len(ids)), np.nan)
-    for one in found:
+    by_round = {}
+    for t, one in found.items():
         at = np.ix_([place[int(i)] for i in one.rows], [place[int(i)] for i in one.columns])
         values[at] = np.where(np.isnan(one.values), values[at], one.values)
+        if len(ids) <= MOST_IN_ROUNDS or t == max(found):
+            by_round[t] = values.copy()
     off = ~np.eye(len(ids), dtype=bool)
-    return (ids, values) if len(ids) > 1 and not np.isnan(values[off]).all() else None
+    return (ids, by_round) if len(ids) > 1 and not np.isnan(values[off]).all() else None
 
 
 def links(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
@@ -46,15 +60,7 @@ def links(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
 
     None without any.
     """
-    return _by_client(
-        {t: {i: _linked_count(value) for i, value in _noted(entry, record)} for t, entry in run.rounds.items()}
-    )
-
-
-def _linked_count(note: object) -> float:
-    """Return the number of clients that a client is linked to. Earlier versions recorded a list of them."""
-    count = len(note) if isinstance(note, list) else note
-    return float(count) if type(count) is int else math.nan
+    return _by_client({t: {i: number(value) for i, value in _noted(entry, record)} for t, entry in run.rounds.items()})
 
 
 def scalars(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
@@ -62,8 +68,7 @@ def scalars(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
 
     For one number per round there are no ids and one row. Returns None if there is no number.
     """
-    rows = {t: {i: number(value) for i, value in _noted(entry, record)} for t, entry in run.rounds.items()}
-    if found := _by_client(rows):
+    if found := links(run, record):
         return found
     whole = {t: {"": number(entry.get(record))} for t, entry in run.rounds.items()}
     names, grid = over_rounds({t: row for t, row in whole.items() if not math.isnan(row[""])})
@@ -160,22 +165,18 @@ def class_counts(run: ReportedRun) -> tuple[list[int], NDArray[np.int64]] | None
 
 
 def class_names(run: ReportedRun, num_classes: int) -> tuple[str, ...]:
-    """Return class names in label order; empty if the run does not have one for each class.
+    """Return class names in label order; empty if the run does not have one for each class."""
+    return run.classes if len(run.classes) == num_classes else ()
 
-    A class is named by its index if no font has all letters of its name.
-    """
-    if len(run.classes) != num_classes:
-        return ()
-    return tuple(name if fonts.drawable(name) else str(k) for k, name in enumerate(run.classes))
+
+def class_labels(run: ReportedRun, num_classes: int) -> list[str]:
+    """Return the classes' labels on an axis: names, shortened if they are long, or indices."""
+    return shortened(dict(enumerate(class_names(run, num_classes))), 16) or [str(k) for k in range(num_classes)]
 
 
 def client_labels(run: ReportedRun, ids: Iterable[int]) -> list[str]:
-    """Return the clients' labels on an axis: names, shortened if they are long, or ids.
-
-    A client is labelled with its id if no font has all letters of its name.
-    """
-    names = {i: run.client_name(i) for i in ids}
-    return shortened({i: name if fonts.drawable(name) else str(i) for i, name in names.items()})
+    """Return the clients' labels on an axis: names, shortened if they are long, or ids."""
+    return shortened({i: run.client_name(i) for i in ids})
 
 
 def cosine(counts: NDArray[np.int64]) -> Floats:

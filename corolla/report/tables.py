@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from html import escape
 
 from corolla.experiments import significance
-from corolla.experiments.table import COSTS, OF_GLOBAL, UNSEEN, Mean, chosen, size, undefined_notes
+from corolla.experiments.result_table import COSTS, OF_GLOBAL, UNSEEN, Mean, chosen, undefined_notes
 from corolla.report.arrays import ReportedRun
-from corolla.report.figures import styled
 from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differing, given_name, short
-from fl_app.errors import counted, plain
+from corolla.report.theme import looks
+from fl_app.errors import counted, plain, size
 from fl_app.keys import show
 from fl_app.metrics import DIGEST_VERSION, SENT_DIGEST_VERSION, Metric
 
@@ -257,20 +257,26 @@ def settings_table(groups: Sequence[Group]) -> str:
 
 def differences_section(groups: Sequence[Group]) -> str:
     """Return the paired differences of each row from the first, over clients and for each client; empty if there are none."""
-    finished = [group for group in groups if all(run.finished for run in group.runs)]
-    runs = [group.runs for group in finished]
-    named = [["run"], *([short(group.label)] for group in finished)]
-    lines = significance.differences_table(runs, named) if len(finished) > 1 else []
-    if not lines:
+    parts = [
+        f"{_plain_table(lines)}\n<p>{escape('; '.join(caption.splitlines()))}.</p>"
+        for lines, caption in differences(groups, [short(group.label) for group in groups])
+    ]
+    if not parts:
         return ""
     title = '<h2 id="differences"><a href="#differences">Differences from the first run</a></h2>'
-    caption = "; ".join(significance.caption(runs).splitlines())
-    parts = [title, _plain_table(lines), f"<p>{escape(caption)}.</p>"]
-    by_client = significance.clients_table(runs, named=named)
-    if by_client:
-        table = f"{_plain_table(by_client)}<p>{escape(significance.BY_CLIENT)}.</p>"
-        parts.append(f'<details class="folded"><summary>Client by client</summary>{table}</details>')
-    return "\n".join(parts)
+    clients = (f'<details class="folded"><summary>Client by client</summary>{part}</details>' for part in parts[1:])
+    return "\n".join([title, parts[0], *clients])
+
+
+def differences(groups: Sequence[Group], names: Sequence[str]) -> list[tuple[list[list[str]], str]]:
+    """Return the tables of the finished rows' differences, over clients and for each client, each with its caption."""
+    finished = [
+        (group.runs, [name])
+        for group, name in zip(groups, names, strict=True)
+        if all(run.finished for run in group.runs)
+    ]
+    named = [["run"], *(name for _, name in finished)]
+    return significance.tables([runs for runs, _ in finished], named=named) if len(finished) > 1 else []
 
 
 def _plain_table(lines: Sequence[Sequence[str]]) -> str:
@@ -305,5 +311,5 @@ def swatch(groups: Sequence[Group], group: Group) -> str:
     """Return the group's colour in the pictures."""
     if len(groups) < 2:
         return ""
-    look = styled(groups)[group.number]
+    look = looks([each.method for each in groups])[groups.index(group)]
     return f'<span class="swatch" style="--light:{look.on(dark=False)};--dark:{look.on(dark=True)}"></span>'

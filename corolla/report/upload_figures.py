@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter
-from numpy.typing import NDArray
+import pandas
 
-from corolla.report import uploads
+from corolla.report import charts, frames, upload_numbers
 from corolla.report.arrays import Floats, ReportedRun
-from corolla.report.by_kind import MOST_LINES
-from corolla.report.figures import Panel, averaged, clipped, legend, new_figure, rounds_axis, styled, thinned
-from corolla.report.groups import Group, short
-from corolla.report.recorded import class_counts, class_names, client_labels
-from corolla.report.style import (
-    BLACK,
-    BLUE,
-    COLOURS,
-    COLOURS_OF_VALUES,
-    LINES,
-    MARKERS,
-    VERMILLION,
-    Look,
-    colours_of,
-    empty_cells,
-    paper,
-    shares,
-    shown,
-    tone,
-)
-from corolla.report.uploads import LocalValues, Spread
+from corolla.report.by_kind import MOST_LINES, layer_lines
+from corolla.report.charts import ROUNDS, WIDTH, Axis, Chart
+from corolla.report.groups import Group
+from corolla.report.pictures import Panel, averaged
+from corolla.report.recorded import class_counts, class_labels, client_labels
+from corolla.report.upload_numbers import LocalValues, Spread
 from fl_app.server import kept_uploads
 from fl_app.server.kept_uploads import KeptUploads
 
@@ -45,8 +25,6 @@ MOST_MAPS, MOST_INPUTS = 3, 200
 # name of the entry for all tensors together
 MODEL = "whole model"
 NEIGHBOURS = "t-SNE"
-# width of the lines of largest deviations
-THIN = 0.8
 ANGLE, DEVIATION = "mean angle (degrees)", "squared deviation"
 
 
@@ -54,7 +32,7 @@ def of_uploads(run: ReportedRun, spreads: Sequence[Spread]) -> Iterator[Panel]:
     """Yield the pictures of a run's kept uploads. spreads: of its kept rounds."""
     # few files are open at a time: each holds file descriptors
     at = dict.fromkeys(np.linspace(0, len(spreads) - 1, MOST_MAPS).astype(int).tolist()) if spreads else {}
-    found = list(uploads.kept(run, [spreads[k].round for k in at]))
+    found = list(upload_numbers.kept(run, [spreads[k].round for k in at]))
     if not found:
         return
     number = run.number.replace(".", "-")
@@ -74,7 +52,7 @@ def of_uploads(run: ReportedRun, spreads: Sequence[Spread]) -> Iterator[Panel]:
         lambda: _by_layer(spreads, [spread.deviations for spread in spreads], DEVIATION, log=True),
     )
     last = found[-1]
-    if (scores := uploads.sensitivity(last, MOST_CLIENTS)) is not None:
+    if (scores := upload_numbers.sensitivity(last, MOST_CLIENTS)) is not None:
         yield Panel(
             f"upload-sensitivity-{number}",
             f"Sensitivity of the classifier's weights in round {last.round}",
@@ -83,7 +61,7 @@ def of_uploads(run: ReportedRun, spreads: Sequence[Spread]) -> Iterator[Panel]:
             f"to the client's most frequent class. {_of_clients(len(scores[0]), len(last.clients))}",
             lambda: _sensitivities(run, *scores),
         )
-    most, least = uploads.extreme_values(run, last, PARAMETERS)
+    most, least = upload_numbers.extreme_values(run, last, PARAMETERS)
     if not most:
         return
     yield Panel(
@@ -99,22 +77,23 @@ def of_uploads(run: ReportedRun, spreads: Sequence[Spread]) -> Iterator[Panel]:
 
 def of_all_uploads(groups: Sequence[Group], spreads: dict[str, list[Spread]]) -> Iterator[Panel]:
     """Yield the picture that compares rows of runs. spreads: of the kept rounds, by a run's number."""
-    drawn = [group for group in groups if any(spreads.get(run.number) for run in group.runs)]
-    if len(drawn) < 2:
+    kept = [group for group in groups if any(spreads.get(run.number) for run in group.runs)]
+    rounds = {group.number: _common_rounds(group, spreads) for group in kept}
+    if len(kept) < 2 or not any(rounds.values()):
         return
     yield Panel(
         "uploads",
         "Angles and deviations of clients' models",
-        "Left: mean angle between two clients' updates, for the whole model (FedCAC's Fig. 1(a)). Right: squared deviation of a "
-        "parameter's local values from their mean over clients (FedPake's Fig. 6): the mean over parameters and clients (line with "
-        "marks) and the largest (thin line). Seeds are averaged. Both use the rounds that the runs keep.",
-        lambda: _compared(groups, drawn, spreads),
+        "Left: mean angle between two clients' updates, for the whole model (FedCAC's Fig. 1(a)). Middle and right: "
+        "squared deviation of a parameter's local values from their mean over clients (FedPake's Fig. 6), the mean over parameters "
+        "and clients, and the largest. Seeds are averaged. All use the rounds that the runs keep.",
+        lambda: _compared([group for group in kept if rounds[group.number]], rounds, spreads),
     )
 
 
 def spreads_of(run: ReportedRun) -> list[Spread]:
     """Return the spread of every kept round of a run, by round. Rounds with other tensors than the last one are left out."""
-    found = [uploads.spread(found) for found in uploads.kept(run, kept_uploads.rounds(run.path))]
+    found = [upload_numbers.spread(found) for found in upload_numbers.kept(run, kept_uploads.rounds(run.path))]
     return [spread for spread in found if spread.names == found[-1].names]
 
 
@@ -125,163 +104,113 @@ def _of_clients(drawn: int, all: int) -> str:
 # Over rounds ----------------------------------------------------------------------------------------------------------
 
 
-def _compared(groups: Sequence[Group], drawn: Sequence[Group], spreads: dict[str, list[Spread]]) -> Figure:
-    picture = new_figure(4.2)
-    left, right = picture.add_subplot(1, 2, 1), picture.add_subplot(1, 2, 2)
-    style, last = styled(groups), 0
-    for group in drawn:
+def _common_rounds(group: Group, spreads: Mapping[str, Sequence[Spread]]) -> list[int]:
+    """Return the rounds that all of a group's runs keep, of those that keep any."""
+    each = [{spread.round for spread in spreads[run.number]} for run in group.runs if spreads.get(run.number)]
+    return sorted(set.intersection(*each))
+
+
+def _compared(
+    drawn: Sequence[Group], rounds: Mapping[int, list[int]], spreads: Mapping[str, Sequence[Spread]]
+) -> Chart:
+    kinds: dict[str, Callable[[Spread], float]] = {
+        "mean angle": lambda spread: float(spread.angles[-1]),
+        "mean deviation": lambda spread: float(spread.deviations[-1]),
+        "largest deviation": lambda spread: spread.largest,
+    }
+    lines: dict[str, list[charts.Frame]] = {kind: [] for kind in kinds}
+    for turn, group in enumerate(drawn):
         of_group = [spreads[run.number] for run in group.runs if spreads.get(run.number)]
-        rounds = sorted(set.intersection(*({spread.round for spread in own} for own in of_group)))
-        if not rounds:
-            continue
-
-        def mean(
-            value: Callable[[Spread], float], own: Sequence[list[Spread]] = of_group, at: list[int] = rounds
-        ) -> Floats:
-            means: Floats = np.mean([[value(s) for s in each if s.round in at] for each in own], axis=0)
-            return means
-
-        look, last = style[group.number], max(last, rounds[-1])
-        name = short(group.label, 60)
-        left.plot(rounds, mean(lambda s: s.angles[-1]), label=name, **look.line_style(len(rounds)))
-        middle, top = mean(lambda s: s.deviations[-1]), mean(lambda s: s.largest)
-        right.plot(rounds, middle, **look.line_style(len(rounds)))
-        right.plot(rounds, top, color=look.drawn(), linestyle=look.line, linewidth=THIN)
-    left.set_ylabel(ANGLE)
-    left.set_title("Angle between updates")
-    right.set_ylabel(DEVIATION)
-    right.set_title("Deviation from the mean")
-    _log_axis(right)
-    for axes in (left, right):
-        rounds_axis(axes, last)
-    ink: dict[str, Any] = {"color": tone(0.35), "markeredgecolor": paper()}
-    kinds = [Line2D([], [], marker="o", label="mean", **ink), Line2D([], [], linewidth=THIN, label="largest", **ink)]
-    right.legend(handles=kinds, fontsize=9)
-    legend(picture, left)
-    return picture
-
-
-def _by_layer(spreads: Sequence[Spread], values: Sequence[Floats], label: str, log: bool = False) -> Figure:
-    """Draw values by layer over the kept rounds: a line each, or a row each if there are many."""
-    rounds, grid = [spread.round for spread in spreads], np.array(values).T
-    names = spreads[0].names
-    return (_lines if len(names) <= MOST_LINES else _rows)(rounds, names, grid, label, log)
-
-
-def _lines(rounds: list[int], names: list[str], grid: Floats, label: str, log: bool) -> Figure:
-    picture = new_figure(4.2)
-    axes = picture.add_subplot()
-    coloured = [colour for colour in COLOURS if colour != BLACK]
-    for k, name in enumerate([*names, MODEL]):
-        whole = k == len(names)
-        look = (
-            Look(BLACK, "-", MARKERS[-1])
-            if whole
-            else Look(coloured[k % len(coloured)], LINES[k % len(LINES)], MARKERS[k])
+        shared = rounds[group.number]
+        for kind, value in kinds.items():
+            means = [np.mean([value(s) for own in of_group for s in own if s.round == t]) for t in shared]
+            lines[kind].append(frames.line(group, turn, round=shared, mean=means))
+    each = []
+    for kind, found in lines.items():
+        axis = (
+            Axis(ANGLE, "~g")
+            if kind == "mean angle"
+            else _axis(f"{kind.split()[0]} {DEVIATION}", [f["mean"] for f in found])
         )
-        axes.plot(rounds, grid[k], label=name, linewidth=2.6 if whole else 1.5, **look.line_style(len(rounds)))
-    axes.set_ylabel(label)
-    if log:
-        _log_axis(axes)
-    rounds_axis(axes, rounds[-1])
-    picture.legend(loc="outside right upper", handlelength=3.6, title="layer")
-    return picture
+        frame = pandas.concat(found, ignore_index=True)
+        if axis.log:
+            frame["mean"] = frame["mean"].where(frame["mean"] > 0)
+        each.append(charts.lines(frame, ROUNDS, axis, 260, width=charts.small_width(3)))
+    return charts.beside(*each, independent=[])
 
 
-def _log_axis(axes: Axes) -> None:
-    """Make y logarithmic, with plain numbers on it, unless no line is above 0."""
-    if axes.dataLim.y1 <= 0:
-        return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+def _axis(title: str, values: Sequence[Floats]) -> Axis:
+    """Return a logarithmic axis, unless no value is above 0."""
+    return Axis(title, "~g", log=bool(max(np.nanmax(each, initial=0) for each in values) > 0))
 
 
-def _rows(rounds: list[int], names: list[str], grid: Floats, label: str, log: bool) -> Figure:
-    height = min(10.0, 1.5 + 0.2 * len(grid))
-    picture = new_figure(height)
-    axes = picture.add_subplot()
-    axes.patch.set(**empty_cells())
-    axes.grid(visible=False)
+def _by_layer(spreads: Sequence[Spread], values: Sequence[Floats], label: str, log: bool = False) -> Chart:
+    """Return values by layer over the kept rounds: a line each, or a row each if there are many."""
+    rounds, grid = [spread.round for spread in spreads], np.array(values).T
+    names = [MODEL, *spreads[0].names]
+    grid = np.concatenate([grid[-1:], grid[:-1]])
+    if len(names) <= MOST_LINES + 1:
+        positive = np.where(grid > 0, grid, np.nan) if log else grid
+        return layer_lines(names, rounds, positive, _axis(label, [grid]) if log else Axis(label))
     if log:
         grid, label = np.log10(np.where(grid > 0, grid, np.nan)), f"{label} (log10)"
-    image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=COLOURS_OF_VALUES)
-    axes.set_yticks(range(len(grid)), [*names, MODEL], fontsize=8.5)
-    ticks = thinned(len(rounds), 7, 0.4)
-    axes.set_xticks(ticks, [str(rounds[k]) for k in ticks])
-    axes.set_xlabel("round")
-    picture.colorbar(image, ax=axes, label=label, fraction=0.04, pad=0.01, aspect=6 * height)
-    return picture
+    axis = Axis(label)
+    x, y = (
+        charts.names("x", "at", "round", [str(t) for t in rounds]),
+        charts.names("y", "row", "", names),
+    )
+    frame = frames.grid(names, [str(t) for t in rounds], grid, "row", "at")
+    return charts.cells(frame, x, y, charts.coloured(axis), axis, WIDTH - 250, 16 * len(names))
 
 
 # One round ------------------------------------------------------------------------------------------------------------
 
 
-def _sensitivities(run: ReportedRun, ids: list[int], scores: Floats) -> Figure:
-    columns = min(3, len(ids))
-    lines = -(-len(ids) // columns)
+def _sensitivities(run: ReportedRun, ids: list[int], scores: Floats) -> Chart:
     classes = scores.shape[1]
-    inches = min(2.4, max(1.1, 0.14 * classes))
-    picture = new_figure(0.5 + lines * (inches + 0.6))
     known = class_counts(run)
     mix = dict(zip(known[0], known[1], strict=True)) if known and known[1].shape[1] == classes else {}
-    names = class_names(run, classes) or tuple(map(str, range(classes)))
-    ticks = thinned(classes, inches, 0.15)
-    grid = picture.add_gridspec(lines, 2 * columns, width_ratios=[1, 24] * columns)
-    image = None
+    names = class_labels(run, classes)
+    height, columns = max(110, min(14 * classes, 230)), min(3, len(ids))
+    width = charts.small_width(columns) - 90
+    axis, each = Axis("share of the client's largest", "~%"), []
     for k, (i, label) in enumerate(zip(ids, client_labels(run, ids), strict=True)):
-        line, column = divmod(k, columns)
-        strip, axes = (picture.add_subplot(grid[line, 2 * column + j]) for j in (0, 1))
         cells = averaged(scores[k], MOST_INPUTS, axis=1)
-        image = axes.imshow(
-            cells / (cells.max() or 1), aspect="auto", interpolation="nearest", cmap=COLOURS_OF_VALUES, vmin=0, vmax=1
+        inputs = [str(j) for j in np.linspace(0, scores.shape[2], cells.shape[1] + 1).astype(int)[:-1]]
+        share = np.array(mix.get(i, np.full(classes, np.nan)), np.float64)[:, None]
+        strip = frames.grid(names, [""], share / max(np.nanmax(share, initial=1), 1), "class", "samples")
+        rows = charts.names("y", "class", None, names)
+        column = charts.names("x", "samples", None, [""], shown=False)
+        grey = charts.coloured(axis, (0.0, 1.0), share=True).legend(None)
+        first = charts.cells(strip, column, rows, grey, axis, 12, height)
+        across = charts.names("x", "input", "input of the last layer", inputs, shown=False)
+        frame = frames.grid(names, inputs, cells / (cells.max() or 1), "class", "input")
+        colour = charts.coloured(axis, (0.0, 1.0), across=200)
+        if k < len(ids) - 1:
+            colour = colour.legend(None)
+        second = charts.cells(
+            frame, across, charts.names("y", "class", None, names, shown=False), colour, axis, width, height
         )
-        axes.set_title(f"client {label}", fontsize=9.5)
-        axes.set_yticks([])
-        share = np.array(mix[i], np.float64)[:, None] if i in mix else np.zeros((classes, 1))
-        strip.imshow(share / max(share.max(), 1), aspect="auto", interpolation="nearest", cmap=shares(), vmin=0, vmax=1)
-        strip.set_xticks([])
-        strip.set_yticks(
-            ticks, [clipped(names[c], 10) for c in ticks] if column == 0 else [""] * len(ticks), fontsize=8
-        )
-        strip.set_ylabel("class" if column == 0 else "")
-        for each in (strip, axes):
-            each.grid(visible=False)
-        axes.tick_params(labelbottom=k + columns >= len(ids))
-        axes.set_xlabel("input of the last layer" if k + columns >= len(ids) else "")
-    if image is not None:
-        picture.colorbar(
-            image, ax=picture.axes, label="share of the client's largest", fraction=0.03, pad=0.01, aspect=40
-        )
-    return picture
+        each.append(charts.beside(first, second.properties(title=f"client {label}")))
+    return charts.beside(*each, columns=columns)
 
 
-def _local_values(rows: Sequence[Sequence[LocalValues]]) -> Figure:
-    columns = max(map(len, rows))
-    picture = new_figure(2.5 * len(rows) + 0.4)
-    for line, row in enumerate(rows):
-        for k, found in enumerate(row):
-            axes = picture.add_subplot(len(rows), columns, line * columns + k + 1)
-            bins = int(np.clip(len(found.values) / 2, 5, 30))
-            axes.hist(found.values, bins=bins, color=tone(0.72), edgecolor=paper(), linewidth=0.6)
-            marks = (
-                ("new global model", found.after, VERMILLION, "-", 3.4),
-                ("mean of the uploads", float(found.values.mean()), BLUE, "--", 1.8),
-                ("sent to the clients", found.sent, BLACK, ":", 1.8),
-            )
-            for name, at, colour, style, width in marks:
-                if not np.isnan(at):
-                    axes.axvline(at, color=shown(colour), linestyle=style, label=name, linewidth=width)
-            axes.set_title(found.name, fontsize=9)
-            axes.ticklabel_format(axis="x", useOffset=False, style="plain")
-            axes.locator_params(axis="x", nbins=4)
-            axes.locator_params(axis="y", integer=True)
-            if k == 0:
-                axes.set_ylabel("clients")
-            if line == len(rows) - 1:
-                axes.set_xlabel("value")
-    legend(picture, picture.axes[0])
-    return picture
+def _local_values(rows: Sequence[Sequence[LocalValues]]) -> Chart:
+    found, marks = [], []
+    for row, one in ((row, one) for row, several in enumerate(rows) for one in several):
+        bins = int(np.clip(len(one.values) / 2, 5, 30))
+        found.append(frames.bins(one.values, np.histogram_bin_edges(one.values, bins)).assign(part=one.name, place=row))
+        places = {
+            "new global model": one.after,
+            "mean of the uploads": float(one.values.mean()),
+            "sent to the clients": one.sent,
+        }
+        marks += [
+            {"part": one.name, "place": row, "kind": kind, "value": at}
+            for kind, at in places.items()
+            if not np.isnan(at)
+        ]
+    return charts.local_values(pandas.concat(found, ignore_index=True), pandas.DataFrame(marks))
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------
@@ -289,11 +218,10 @@ def _local_values(rows: Sequence[Sequence[LocalValues]]) -> Figure:
 
 def _map(run: ReportedRun, found: Sequence[KeptUploads], name: str) -> Panel:
     files = [each for each in found if each.params == found[-1].params]
-    parts = uploads.relative(files)
-    principal, neighbours = uploads.maps(np.concatenate([points for _, points in parts]))
+    parts = upload_numbers.relative(files)
+    principal, neighbours = upload_numbers.maps(np.concatenate([points for _, points in parts]))
     classes = _majority(run, [int(i) for ids, _ in parts for i in ids])
-    rounds = [each.round for each in files]
-    ends = np.cumsum([0, *(len(ids) for ids, _ in parts)]).tolist()
+    clients = [(each.round, ids.tolist()) for each, (ids, _) in zip(files, parts, strict=True)]
     drawn = [("principal components", principal)] + ([(NEIGHBOURS, neighbours)] if neighbours is not None else [])
     coloured = "Colour and mark: the class with most of the client's samples. " if classes else ""
     text = (
@@ -301,7 +229,7 @@ def _map(run: ReportedRun, found: Sequence[KeptUploads], name: str) -> Panel:
         f"points that move together have become alike. {coloured}Principal components keep distances, as far as two axes can; "
         "t-SNE keeps neighbours, and its distances between groups mean nothing."
     )
-    return Panel(name, "Map of local models", text, lambda: _maps(run, rounds, ends, drawn, classes))
+    return Panel(name, "Map of local models", text, lambda: _maps(run, clients, drawn, classes))
 
 
 def _majority(run: ReportedRun, ids: Sequence[int]) -> list[int]:
@@ -314,68 +242,25 @@ def _majority(run: ReportedRun, ids: Sequence[int]) -> list[int]:
 
 
 def _maps(
-    run: ReportedRun,
-    rounds: Sequence[int],
-    ends: Sequence[int],
-    drawn: Sequence[tuple[str, Floats]],
-    classes: list[int],
-) -> Figure:
-    picture = new_figure(0.7 + 3.3 * len(drawn))
+    run: ReportedRun, parts: Sequence[tuple[int, list[int]]], drawn: Sequence[tuple[str, Floats]], classes: list[int]
+) -> Chart:
+    """Return maps. parts: round and its clients; their points follow each other."""
     counts = class_counts(run)
-    names = class_names(run, counts[1].shape[1]) if counts else ()
-    known = sorted({0} if not classes else set(classes))
-    style = {
-        c: (colour, MARKERS[k % len(MARKERS)])
-        for k, (c, colour) in enumerate(zip(known, colours_of(len(known)), strict=True))
-    }
-    for line, (kind, points) in enumerate(drawn):
-        # a square that holds the points of all rounds
-        low, high = points.min(axis=0), points.max(axis=0)
-        middle, half = (low + high) / 2, 0.54 * float((high - low).max()) or 1.0
-        for k, round in enumerate(rounds):
-            axes = picture.add_subplot(len(drawn), len(rounds), line * len(rounds) + k + 1, aspect="equal")
-            axes.set(xlim=(middle[0] - half, middle[0] + half), ylim=(middle[1] - half, middle[1] + half))
-            own = slice(ends[k], ends[k + 1])
-            _points(axes, points[own], classes[own], names, style)
-            axes.set_title(f"{kind}, round {round}", fontsize=9.5)
-            axes.tick_params(labelleft=k == 0)
-            if kind == NEIGHBOURS:
-                axes.set(xticks=[], yticks=[])
-    labels = {
-        label: handle for axes in picture.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    if labels:
-        order = sorted(labels, key=lambda label: (not label.isdecimal(), len(label), label))
-        picture.legend(
-            [labels[label] for label in order],
-            order,
-            loc="outside lower center",
-            ncols=min(len(labels), 10),
-            title="main class",
-        )
-    return picture
-
-
-def _points(
-    axes: Axes,
-    points: Floats,
-    classes: Sequence[int],
-    names: Sequence[str],
-    style: Mapping[int, tuple[str, str]],
-) -> None:
-    """Draw clients' points. style: colour and mark of each class; of 0 if the classes are not known."""
-    kinds: NDArray[np.int64] = np.array(classes if len(classes) else [0] * len(points))
-    for c in np.unique(kinds).tolist():
-        at, (colour, marker) = kinds == c, style[c]
-        label = (clipped(names[c]) if names else str(c)) if len(classes) else None
-        axes.scatter(
-            points[at, 0],
-            points[at, 1],
-            s=34,
-            color=colour,
-            marker=marker,
-            edgecolor=paper(),
-            linewidth=0.5,
-            label=label,
-            alpha=0.9,
-        )
+    names = class_labels(run, counts[1].shape[1]) if counts else []
+    found, start = [], 0
+    for round, ids in parts:
+        own = slice(start, start + len(ids))
+        for kind, points in drawn:
+            columns = {
+                "kind": kind,
+                "part": f"round {round}",
+                "client": client_labels(run, ids),
+                "x": points[own, 0],
+                "y": points[own, 1],
+            }
+            if classes:
+                columns["class"] = [names[c] for c in classes[own]]
+            found.append(pandas.DataFrame(columns))
+        start += len(ids)
+    every = [names[c] for c in sorted(set(classes))]
+    return charts.maps(pandas.concat(found, ignore_index=True), every)

@@ -23,6 +23,11 @@ EXPERIMENT = "corolla.experiment"
 _LONGEST, _AT_ONCE = 6000, 100
 
 
+def check() -> None:
+    """Raise an error if no store is of MLFLOW_TRACKING_URI's kind. It asks no server."""
+    MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or None)
+
+
 class Store:
     """One MLflow run in the experiment MLFLOW_EXPERIMENT_NAME, or `corolla`."""
 

@@ -14,6 +14,11 @@ from corolla.tracking.follow import FOLDERS, settings
 from fl_app.keys import Scalar
 
 
+def check() -> None:
+    """Raise an error if there is no account to which runs can be sent, and W&B is not offline. It asks no server."""
+    wandb.login(verify=False)
+
+
 class Store:
     """One run in the project WANDB_PROJECT, or `corolla`. Its id is the experiment's, so that a resumed run continues it."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from fl_app import rng
+from fl_app.config.earlier_keys import current
 from fl_app.config.experiment import ExperimentKeys
 from fl_app.config.privacy import PrivacyKeys
 from fl_app.config.rules import (
@@ -27,6 +28,7 @@ from fl_app.config.rules import (
     with_implied,
 )
 from fl_app.config.timing import TimingKeys
+from fl_app.errors import UserError
 from fl_app.keys import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -39,14 +41,14 @@ from fl_app.keys import (
     NoParams,
     Rule,
     Scalar,
-    bears_on,
+    affects,
     key,
-    meant,
     recorded,
     specs,
+    suggestion,
     table_of,
 )
-from fl_app.known_names import Average, divisions
+from fl_app.known_names import STEP, Average, divisions
 from fl_app.plugins import is_reference
 from fl_app.sources import NODE, source_of
 
@@ -55,8 +57,8 @@ from fl_app.sources import NODE, source_of
 class Checked(Protocol):
     """Parameters of a method with rules that a single key's range cannot express."""
 
-    def problems(self, config: RunConfig) -> Iterable[str]:
-        """Return a line for each problem with the values together: key, rule, value."""
+    def problems(self, config: RunConfig) -> Iterable[UserError]:
+        """Return an error for each problem with the values together: key, rule, value."""
         ...
 
 
@@ -67,7 +69,13 @@ NO_KEYS = {"tensorboard": '; TensorBoard is a tracker: track = "tensorboard"'}
 def scheduled(schedule: str, decay: float, round: int, rounds: int) -> float:
     """Return the factor on a learning rate in a round in 1 .. rounds."""
     angle = math.pi * (round - 1) / rounds if schedule == "cosine" else 0.0
-    return decay ** (round - 1) * ((1 + math.cos(angle)) / 2)
+    every = int(schedule.removeprefix(STEP)) if schedule.startswith(STEP) else 1
+    return decay ** ((round - 1) // every) * ((1 + math.cos(angle)) / 2)
+
+
+def ids_in(without: object) -> frozenset[int]:
+    """Return the ids in a value of the key `without`."""
+    return frozenset(int(word) for word in str(without).split(",") if word.isdecimal())
 
 
 def share_of(count: int, share: float) -> int:
@@ -81,6 +89,13 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
 
     # local training
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
+    local_steps: int = key(
+        0,
+        "Batches per round and client, in place of `local-epochs`; epochs follow each other until there are as many. Fine-tuning "
+        "and phases that a method counts in epochs stay in epochs. 0: `local-epochs`.",
+        NOT_NEGATIVE,
+        headline=True,
+    )
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
     drop_last: bool = key(
         False,
@@ -93,19 +108,22 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         "add this sample to the batch before, because BatchNorm cannot normalize a single sample.",
         trains_on=lambda drop, n, size: n - 1 if drop and n % size == 1 < size < n else n,
     )
-    optimizer: Literal["sgd", "adamw"] = key(
+    optimizer: Literal["sgd", "adam", "adamw"] = key(
         "sgd",
-        "`adamw`: torch.optim.AdamW with betas 0.9 and 0.999; its moments start at zero in every round. Plain gradient steps "
-        "in a method's own algorithm stay plain.",
+        "`adam`, `adamw`: those of torch.optim with betas 0.9 and 0.999; their moments start at zero in every round. Plain "
+        "gradient steps in a method's own algorithm stay plain.",
         headline=True,
     )
     learning_rate: float = key(0.1, "Learning rate.", POSITIVE, headline=True)
-    learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
-    schedule: Literal["constant", "cosine"] = key(
+    learning_rate_decay: float = key(
+        1.0, "Factor on the learning rate after every round, or at the rounds of `schedule`.", POSITIVE_RATIO
+    )
+    schedule: str = key(
         "constant",
         "`cosine`: multiplies the learning rate in round t of T by (1 + cos(pi (t - 1) / T)) / 2, in addition to "
-        "`learning-rate-decay`.",
-        spans_run=True,
+        "`learning-rate-decay`. `step:K`: `learning-rate-decay` applies after every K rounds, not after every round.",
+        schedule_dependent=True,
+        checked=True,
     )
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
     weight_decay: float = key(0.0, "Weight decay; decoupled from the gradient with `adamw`.", NOT_NEGATIVE)
@@ -114,10 +132,10 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         "Largest Euclidean norm of a step's gradient. Larger gradients are scaled down to it. 0: no limit.",
         NOT_NEGATIVE,
     )
-    precision: Literal["float32", "tf32", "bfloat16"] = key(
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] = key(
         "float32",
-        "`tf32`: a GPU multiplies with 10 mantissa bits instead of 23; a CPU is not affected. `bfloat16`: forward and backward "
-        "passes in mixed precision (autocast). Weights stay float32.",
+        "`tf32`: a GPU multiplies with 10 mantissa bits instead of 23; a CPU is not affected. `bfloat16`, `float16`: forward "
+        "and backward passes in mixed precision (autocast); `float16` scales the loss. Weights stay float32.",
     )
     device: str = key(
         "auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.", compared=False, checked=True
@@ -130,17 +148,27 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         0, "Rounds between evaluations of all clients. 0: only after the last round.", NOT_NEGATIVE, compared=False
     )
     min_available_clients: int = key(
-        0, "Clients that must be connected before a round starts; 0: `num-clients`.", NOT_NEGATIVE, compared=False
+        0,
+        "Clients that must be connected before a round starts; 0: `num-clients`.",
+        NOT_NEGATIVE,
+        compared=False,
+        extends=True,
+    )
+    without: str = key(
+        "",
+        "Ids of clients that are gone for good, with commas; set by `corolla run --without`.",
+        compared=False,
+        extends=True,
     )
     available_timeout: float = key(
         120.0, "Seconds to wait for `min-available-clients` before the run fails.", POSITIVE, about="running"
     )
-    discover: Literal["auto", "all", "drawn"] = key(
+    discover: Literal["auto", "all", "sampled"] = key(
         "auto",
-        "When the server asks clients for their properties. `all`: before the first round. `drawn`: when a client is first drawn "
-        "for a round or evaluated; this works only in one process, where ids are known in advance. `auto`: `drawn` above 1000 "
-        "clients, else `all`. Where `drawn` is impossible (deployments, `private`, `node`, FedConcat), `all` is used, and the "
-        "log states it.",
+        "When the server asks clients for their properties. `all`: before the first round. `sampled`: when a client is first "
+        "sampled for a round, or evaluated; this works only in one process, where ids are known in advance. `auto`: `sampled` "
+        "above 1000 clients, else `all`. Where `sampled` is impossible (deployments, `private`, `node`, FedConcat), the server "
+        "uses `all`, and the log states it.",
         about="running",
     )
     round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE, about="running")
@@ -173,10 +201,10 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         "then counts once.",
         compared=False,
     )
-    robust_liars: float = key(
+    byzantine_ratio: float = key(
         0.3,
-        "Part of the clients that may lie, for the [rules that count them](security.md#clients-that-lie); at least one client of "
-        "three or more.",
+        "Part of the clients that are assumed to be Byzantine, for the [rules that count them](security.md#byzantine-clients); at "
+        "least one client of three or more.",
         Rule(low=0, high=0.5, high_open=True),
         compared=False,
     )
@@ -272,7 +300,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     overwrite: bool = key(
         False,
-        "If a run of this `run-name` exists, remove it just before the new one starts. Anything that is no run is not removed.",
+        "If a run of this `run-name` exists, remove it just before the new one starts. Only run folders are removed.",
         about="place",
     )
     resume: str = key(
@@ -299,6 +327,12 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     track: str = key(
         "",
         "Any of `mlflow`, `wandb`, `tensorboard`, separated by commas; [how](experiments.md#trackers).",
+        about="running",
+        checked=True,
+    )
+    callbacks: str = key(
+        "",
+        "Classes of your own, `module:Class`, separated by commas, that get every round's record; [how](experiments.md#callbacks).",
         about="running",
         checked=True,
     )
@@ -358,16 +392,25 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         return frozenset(int(i) for i in drawn)
 
     @property
+    def gone(self) -> frozenset[int]:
+        """The clients that are gone for good (`without`): no round waits for them, and no mean is of them."""
+        return ids_in(self.without)
+
+    @property
     def num_training(self) -> int:
         """Number of clients that train."""
         return self.num_clients - len(self.unseen)
 
     def spanning_keys(self) -> list[tuple[KeySpec, Scalar]]:
         """Return (key, value) of keys in use that depend on the number of rounds: a resumed run must not change it."""
-        return [(key, value) for key, value in self.own_keys() if key.spans_run and not key.is_off(value)]
+        return [
+            (key, value)
+            for key, value in self.own_keys()
+            if key.schedule_dependent and not key.is_off(value) and not str(value).startswith(STEP)
+        ]
 
-    def drawn(self, able: int) -> int:
-        """Return the number of clients, or companies, of `able` ones that train in a round (`fraction-train`)."""
+    def cohort_size(self, able: int) -> int:
+        """Return the number of clients, or aggregation groups, of `able` ones that train in a round (`fraction-train`)."""
         return share_of(able, self.fraction_train)
 
     def own_keys(self) -> Iterator[tuple[KeySpec, Scalar]]:
@@ -387,11 +430,13 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
 
 
 def _parse(
-    raw: Mapping[str, Scalar], methods: Mapping[str, type], *checks: Callable[[Mapping[str, Any], list[str]], None]
+    raw: Mapping[str, Scalar],
+    methods: Mapping[str, type],
+    *checks: Callable[[Mapping[str, Any], list[UserError]], None],
 ) -> RunConfig:
     """Return the RunConfig of a flat run config. checks: further rules for combinations of keys."""
     refuse_files(raw)
-    problems: list[str] = []
+    problems: list[UserError] = []
     known = {spec.name: spec for spec in specs(RunConfig)}
     method = str(raw.get("method", known["method"].default))
     outside = [method] if is_reference(method) and method in methods else []
@@ -400,7 +445,8 @@ def _parse(
     tables = [table_of(name) for name in (*methods, *outside)]
     for name in raw:
         if name not in known:
-            problems.append(f"{name}: unknown key{NO_KEYS.get(name) or meant(name, known, tables, table_of(method))}")
+            hint = NO_KEYS.get(name) or suggestion(name, known, tables, table_of(method))
+            problems.append(UserError(key=name, rule="unknown key", hint=hint))
     values = {name: spec.read(raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
     check_words(values, methods, problems)
     if not problems:
@@ -421,9 +467,10 @@ def _parse(
 
 def parse_recorded(saved: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     """Return the RunConfig that a run folder has recorded. It needs no code of a user's own method."""
+    saved = current(saved)
     method = str(saved.get("method"))
     if is_reference(method):
-        table = {key.rpartition(".")[2]: value for key, value in saved.items() if "." in key and bears_on(key, method)}
+        table = {key.rpartition(".")[2]: value for key, value in saved.items() if "." in key and affects(key, method)}
         methods = {**methods, method: recorded(table)}
     # no check_client: runs of earlier versions could combine `client` with other partitions
     return _parse(saved, methods)

@@ -18,7 +18,7 @@ class PrivacyKeys:
     # privacy
     private: bool = key(
         False,
-        "The server receives sums of at least three clients' models, and how far clients' masks agree, but no single client's "
+        "The server receives sums of at least three clients' models, and pairwise overlaps of masks, but no single client's "
         "model or mask ([what this hides](privacy.md)). Some methods do not support it. `report-class-counts` is off.",
         compared=False,
         checked=True,
@@ -37,12 +37,17 @@ class PrivacyKeys:
         compared=False,
     )
     private_regroup: int = key(
-        5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
+        5,
+        "Rounds for which a private run keeps its clusters of clients.",
+        AT_LEAST_ONE,
+        compared=False,
+        counts_rounds=True,
     )
-    private_absent: Literal["alone", "company"] = key(
-        "company",
-        "Clients left out of a private run's sums when a client is away. `company`: this client and two others "
-        "([what this hides](privacy.md#companies)). `alone`: this client; the difference between rounds roughly reveals its model.",
+    private_left_out: Literal["client", "group"] = key(
+        "group",
+        "Clients left out of a private run's sums when a client is away. `group`: an aggregation group with this client, of at "
+        "least three ([what this hides](privacy.md#aggregation-groups)). `client`: this client; the difference between rounds "
+        "roughly reveals its model.",
         compared=False,
     )
     report_accuracy: bool = key(
@@ -57,7 +62,7 @@ class PrivacyKeys:
         NOT_NEGATIVE,
         compared=False,
         checked=True,
-        spans_run=True,
+        schedule_dependent=True,
     )
     dp_delta: float = key(
         1e-5,

@@ -7,13 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_app.config import earlier_keys
 from fl_app.config.timing import check_timing
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.files import names_are_shown, nearest_path
 from fl_app.keys import Scalar, nearest
-from fl_app.known_names import BY_COLUMN, FIXED_SIZES, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS, UNBALANCED
-from fl_app.plugins import is_reference
-from fl_app.sources import FOLDER, NODE, SOURCES, either, path_in, path_prefixes, source_of
+from fl_app.known_names import (
+    BY_COLUMN,
+    FIXED_SIZES,
+    MODELS,
+    OWN_PARTITION,
+    PARTITIONS,
+    STEP,
+    TASKS,
+    TRACKERS,
+    UNBALANCED,
+)
+from fl_app.plugins import is_reference, meant
+from fl_app.sources import FOLDER, NODE, SOURCES, either, path_in, path_prefixes, source_of, suffix_of
 
 # A run with more than MANY_CLIENTS clients records matrices every SELDOM rounds, unless `record-matrices` is set.
 MANY_CLIENTS, SELDOM = 100, 10
@@ -34,7 +45,7 @@ def _source_for(dataset: str) -> str:
     try:
         if not path.exists():
             path = nearest_path(path) or path
-        kind = FOLDER if path.is_dir() and not colon else path.suffix.lower()
+        kind = FOLDER if path.is_dir() and not colon else suffix_of(path)
     except OSError:
         # too long, or in a directory that this account must not read
         return ""
@@ -46,23 +57,22 @@ def _looks_like_a_path(dataset: str) -> bool:
     return "/" in dataset or bool(Path(dataset).suffix)
 
 
-def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
-    """Add a line to `problems` for every value that is not among its key's words, references or paths."""
+def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[UserError]) -> None:
+    """Add an error to `problems` for every value that is not among its key's words, references or paths."""
 
     def refuse(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
         value = values[name]
         kind, colon, _ = str(value).partition(":")
-        hint = nearest(kind + colon, (*allowed, *prefixes))
-        problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
+        own = meant(kind) if name in ("method", "model", "task") else ""
+        hint = f"; did you mean {own}?" if own else nearest(kind + colon, (*allowed, *prefixes))
+        problems.append(UserError(key=name, rule=f"must be one of {', '.join(allowed)}{more}", value=value, hint=hint))
 
     if values["method"] not in methods:
         several = [name.strip() for name in str(values["method"]).split(",")]
         if len(several) > 1 and all(name in methods or is_reference(name) for name in several):
             listed_names = ", ".join(f'"{name}"' for name in several)
-            problems.append(
-                f"method: a run has one method, got {values['method']!r}; for several, write [grid] and below it "
-                f"method = [{listed_names}] into a file, and run `corolla sweep FILE`"
-            )
+            hint = f"; for several, write [grid] and below it method = [{listed_names}] into a file, and run `corolla sweep FILE`"
+            problems.append(UserError(key="method", rule="a run has one method", value=values["method"], hint=hint))
         else:
             refuse("method", tuple(methods), " or module:METHOD")
     dataset, partition, model, task = (str(values[name]) for name in ("dataset", "partition", "model", "task"))
@@ -71,9 +81,10 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         words = tuple(name for name, source in SOURCES.items() if not source.path)
         forms = ", ".join(source.form for source in SOURCES.values() if source.path)
         if source is not None and source.path:
-            problems.append(f"dataset: {source.prefix} needs its path: {source.form}, got {dataset!r}")
+            rule = f"{source.prefix} needs its path: {source.form}"
+            problems.append(UserError(key="dataset", rule=rule, value=dataset))
         elif (_looks_like_a_path(dataset) or not nearest(dataset, words)) and (hint := _source_for(dataset)):
-            problems.append(f"dataset: {dataset!r} names no source of data{hint}")
+            problems.append(UserError(key="dataset", rule="must name a source of data", value=dataset, hint=hint))
         else:
             refuse("dataset", words, f" or {forms}", path_prefixes("dataset"))
     if partition not in (*PARTITIONS, BY_COLUMN) and not path_in("partition", partition):
@@ -84,34 +95,46 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         refuse("task", TASKS, " or module:Class")
     for name in split_names(str(values["track"])):
         if name not in TRACKERS:
-            problems.append(
-                f"track: must be some of {', '.join(TRACKERS)}, with commas, got {name!r}{nearest(name, TRACKERS)}"
-            )
+            rule = f"must be some of {', '.join(TRACKERS)}, with commas"
+            problems.append(UserError(key="track", rule=rule, value=name, hint=nearest(name, TRACKERS)))
+    for name in split_names(str(values["callbacks"])):
+        if not re.fullmatch(r"[\w.]+:\w+", name):
+            hint = f"; did you mean {own}?" if (own := meant(name.partition(":")[0])) else ""
+            rule = "must be module:Class, several with commas"
+            problems.append(UserError(key="callbacks", rule=rule, value=name, hint=hint))
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
-        problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
+        problems.append(UserError(key="device", rule="must be auto, cpu, cuda or cuda:k", value=values["device"]))
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
-        problems.append(
-            f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}"
-        )
+        rule = "letters, digits and _.+=,@- only, not starting with a dot"
+        problems.append(UserError(key="run-name", rule=rule, value=values["run-name"]))
     if (length := len(str(values["run-name"]).encode())) > LONGEST_NAME:
-        problems.append(f"run-name: at most {LONGEST_NAME} bytes, got {length}: {str(values['run-name'])[:40]}...")
+        start = f": {str(values['run-name'])[:40]}..."
+        problems.append(UserError(key="run-name", rule=f"at most {LONGEST_NAME} bytes", value=length, hint=start))
+    if not re.fullmatch(rf"constant|cosine|{STEP}[1-9]\d{{0,8}}", str(values["schedule"])):
+        rule = f"must be constant, cosine or {STEP}K, with K rounds of at least 1"
+        problems.append(UserError(key="schedule", rule=rule, value=values["schedule"]))
     if values["keep-uploads"] and not upload_interval(str(values["keep-uploads"])):
-        problems.append(
-            f"keep-uploads: must be `every N`, with N rounds of at least 1, or empty, got {values['keep-uploads']!r}"
-        )
+        rule = "must be `every N`, with N rounds of at least 1, or empty"
+        problems.append(UserError(key="keep-uploads", rule=rule, value=values["keep-uploads"]))
     names = split_names(str(values["classes"]))
     if len(set(names)) != len(names):
-        problems.append(f"classes: every name once, got {values['classes']!r}")
+        problems.append(UserError(key="classes", rule="every name once", value=values["classes"]))
     if dataset == NODE and task == TASKS[0] and len(names) < 2:
-        problems.append(f"classes: dataset node needs at least two class names, got {values['classes']!r}")
+        rule = "dataset node needs at least two class names"
+        problems.append(UserError(key="classes", rule=rule, value=values["classes"]))
+
+
+def _without_py(module: str, name: str | None) -> str:
+    return f"{module}{name}" if name else meant(module) or f"{module}:NAME"
 
 
 def refuse_files(raw: Mapping[str, Scalar]) -> None:
     """Raise UserError for a file's name in place of a module's: a search for the module FILE.py would import FILE."""
     found = ((key, re.fullmatch(r"(.+)\.py(:.*)?", str(raw.get(key, "")))) for key in ("method", "model", "task"))
+    rule = "must be module:NAME without .py"
     complain(
         [
-            f"{key}: must be module:NAME without .py, got {match[0]!r}; did you mean {match[1]}{match[2] or ':NAME'}?"
+            UserError(key=key, rule=rule, value=match[0], hint=f"; did you mean {_without_py(match[1], match[2])}?")
             for key, match in found
             if match
         ]
@@ -119,10 +142,11 @@ def refuse_files(raw: Mapping[str, Scalar]) -> None:
 
 
 def with_implied(raw: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the keys that were set and those that they imply.
+    """Return the keys that were set, under their current names, and those that they imply.
 
     `client` implies the partition `by-column`. Many clients imply fewer records of matrices, because these are larger.
     """
+    raw = earlier_keys.current(raw)
     implied: dict[str, Scalar] = {}
     if raw.get("client") and "partition" not in raw and raw.get("dataset") != NODE:
         implied["partition"] = BY_COLUMN
@@ -132,63 +156,63 @@ def with_implied(raw: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {**raw, **implied}
 
 
-def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
-    """Add a line to `problems` for every value that contradicts another key's value."""
+def check_together(values: Mapping[str, Any], problems: list[UserError]) -> None:
+    """Add an error to `problems` for every value that contradicts another key's value."""
+
+    def refuse(key: str, rule: str, value: object = None) -> None:
+        problems.append(UserError(key=key, rule=rule, value=value))
+
     if values["min-available-clients"] > values["num-clients"] > 0:
-        problems.append(
-            f"min-available-clients: must be at most num-clients ({values['num-clients']}), "
-            f"got {values['min-available-clients']}"
-        )
+        rule = f"must be at most num-clients ({values['num-clients']})"
+        refuse("min-available-clients", rule, values["min-available-clients"])
     if source_of(str(values["dataset"])).has_columns and not values["target"]:
-        problems.append(f"target: {values['dataset']} needs the name of the column to learn")
+        refuse("target", f"{values['dataset']} needs the name of the column to learn")
     if values["partition"] == BY_COLUMN and not values["client"]:
-        problems.append("client: partition by-column needs the name of the column that names each sample's client")
+        refuse("client", "partition by-column needs the name of the column that names each sample's client")
     sizes = {name: values[name] for name in ("train-samples", "test-samples")}
     if sizes["test-samples"] < 0 and values["partition"] in set(FIXED_SIZES) - {"pathological"}:
-        problems.append(f"test-samples: must be >= 0 with partition {values['partition']}, got {sizes['test-samples']}")
+        refuse("test-samples", f"must be >= 0 with partition {values['partition']}", sizes["test-samples"])
     unbalanced = values["pathological-assignment"] == UNBALANCED and values["partition"] == "pathological"
     if unbalanced and list(sizes.values()) != [0, -1]:
         told = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-        problems.append(
-            f"pathological-assignment: {UNBALANCED} divides all samples: it needs train-samples = 0 and test-samples = -1, got "
-            f"{told}"
-        )
+        rule = f"{UNBALANCED} divides all samples: it needs train-samples = 0 and test-samples = -1, not {told}"
+        refuse("pathological-assignment", rule)
     hidden = [name for name in ("private", "dp-epsilon") if values[name]]
     if values["normalize-over"] == "sites" and hidden and values["dataset"] == NODE:
-        problems.append(
-            f"normalize-over: must be site or auto with {hidden[0]}, because each site would send the server sums over its "
-            f"training data, got 'sites'"
-        )
+        why = "because each site would send the server sums over its training data"
+        refuse("normalize-over", f"must be site or auto with {hidden[0]}, {why}", "sites")
     if values["test-after"] and hidden:
-        problems.append(
-            f"test-after: must be empty with {hidden[0]}, because the number of rows after a value tells of a site's rows, got "
-            f"{values['test-after']!r}"
-        )
+        why = "because the number of rows after a value tells of a site's rows"
+        refuse("test-after", f"must be empty with {hidden[0]}, {why}", values["test-after"])
     if values["normalize-over"] == "initial" and not values["initial-weights"] and not values["from-run"]:
-        problems.append("normalize-over: initial needs initial-weights or --from, for the mean and std of that model")
+        refuse("normalize-over", "initial needs initial-weights or --from, for the mean and std of that model")
     if values["from-run"] and values["initial-weights"]:
-        problems.append("initial-weights: a run that goes on from another one has its models; leave it unset")
+        refuse("initial-weights", "a run that goes on from another one has its models; leave it unset")
     if values["keep-uploads"] and values["private"]:
-        problems.append(
-            f"keep-uploads: the server of a private run sees no single upload; leave it empty, got {values['keep-uploads']!r}"
-        )
-    if values["optimizer"] == "adamw" and values["momentum"]:
-        problems.append(f"momentum: adamw has its own moments; leave it 0, got {values['momentum']!r}")
+        rule = "the server of a private run sees no single upload; leave it empty"
+        refuse("keep-uploads", rule, values["keep-uploads"])
+    if values["optimizer"] != "sgd" and values["momentum"]:
+        refuse("momentum", f"{values['optimizer']} has its own moments; leave it 0", values["momentum"])
+    if values["precision"] == "float16" and values["dp-epsilon"]:
+        refuse("precision", "each record's gradient is clipped, and float16 scales them; take bfloat16", "float16")
+    if values["local-steps"] and values["dp-epsilon"]:
+        refuse("local-steps", "a privacy budget is planned for local-epochs; leave it 0", values["local-steps"])
+    if str(values["schedule"]).startswith(STEP) and values["learning-rate-decay"] == 1:
+        refuse("schedule", "needs learning-rate-decay, the factor after each step", values["schedule"])
     if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
-        problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
+        refuse("initial-weights", "must be an absolute path", values["initial-weights"])
     if values["initial-weights-partial"] and not values["initial-weights"]:
-        problems.append("initial-weights-partial: needs initial-weights, the file to take tensors from")
-    check_timing(values, problems)
+        refuse("initial-weights-partial", "needs initial-weights, the file to take tensors from")
+    check_timing(values, refuse)
 
 
-def check_client(values: Mapping[str, Any], problems: list[str]) -> None:
-    """Add a line to `problems` if `client` names a column but another partition than `by-column` would ignore it."""
+def check_client(values: Mapping[str, Any], problems: list[UserError]) -> None:
+    """Add an error to `problems` if `client` names a column but another partition than `by-column` would ignore it."""
     client, partition = values["client"], values["partition"]
     if client and partition != BY_COLUMN and values["dataset"] != NODE:
-        problems.append(
-            f"partition: must be {BY_COLUMN} if client = {client!r} is set, got {partition!r}; leave partition unset, or leave "
-            f"client unset (exclude = {client!r} if the column is no feature)"
-        )
+        rule = f"must be {BY_COLUMN} if client = {client!r} is set"
+        hint = f"; leave partition unset, or leave client unset (exclude = {client!r} if the column is no feature)"
+        problems.append(UserError(key="partition", rule=rule, value=partition, hint=hint))
 
 
 def upload_interval(value: str) -> int:
@@ -202,7 +226,10 @@ def split_names(value: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-def complain(problems: Sequence[str]) -> None:
-    """Raise UserError with all problems, if there are any."""
+def complain(problems: Sequence[UserError]) -> None:
+    """Raise ConfigurationError with all problems, if there are any."""
     if problems:
-        raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))
+        first, text = problems[0], "invalid configuration:\n" + "\n".join(f"  {p}" for p in problems)
+        error = ConfigurationError(text, key=first.key, rule=first.rule, value=first.value)
+        error.problems = tuple(problems)
+        raise error

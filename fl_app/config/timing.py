@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,8 @@ class TimingKeys:
     # time
     quorum: float = key(
         1.0,
-        "Part of a round's clients whose answers close the round; clients that have failed do not count ([how](time.md)). Others "
-        "are late, which is no failure. A client that still works is not drawn.",
+        "The round closes when this fraction of its clients has answered, without those that failed ([how](time.md)). The others "
+        "are late, and late is not failed. A client that still works is not sampled.",
         POSITIVE_RATIO,
         compared=False,
     )
@@ -104,35 +104,27 @@ def sigma_of(speeds: str) -> float | None:
     return float(found[1]) if found and float(found[1]) <= MOST_SIGMA else None
 
 
-def check_timing(values: Mapping[str, Any], problems: list[str]) -> None:
-    """Add a line to `problems` for every value of these keys that is malformed, or contradicts another key's value."""
+def check_timing(values: Mapping[str, Any], refuse: Callable[[str, str, object], None]) -> None:
+    """Refuse every value of these keys that is malformed, or contradicts another key's value. refuse: takes key, rule and value."""
     speeds = str(values["speeds"])
     path = speeds.removeprefix(SPEEDS_FILE) if speeds.startswith(SPEEDS_FILE) else ""
     if path and not Path(path).is_absolute():
-        problems.append(f"speeds: must be an absolute path, got {path!r}")
+        refuse("speeds", "must be an absolute path", path)
     elif not path and speeds != "none" and sigma_of(speeds) is None:
-        problems.append(
-            f"speeds: must be none, {LOGNORMAL}SIGMA (at most {MOST_SIGMA:g}) or {SPEEDS_FILE}speeds.csv, got {speeds!r}"
-        )
+        refuse("speeds", f"must be none, {LOGNORMAL}SIGMA (at most {MOST_SIGMA:g}) or {SPEEDS_FILE}speeds.csv", speeds)
     if path and values["availability"] != 1:
-        problems.append(
-            "availability: the file of speeds sets the clients' hours (from, until) or none; leave it at 1, got "
-            f"{values['availability']:g}"
-        )
+        rule = "the file of speeds sets the clients' hours (from, until) or none; leave it at 1"
+        refuse("availability", rule, values["availability"])
     early = values["quorum"] < 1 or values["round-deadline"] > 0
     if values["quorum"] < values["min-results"]:
-        problems.append(f"quorum: must be at least min-results ({values['min-results']:g}), got {values['quorum']:g}")
+        refuse("quorum", f"must be at least min-results ({values['min-results']:g})", values["quorum"])
     if values["staleness"] and not early:
-        problems.append(
-            f"staleness: nobody is late without quorum below 1 or a round-deadline; set one, got {values['staleness']}"
-        )
+        refuse("staleness", "nobody is late without quorum below 1 or a round-deadline; set one", values["staleness"])
     if values["private"] and early:
-        problems += [
-            f"{name}: a private run's sums need every client that was asked, so no round can close early; leave it at "
-            f"its default, got {values[name]:g}"
-            for name, none in (("quorum", 1), ("round-deadline", 0), ("staleness", 0))
-            if values[name] != none
-        ]
-    for name, none in (("availability", 1), ("day-length", _DAY), ("drop-rate", 0)):
-        if values[name] != none and speeds == "none":
-            problems.append(f"{name}: it is about simulated time, which needs speeds, got {values[name]:g}")
+        rule = "a private run's sums need every client that was asked, so no round can close early; leave it at its default"
+        for name, none in (("quorum", 1), ("round-deadline", 0), ("staleness", 0)):
+            if values[name] != none:
+                refuse(name, rule, values[name])
+    for name, default in (("availability", 1.0), ("day-length", _DAY), ("drop-rate", 0.0)):
+        if values[name] != default and speeds == "none":
+            refuse(name, "it is about simulated time, which needs speeds", values[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,8 @@ from fl_app import tasks
 from fl_app.checksums import DataHashes, Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
 from fl_app.data import index_files, validation
-from fl_app.data.arrays import known
 from fl_app.data.index_files import Partition, client_names, partition_of
-from fl_app.data.moments import Sums
+from fl_app.data.moments import MomentSums
 from fl_app.data.prepared import (
     DataRequest,
     DatasetInfo,
@@ -37,13 +37,15 @@ from fl_app.data.prepared import (
     data_root,
     hides_values,
     keyed_hash,
+    not_read,
 )
-from fl_app.errors import UserError
+from fl_app.data.user_arrays import known
+from fl_app.errors import DataError, UserError
 from fl_app.files import no_such
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.known_names import BY_COLUMN
-from fl_app.partition import Indices
-from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
+from fl_app.partition import Indices, own_file
+from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of, suffix_of
 
 __all__ = [
     "ClientData",
@@ -55,6 +57,7 @@ __all__ = [
     "check_client_id",
     "client_names",
     "data_root",
+    "numbering",
     "open_client",
     "open_data",
     "partition_remarks",
@@ -66,6 +69,8 @@ __all__ = [
 
 log = logging.getLogger("corolla")
 
+READ_BY = ("seed", "task")
+"""Keys that decide how data are read, beside those of kind `data`."""
 # a run warns if at least this part of all clients' training samples is of classes that a client did not draw
 MANY_SPILLED = 0.05
 
@@ -86,6 +91,48 @@ class ClientData:
     info: DatasetInfo
     validation: tuple[Samples, Targets] | None = None
     unknown: tuple[int, int] = (0, 0)
+
+    def with_columns(self, names: Sequence[str]) -> ClientData:
+        """Return the data with these features alone, in this order. Raises UserError if one is missing."""
+        facts = self.info.facts
+        if lacking := [name for name in names if name not in facts.features]:
+            raise UserError(
+                f"dataset: this site has no column {lacking[0]!r}", code="data", key="dataset", rule="readable"
+            )
+        places = [facts.features.index(name) for name in names]
+        columns = list(dict.fromkeys(next(e for e in facts.encodings if name in e.names) for name in names))
+
+        kept = {encoding.column for encoding in columns}
+        roles = tuple(
+            (n, "left out" if role == "feature" and n not in kept else role, how) for n, role, how in facts.columns
+        )
+
+        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[k] for k in places) if values else ()
+
+        info = dataclasses.replace(
+            self.info,
+            in_channels=len(places) if self.info.in_channels == len(facts.features) else self.info.in_channels,
+            mean=of(self.info.mean),
+            std=of(self.info.std),
+            still=of(self.info.still),
+            shape=(len(places),) if self.info.shape else (),
+            facts=dataclasses.replace(
+                facts,
+                features=tuple(names),
+                columns=roles,
+                shift=of(facts.shift),
+                scale=of(facts.scale),
+                encodings=tuple(columns),
+            ),
+        )
+        return dataclasses.replace(
+            self,
+            info=info,
+            x_train=self.x_train[:, places],
+            x_test=self.x_test[:, places],
+            validation=self.validation and (self.validation[0][:, places], self.validation[1]),
+        )
 
     @property
     def num_train(self) -> int:
@@ -151,7 +198,10 @@ class OpenedData:
 
         Raises OSError if the site's key cannot be stored.
         """
-        return DataHashes(keyed_hash("".join(self.hashes)), "")
+        read_by = {
+            key.name: value for key, value in self.config.own_keys() if key.name in READ_BY or key.about == "data"
+        }
+        return DataHashes(keyed_hash("".join(self.hashes), json.dumps(read_by)), "")
 
     def client(self, client_id: int) -> ClientData:
         """Return one client's samples, with its validation samples apart.
@@ -165,7 +215,7 @@ class OpenedData:
             train, test = self.partition.client(client_id)
             whole = ClientData(*_take(data, train), *_take(data, test), data.info)
         if self.scales_clients:
-            whole = dataclasses.replace(whole, info=data.info.scaled_by(Sums.of(whole.x_train).moments))
+            whole = dataclasses.replace(whole, info=data.info.scaled_by(MomentSums.of(whole.x_train).moments))
         if self.config.validation_ratio:
             kept, held_out = _validation_split(self.config, whole.y_train, client_id)
             whole = dataclasses.replace(
@@ -211,7 +261,7 @@ def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> 
         scales = config.normalizes_by_site and tasks.normalization(config, data.x_train.dtype) == "mean-std"
         return OpenedData(config, data, partition, stamps_in(data.directory, partition.directory), scales)
     if not data_path:
-        raise UserError(
+        raise DataError(
             "dataset: node needs each SuperNode's own data; start it with --node-config 'data-path=\"/site\"'"
         )
     data = prepare_for(config, data_path, look=look)
@@ -229,7 +279,7 @@ def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> 
 def check_client_id(config: RunConfig, client_id: int) -> None:
     """Raise UserError unless client_id is in [0, num-clients)."""
     if not 0 <= client_id < config.num_clients:
-        raise UserError(f"client {client_id}: must be >= 0 and below num-clients ({config.num_clients})")
+        raise DataError(f"client {client_id}: must be >= 0 and below num-clients ({config.num_clients})")
 
 
 def count_clients(config: RunConfig) -> int:
@@ -273,9 +323,18 @@ def partition_remarks(config: RunConfig, *, brief: bool = False) -> list[str]:
     # a benchmark leaves out samples because its paper does
     if not brief or source_of(config.dataset).known is None:
         held += index_files.unused(config, partition, info.num_train, info.num_test, info.samples)
+    if own := path_in("partition", config.partition):
+        path = Path(own).expanduser()
+        held += not_read(path, [f"the array {name}" for name in own_file.unused(path)])
     spilled = index_files.spills(config, data.y_train, info.num_classes, info.samples, MANY_SPILLED if brief else 0.0)
     few = validation.remarks(_validation_sizes(config, data, partition)) if config.validation_ratio else []
     return [*held, *spilled, *index_files.mix_remarks(config, partition, data), *few]
+
+
+def numbering(config: RunConfig) -> str:
+    """Return a line stating how the numbers in a user's own partition count samples; "" for any other partition."""
+    own = path_in("partition", config.partition)
+    return f"{own}: {own_file.counting(config.dataset)}" if own else ""
 
 
 def _validation_split(config: RunConfig, targets: Targets, client_id: int) -> tuple[Indices, Indices]:
@@ -351,7 +410,7 @@ def _prepare(request: DataRequest) -> Prepared:
     source = source_of(request.dataset)
     if source.path:
         if not os.path.exists(request.path):
-            raise UserError(f"dataset: {no_such(request.path)}")
+            raise DataError(f"dataset: {no_such(request.path)}")
         _refuse_another_kind(source, request.path)
     return _ask(source, request)
 
@@ -360,11 +419,11 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
     """Let a source prepare data. Raises UserError for settings that the source does not use."""
     where = str(request.path) if request.site else request.dataset
     if source.labels_only and not request.of_task.has_classes:
-        raise UserError(f"task: {where} has labels of classes, got {request.task}")
+        raise DataError(f"task: {where} has labels of classes, got {request.task}")
     if not request.site:
         # the sites of a run may be of several kinds, some of which have columns
         if source.labels_only and request.client:
-            raise UserError(f"client: {where} has no columns, got {request.client!r}")
+            raise DataError(f"client: {where} has no columns, got {request.client!r}")
         for key, value in (
             ("exclude", request.exclude),
             ("categorical", request.categorical),
@@ -374,14 +433,14 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
             ("test-after", (request.test_after,) if request.test_after else ()),
         ):
             if value and not source.has_columns:
-                raise UserError(f"{key}: {where} has no columns; leave it unset, got {','.join(value)!r}")
+                raise DataError(f"{key}: {where} has no columns; leave it unset, got {','.join(value)!r}")
         if request.target and not source.has_columns:
             why = f"has its targets in {source.targets}; leave it unset" if source.targets else "has no columns"
-            raise UserError(f"target: {where} {why}, got {request.target!r}")
+            raise DataError(f"target: {where} {why}, got {request.target!r}")
     if source.known and request.classes:
-        raise UserError(f"classes: {where} has its own; leave it unset, got {','.join(request.classes)!r}")
+        raise DataError(f"classes: {where} has its own; leave it unset, got {','.join(request.classes)!r}")
     if source.known and request.image_size and not source.resizes:
-        raise UserError(f"image-size: {where} has its own; leave it unset, got {request.image_size!r}")
+        raise DataError(f"image-size: {where} has its own; leave it unset, got {request.image_size!r}")
     module, _, name = source.prepare.partition(":")
     function: Callable[[DataRequest], Prepared] = getattr(importlib.import_module(module), name)
     return function(request)
@@ -389,7 +448,7 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
 
 def _sources_reading(path: Path) -> list[Source]:
     """Return the sources that read files with a path's suffix, or directories if the path is one."""
-    kind = FOLDER if path.is_dir() else path.suffix.lower()
+    kind = FOLDER if path.is_dir() else suffix_of(path)
     return [source for source in SOURCES.values() if kind in source.reads]
 
 
@@ -404,5 +463,5 @@ def _refuse_another_kind(source: Source, path: Path) -> None:
         meant += " with target=COLUMN, the column to learn"
     for other in others:
         meant += f", or {other.prefix}:{path} {other.note}"
-    what = "folder" if path.is_dir() else path.suffix
-    raise UserError(f"dataset: {source.prefix}: takes no {what}, got {path}; did you mean {meant}?")
+    kind = "folder" if path.is_dir() else suffix_of(path)
+    raise DataError(f"dataset: {source.prefix}: takes no {kind}, got {path}; did you mean {meant}?")

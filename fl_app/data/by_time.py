@@ -7,12 +7,12 @@ import contextlib
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.arrays import word
 from fl_app.data.columns import Columns
 from fl_app.data.encoding import DATE
 from fl_app.data.parsing import missing, numbers_of
 from fl_app.data.prepared import DataRequest
-from fl_app.errors import UserError, listed
+from fl_app.data.user_arrays import word
+from fl_app.errors import DataError, listed
 from fl_app.keys import nearest
 
 
@@ -31,12 +31,12 @@ def divide(
     else:
         test = np.flatnonzero(values > _value(column, kind, text))
         if not len(test):
-            raise UserError(f"test-after: no row of {request.path} is after {text} in column {column}")
+            raise DataError(f"test-after: no row of {request.path} is after {text} in column {column}")
     train = np.setdiff1d(np.arange(len(values)), test)
     without = np.setdiff1d(whose, whose[train])
     if len(without):
         names = [word(name) for name in without] if request.client else ["the data"]
-        raise UserError(f"test-after: {listed(names)} would have no row for training, with {request.test_after}")
+        raise DataError(f"test-after: {listed(names)} would have no row for training, with {request.test_after}")
     return train, test.astype(np.int64)
 
 
@@ -48,7 +48,7 @@ def _parsed(request: DataRequest, table: Columns) -> tuple[str, str]:
     column = max((name for name in table if text.startswith(f"{name}:")), key=len, default="")
     if not column or not (value := text[len(column) + 1 :].strip()):
         name = text.partition(":")[0]
-        raise UserError(
+        raise DataError(
             f"test-after: must be COLUMN or COLUMN:VALUE, and {request.path} has no column {name!r}; it has "
             f"{listed(list(table))}{nearest(name, table)}"
         )
@@ -62,16 +62,16 @@ def _value(column: str, kind: str, text: str) -> float:
         value = float(found[1][0]) if found and kind == DATE == found[0] else float(text) if kind != DATE else np.nan
         if np.isfinite(value):
             return float(value)
-    raise UserError(f"test-after: must be {column}:VALUE, with a {kind} as in the column, got {text!r}")
+    raise DataError(f"test-after: must be {column}:VALUE, with a {kind} as in the column, got {text!r}")
 
 
 def _numbers(column: str, values: NDArray[np.generic]) -> tuple[str, NDArray[np.float64]]:
     found = numbers_of(values)
     if found is None or found[1].ndim > 1:
-        raise UserError(f"test-after: column {column} must hold numbers or dates")
+        raise DataError(f"test-after: column {column} must hold numbers or dates")
     empty = np.flatnonzero(missing(found[1]))
     if empty.size:
-        raise UserError(f"test-after: column {column} must have a value in every row, row {empty[0]} has none")
+        raise DataError(f"test-after: column {column} must have a value in every row, row {empty[0]} has none")
     return found[0], found[1].astype(np.float64)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.arrays import spellings, word
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, WORDS, Encoding
 from fl_app.data.parsing import (
     FROM_ZERO,
@@ -32,7 +31,9 @@ from fl_app.data.parsing import (
 )
 from fl_app.data.precision import BEYOND
 from fl_app.data.prepared import DataRequest, listed
-from fl_app.errors import UserError, counted
+from fl_app.data.spelling import spellings
+from fl_app.data.user_arrays import word
+from fl_app.errors import DataError, counted
 from fl_app.keys import closest, nearest
 
 Columns = Mapping[str, NDArray[Any]]
@@ -81,7 +82,7 @@ def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
     first = list(parts[0])
     for part in parts[1:]:
         if set(part) != set(first):
-            raise UserError(
+            raise DataError(
                 f"dataset: {request.path}: train and test must have columns of the same names; train has "
                 f"{listed(first)}; test has {listed(list(part))}"
             )
@@ -372,7 +373,7 @@ def _fills(request: DataRequest, train: Columns) -> dict[str, Fill]:
             except ValueError:
                 value = np.nan
             if not np.isfinite(value):
-                raise UserError(f"impute: must be a column, or column=number, got {name}={text}")
+                raise DataError(f"impute: must be a column, or column=number, got {name}={text}")
         found[name] = Fill(allowed=True, always=True, value=value, own=request.site and value is None)
     return found
 
@@ -510,7 +511,7 @@ def features_of(
         else:
             features += found
     if problems:
-        raise UserError(f"{path}: " + "; ".join(problems))
+        raise DataError(f"{path}: " + "; ".join(problems))
     return features
 
 

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 from fl_app import progress
 from fl_app.data.prepared import Images, note
-from fl_app.errors import UserError, counted
+from fl_app.errors import DataError, UserError, counted
 
 log = logging.getLogger("corolla")
 
@@ -49,7 +49,7 @@ class _ColourFound(Exception):
     """An image is in colour, although the first image was grayscale."""
 
 
-class _Damaged(UserError):
+class _DamagedImage(UserError):
     """An image cannot be read or converted."""
 
 
@@ -65,7 +65,7 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
     """
     try:
         _decode(directory, train, test, image_size)
-    except _Damaged:
+    except _DamagedImage:
         files = [file for file, _ in (*train, *test)]
         _refuse_damaged(files, [str(file) for file in files])
         raise
@@ -76,7 +76,7 @@ def _decode(directory: Path, train: Listing, test: Listing, image_size: int) -> 
     with _reading(first) as image:
         gray, (width, height) = _rule(image)[0], image.size
     if not image_size and width != height:
-        raise UserError(f"dataset: {first} has {width}x{height} pixels, not square; set image-size to resize and crop")
+        raise DataError(f"dataset: {first} has {width}x{height} pixels, not square; set image-size to resize and crop")
     side = image_size or width
     channels, depth = 1 if gray else 3, 0
     while True:
@@ -107,7 +107,7 @@ def _refuse_damaged(files: Sequence[Path | bytes], names: Sequence[str]) -> None
         try:
             with _reading(files[k], names[k], key="") as image:
                 _rule(image)[1](image, DEPTHS[-1])
-        except _Damaged as error:
+        except _DamagedImage as error:
             return str(error)
         return ""
 
@@ -115,9 +115,9 @@ def _refuse_damaged(files: Sequence[Path | bytes], names: Sequence[str]) -> None
     if len(found) > 1:
         more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         lines = [f"  {text}" for text in found[:_SHOWN]] + more
-        raise UserError(f"dataset: {len(found)} images cannot be read:\n" + "\n".join(lines))
+        raise DataError(f"dataset: {len(found)} images cannot be read:\n" + "\n".join(lines))
     if found:
-        raise UserError(f"dataset: {found[0]}")
+        raise DataError(f"dataset: {found[0]}")
 
 
 def depth_of(largest: int) -> int:
@@ -172,7 +172,7 @@ def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Image
     """
     try:
         return _as_array(names, files)
-    except _Damaged:
+    except _DamagedImage:
         _refuse_damaged(files, names)
         raise
 
@@ -186,7 +186,7 @@ def _as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Imag
             sizes.setdefault(image.size, name)
     if len(sizes) > 1:
         (expected, like), (got, name) = list(sizes.items())[:2]
-        raise UserError(
+        raise DataError(
             f"dataset: {name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; resize it first"
         )
     found, animated = [], []
@@ -251,7 +251,7 @@ def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int)
             image = _resize(image, side)
         if image.size != (side, side):
             width, height = image.size
-            raise UserError(
+            raise DataError(
                 f"dataset: {file} has {width}x{height} pixels, expected {side}x{side} as {like}; set image-size to "
                 "resize and crop"
             )
@@ -266,20 +266,20 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool, bits: int = 
     """
     channels, height, width = shape
     if channels not in (1, 3):
-        raise UserError(
+        raise DataError(
             f"{file}: the model takes samples of {channels} channels, image files have 1 or 3; give an .npz file"
         )
     with _reading(file, key="") as image:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
-            raise UserError(f"{file} is in colour, the model takes grayscale images")
+            raise DataError(f"{file} is in colour, the model takes grayscale images")
         depth = depth_of(largest := largest_value(image))
         if bits and largest >= 2**bits:
-            raise UserError(
+            raise DataError(
                 f"{file} must have values below {2**bits}, because the training images use {bits} bits, got {largest}"
             )
         if not bits and depth < DEPTHS[-1] and eight_bit is _upper_byte:
-            raise UserError(
+            raise DataError(
                 f"{file} has 16 bits a pixel and uses {depth}, but the number that the training images used is not known here: "
                 "save it with 8 bits, scaled as they were"
             )
@@ -287,7 +287,7 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool, bits: int = 
         if resize:
             image = _resize(image, height)
         if image.size != (width, height):
-            raise UserError(f"{file} has {image.size[0]}x{image.size[1]} pixels, the model takes {width}x{height}")
+            raise DataError(f"{file} has {image.size[0]}x{image.size[1]} pixels, the model takes {width}x{height}")
         return _channels_first(image)
 
 
@@ -379,4 +379,4 @@ def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iter
     except (UserError, _ColourFound, _DeepFound):
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise _Damaged(f"{key}{name or str(file)} cannot be read as an image ({error})") from error
+        raise _DamagedImage(f"{key}{name or str(file)} cannot be read as an image ({error})") from error

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_app.data.arrays import UNKNOWN
-from fl_app.data.prepared import DataRequest, Prepared, at_least_two, listed, note, open_or_convert
-from fl_app.errors import UserError
+from fl_app.data.prepared import DataRequest, Prepared, at_least_two, listed, not_read, note, open_or_convert
+from fl_app.data.user_arrays import UNKNOWN
+from fl_app.errors import DataError, counted
 
 if TYPE_CHECKING:
     from fl_app.data.decode import Listing
 
-RULES = 4
+RULES = 5
 """Version of the rules that convert files to arrays. Conversions of other versions are not used."""
 
 IMAGE_SUFFIXES = frozenset(
@@ -62,7 +62,7 @@ def prepare(request: DataRequest) -> Prepared:
             images = {name: images_in(side[name]) for name in names if name in side}
             empty = [name for name, files in images.items() if not files]
             if empty and side is train and not site:
-                raise UserError(
+                raise DataError(
                     f"dataset: class {empty[0]!r} has no images in {train[empty[0]]}{_below(train[empty[0]])}"
                 )
             listing = [(file, names.index(name)) for name, files in images.items() for file in files]
@@ -71,13 +71,14 @@ def prepare(request: DataRequest) -> Prepared:
                 listing += [(file, UNKNOWN) for directory in others for file in images_in(directory)]
             listings.append(listing)
         if not listings[0]:
-            raise UserError(f"dataset: no images in the class directories of {path / 'train'}")
-        note(directory, not_read((path / "train", train), (path / "test", test)))
+            raise DataError(f"dataset: no images in the class directories of {path / 'train'}")
+        left_out = _left_out((path / "train", train), (path / "test", test))
+        note(directory, not_read(path, [*_other_parts(path), *left_out]))
         decode(directory, listings[0], listings[1], request.image_size)
         return names
 
     def files() -> str:
-        return _files_hash([*train.values(), *test.values()])
+        return _files_hash([*train.values(), *test.values()], _other_parts(path))
 
     parts = [RULES, str(path), stamps, names, request.image_size, site, *(["hides"] if request.hides else [])]
     return open_or_convert(request, f"folder-{path.name}", parts, convert, files)
@@ -86,12 +87,12 @@ def prepare(request: DataRequest) -> Prepared:
 def _class_directories(path: Path, side: str, required: bool = True) -> dict[str, Path]:
     """Return the class directories of one split by name, sorted."""
     if not path.is_dir():
-        raise UserError(f"dataset: no folder {path}")
+        raise DataError(f"dataset: no folder {path}")
     folder = path / side
     if not folder.is_dir():
         if not required:
             return {}
-        raise UserError(f"dataset: {path} has no {side}/; a folder holds train/<class>/ and test/<class>/")
+        raise DataError(f"dataset: {path} has no {side}/; a folder holds train/<class>/ and test/<class>/")
     with os.scandir(folder) as entries:
         listed_entries = sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
     for entry in listed_entries:
@@ -106,10 +107,10 @@ def _check_class_directories(
         for name in found:
             if name not in names:
                 known = "classes" if explicit else "train/'s"
-                raise UserError(f"dataset: {path / side / name}: class {name!r} is not one of {known} {listed(names)}")
+                raise DataError(f"dataset: {path / side / name}: class {name!r} is not one of {known} {listed(names)}")
     missing = [name for name in names if name not in train]
     if missing and not site:
-        raise UserError(f"classes: {path / 'train'} has no directory for class {missing[0]!r}")
+        raise DataError(f"classes: {path / 'train'} has no directory for class {missing[0]!r}")
     at_least_two(names, path / "train")
 
 
@@ -118,9 +119,9 @@ def stamp(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def _files_hash(directories: Iterable[Path]) -> str:
-    """Return a sha256 over the names, sizes and modification times of all files in some directories."""
-    found = hashlib.sha256()
+def _files_hash(directories: Iterable[Path], others: Sequence[str]) -> str:
+    """Return a sha256 over the names, sizes and modification times of all files in some directories, and over `others`."""
+    found = hashlib.sha256("\0".join(others).encode(errors="surrogateescape"))
     for directory in directories:
         with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
@@ -151,11 +152,11 @@ def _is_dangling(entry: os.DirEntry[str]) -> bool:
 
 def _refuse_dangling(entry: os.DirEntry[str]) -> None:
     if _is_dangling(entry):
-        raise UserError(f"dataset: {entry.path} is a link to {os.readlink(entry.path)}, which is not there")
+        raise DataError(f"dataset: {entry.path} is a link to {os.readlink(entry.path)}, which is not there")
 
 
-def not_read(*sides: tuple[Path, Mapping[str, Path]]) -> list[str]:
-    """Return a line that counts the folders' entries that are not read, by reason; none if all are read.
+def _left_out(*sides: tuple[Path, Mapping[str, Path]]) -> list[str]:
+    """Return the folders' entries that are not read, counted by reason.
 
     sides: (folder, class directories by name) of each part.
     """
@@ -166,11 +167,20 @@ def not_read(*sides: tuple[Path, Mapping[str, Path]]) -> list[str]:
                 for entry in entries:
                     if reason := _why_not_read(entry, beside=directory == side):
                         reasons[reason] += 1
-    if not reasons:
-        return []
     told = sorted((_PLURALS.get(reason, reason) if count > 1 else reason, count) for reason, count in reasons.items())
-    counts = ", ".join(f"{count} {reason}" for reason, count in told)
-    return [f"not read in {sides[0][0].parent}: {counts}"]
+    return [f"{count} {reason}" for reason, count in told]
+
+
+def _other_parts(path: Path) -> list[str]:
+    """Return the entries with images beside train/ and test/, with the number of these images."""
+    found = []
+    for entry in sorted(path.iterdir()):
+        if entry.name in ("train", "test") or entry.name[0] == ".":
+            continue
+        files = [entry.name] if entry.is_file() else (name for _, _, names in os.walk(entry) for name in names)
+        if images := sum(map(_is_image, files)):
+            found.append(f"{entry.name}/ ({counted(images, 'image')})" if entry.is_dir() else entry.name)
+    return found
 
 
 def _below(directory: Path) -> str:

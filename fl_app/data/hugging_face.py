@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.data.columns import Read
-from fl_app.data.prepared import DataRequest
-from fl_app.errors import UserError, describe
+from fl_app.data.prepared import DataRequest, not_read
+from fl_app.errors import DataError, UserError, counted, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,20 +32,26 @@ def read(request: DataRequest, notes: list[str]) -> Read:
     path = request.path
     try:
         # datasets cannot load a split that it saved without rows
-        for state in (path / split / "state.json" for split in ("train", "test")):
-            if state.is_file() and json.loads(state.read_text(encoding="utf-8")).get("_data_files") == []:
+        for state in sorted(path.glob("*/state.json")):
+            if json.loads(state.read_text(encoding="utf-8")).get("_data_files") == []:
                 _refuse_no_rows(path, state.parent.name)
         found = load_from_disk(str(path))
     except UserError:
         raise
     except Exception as error:  # damaged files make datasets raise many kinds
-        raise UserError(f"dataset: {path} is no data set that datasets saved ({describe(error)})") from error
+        raise DataError(f"dataset: {path} is no data set that datasets saved ({describe(error)})") from error
     if isinstance(found, DatasetDict):
         if "train" not in found:
-            raise UserError(f"dataset: {path} must have a split train, it has {', '.join(found)}")
+            raise DataError(f"dataset: {path} must have a split train, it has {', '.join(found)}")
         sets = {name: found[name] for name in ("train", "test") if name in found}
+        notes += not_read(
+            path, [f"split {name} ({counted(len(found[name]), 'row')})" for name in found if name not in sets]
+        )
     else:
         sets = {"train": found}
+        # the path may be that of one split of a DatasetDict
+        others = path.parent.glob("*/state.json") if (path.parent / "dataset_dict.json").is_file() else ()
+        notes += not_read(path.parent, [f"split {file.parent.name}" for file in sorted(others) if file.parent != path])
     for split, part in sets.items():
         if not len(part):
             _refuse_no_rows(path, split)
@@ -80,7 +86,7 @@ def _read_images(sets: Mapping[str, Dataset], notes: list[str]) -> dict[tuple[st
             for row, value in enumerate(part.select_columns([name]).cast_column(name, Image(decode=False))):
                 rows.append(f"column {name}, row {row} of {split}")
                 if value[name] is None:
-                    raise UserError(f"dataset: {rows[-1]} has no image")
+                    raise DataError(f"dataset: {rows[-1]} has no image")
                 files.append(value[name]["bytes"] or Path(value[name]["path"]))
         images, said = as_array(rows, files)
         notes += said
@@ -90,8 +96,10 @@ def _read_images(sets: Mapping[str, Dataset], notes: list[str]) -> dict[tuple[st
 
 
 def _refuse_no_rows(path: Path, split: str) -> None:
-    advice = "; remove this split, and test-ratio divides train" if split == "test" else ""
-    raise UserError(f"dataset: {path} has no rows in its split {split}{advice}")
+    advice = {"train": "", "test": "; remove this split, and test-ratio divides train"}.get(
+        split, "; remove this split"
+    )
+    raise DataError(f"dataset: {path} has no rows in its split {split}{advice}")
 
 
 def _saved_column(path: Path, split: str, part: Any, name: str) -> NDArray[Any]:
@@ -110,7 +118,7 @@ def _saved_column(path: Path, split: str, part: Any, name: str) -> NDArray[Any]:
     try:
         return np.asarray(part.select_columns(name).with_format("numpy", **numbers)[:][name])
     except (ValueError, TypeError, OSError) as error:
-        raise UserError(f"dataset: {path}: column {name} of split {split} cannot be read ({error})") from error
+        raise DataError(f"dataset: {path}: column {name} of split {split} cannot be read ({error})") from error
 
 
 def _element(feature: Any) -> str:

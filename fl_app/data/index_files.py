@@ -13,7 +13,7 @@ from fl_app import tasks
 from fl_app.checksums import hash_of, refuse_damage
 from fl_app.config import RunConfig
 from fl_app.data.prepared import DatasetInfo, Prepared, hides_values, prepared_in
-from fl_app.errors import UserError, counted, describe, listed
+from fl_app.errors import DataError, counted, describe, listed
 from fl_app.files import build_once, cache_key, no_such
 from fl_app.known_names import BY_CLASS, BY_COLUMN, FIXED_SIZES, OWN_PARTITION, PARTITIONS, divisions
 from fl_app.partition import Column, Indices, Share, spilled, split
@@ -69,7 +69,7 @@ def partition_of(config: RunConfig, data: Prepared, force: bool = False) -> Part
     Raises UserError as `open_partition` does, and if the partition divides by classes and the task has none.
     """
     if config.partition in BY_CLASS and not tasks.of(config).has_classes:
-        raise UserError(
+        raise DataError(
             f"partition: {config.partition} divides by classes, and task {config.task} has none; take iid, by-column or file:"
         )
     groups = None if data.groups is None else (data.groups.train, data.groups.test, data.groups.names)
@@ -270,7 +270,7 @@ def _key(config: RunConfig, dataset_key: str) -> str:
         name = "file"
         path = Path(config.partition.removeprefix(OWN_PARTITION)).expanduser()
         if not path.is_file():
-            raise UserError(f"partition: {no_such(path)}")
+            raise DataError(f"partition: {no_such(path)}")
         parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]
     elif config.partition in PARTITIONS:
         parts.append(_seed(config))

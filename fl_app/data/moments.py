@@ -47,7 +47,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Sums:
+class MomentSums:
     """Exact sums over training samples, per channel of images, per feature (the last axis) of anything else.
 
     count: numbers in each sum. totals, squares: sums of the numbers, and of their squares. unit: the divisor that turns
@@ -82,11 +82,11 @@ class Sums:
             squares.append(b * b * square + 2 * a * b * total + self.count * a * a)
         return type(self)(self.count, tuple(totals), tuple(squares), self.unit)
 
-    def __add__(self, other: Sums) -> Sums:
+    def __add__(self, other: MomentSums) -> MomentSums:
         """Return the sums over both. Both must have the same number of features and the same unit."""
         totals = tuple(a + b for a, b in zip(self.totals, other.totals, strict=True))
         squares = tuple(a + b for a, b in zip(self.squares, other.squares, strict=True))
-        return Sums(self.count + other.count, totals, squares, self.unit)
+        return MomentSums(self.count + other.count, totals, squares, self.unit)
 
     @property
     def kind(self) -> tuple[int, int]:
@@ -159,9 +159,9 @@ class Sums:
         return found
 
 
-def added(several: Iterable[Sums]) -> Sums:
+def added(several: Iterable[MomentSums]) -> MomentSums:
     """Return the sum of at least one Sums."""
-    return reduce(Sums.__add__, several)
+    return reduce(MomentSums.__add__, several)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fl_app import plain_pickle
 from fl_app.data.folder import images_in, stamp
 from fl_app.data.prepared import DOWNLOADS, Arrays, DataRequest, Images, Labels, Prepared, open_or_convert, save
-from fl_app.errors import UserError
+from fl_app.errors import DataError
 from fl_app.sources import NamedData, named_data
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _torchvision(dataset: str, known: NamedData, downloads: Path) -> tuple[Array
             train, test = (factory(root=str(downloads), download=True, **side) for side in (known.train, known.test))
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()
-        raise UserError(
+        raise DataError(
             f"dataset: {dataset} is not complete in {downloads} and could not be downloaded "
             f"({reason[-1] if reason else type(error).__name__}); connect this machine to the network once, or put there "
             f"{files_of(factory)}; or use your own copy of the images with dataset = folder:/path (`corolla compare --dataset "
@@ -130,7 +130,7 @@ def _debian_fashion_mnist(folder: Path) -> tuple[Arrays, Sequence[str]]:
         try:
             return np.frombuffer(gzip.decompress((folder / name).read_bytes()), np.uint8, offset=header)
         except (OSError, EOFError, ValueError) as error:
-            raise UserError(f"dataset: {folder / name} cannot be read ({error})") from error
+            raise DataError(f"dataset: {folder / name} cannot be read ({error})") from error
 
     def side(name: str) -> tuple[Images, Labels]:
         y = read_idx(f"{name}-labels-idx1-ubyte.gz", 8).astype(np.int64)
@@ -145,7 +145,7 @@ def prepare_tiny_imagenet(request: DataRequest) -> Prepared:
     parts_of_it = [path / "wnids.txt", path / "train", path / "val" / "images", path / "val" / "val_annotations.txt"]
     for part in parts_of_it:
         if not part.exists():
-            raise UserError(f"dataset: no {part}; tiny-imagenet:/path names the folder tiny-imagenet-200 itself")
+            raise DataError(f"dataset: no {part}; tiny-imagenet:/path names the folder tiny-imagenet-200 itself")
 
     def convert(directory: Path) -> Sequence[str]:
         from fl_app.data.decode import decode
@@ -157,13 +157,13 @@ def prepare_tiny_imagenet(request: DataRequest) -> Prepared:
             folder = path / "train" / name / "images"
             files = images_in(folder) if folder.is_dir() else []
             if not files:
-                raise UserError(f"dataset: class {name!r} has no images in {folder}")
+                raise DataError(f"dataset: class {name!r} has no images in {folder}")
             train += [(file, label[name]) for file in files]
         test: Listing = []
         for line in parts_of_it[3].read_text().splitlines():
             file, name = (*line.split("\t"), "")[:2]
             if name not in label:
-                raise UserError(f"dataset: {parts_of_it[3]}: class {name!r} of {file!r} is not in wnids.txt")
+                raise DataError(f"dataset: {parts_of_it[3]}: class {name!r} of {file!r} is not in wnids.txt")
             test.append((path / "val" / "images" / file, label[name]))
         decode(directory, train, sorted(test), request.image_size)
         return names

@@ -10,12 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import npz_file
-from fl_app.data import arrays, precision
-from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Facts, Groups, Prepared, note, open_or_convert, save
-from fl_app.errors import UserError
+from fl_app.data import precision, user_arrays
+from fl_app.data.prepared import (
+    ARRAYS,
+    Arrays,
+    DataRequest,
+    Facts,
+    Prepared,
+    SampleGroups,
+    not_read,
+    note,
+    open_or_convert,
+    save,
+)
+from fl_app.errors import DataError
 from fl_app.keys import nearest
 
-RULES = 4
+RULES = 5
 """Version of the rules that read arrays. Conversions of other versions are not used."""
 
 
@@ -23,7 +34,7 @@ def prepare(request: DataRequest) -> Prepared:
     """Open an .npz file. A site's own file may lack classes and test samples."""
     path = request.path
     if not path.is_file():
-        raise UserError(f"dataset: no file {path}")
+        raise DataError(f"dataset: no file {path}")
     stat = path.stat()
 
     def convert(directory: Path) -> Sequence[str]:
@@ -31,9 +42,11 @@ def prepare(request: DataRequest) -> Prepared:
         side = found[0].shape[2] if found[0].dtype == np.uint8 else 0
         if request.image_size not in (0, side):
             what = f"{side} pixels" if side else "no images"
-            raise UserError(f"image-size: npz images are not resized; {path} has {what}, got {request.image_size}")
+            raise DataError(f"image-size: npz images are not resized; {path} has {what}, got {request.image_size}")
         save(directory, found, groups, facts)
-        note(directory, layout)
+        read = (*ARRAYS, *_columns(request))
+        others = [name for name in npz_file.names("dataset", path) if name not in read]
+        note(directory, [*layout, *not_read(path, [f"the array {name}" for name in others])])
         return names
 
     parts = [str(path), stat.st_mtime_ns, stat.st_size, request.classes, request.image_size, request.site]
@@ -53,52 +66,54 @@ def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> di
     found, names = npz_file.read("dataset", path, lambda name: name in keys)
     if missing := [key for key in keys if key not in found and key not in optional]:
         has = f"it has {', '.join(names) or 'nothing'}{nearest(missing[0], names)}"
-        raise UserError(f"dataset: {path} has no {missing[0]}; {has}")
+        raise DataError(f"dataset: {path} has no {missing[0]}; {has}")
     for key, array in found.items():
         if not array.ndim:
-            arrays.refuse(path, key, "be an array", f"the single value {array!s:.80}")
+            user_arrays.refuse(path, key, "be an array", f"the single value {array!s:.80}")
     return {key: found[key] for key in keys if key in found}
 
 
-def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None, Facts, list[str]]:
+def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], SampleGroups | None, Facts, list[str]]:
     """Return the four arrays, the outputs' names, the samples' groups, other facts, and lines about the axes' order.
 
     The groups are None unless an array of the file names each sample's client. Raises UserError.
     """
     path, site = request.path, request.site
-    column = [f"{request.client}_train", f"{request.client}_test"] if request.client else []
+    column = _columns(request)
     found = members(path, (*ARRAYS, *column), (*ARRAYS[2:], *column[1:]) if site else ())
     x_train, y_train = found["x_train"], found["y_train"]
     x_test, y_test = found.get("x_test", x_train[:0]), found.get("y_test", y_train[:0])
     are_images = x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8)
     what = "images" if are_images else "samples"
     if not len(x_train):
-        raise UserError(f"dataset: {path}: x_train has no {what}")
+        raise DataError(f"dataset: {path}: x_train has no {what}")
     if not len(x_test) and not len(y_test):
         x_test, y_test = x_train[:0], y_train[:0]
     task = request.of_task
     if request.hides:
-        x_train, x_test = arrays.filled(x_train), arrays.filled(x_test)
+        x_train, x_test = user_arrays.filled(x_train), user_arrays.filled(x_test)
     how = precision.stored(x_train, tokens=task.input_dtype == "int64")
-    stored_train = arrays.samples(path, "x_train", how.of(x_train))
-    stored_test = arrays.samples(path, "x_test", how.of(x_test) if x_test.shape[1:] == x_train.shape[1:] else x_test)
+    stored_train = user_arrays.samples(path, "x_train", how.of(x_train))
+    stored_test = user_arrays.samples(
+        path, "x_test", how.of(x_test) if x_test.shape[1:] == x_train.shape[1:] else x_test
+    )
     if stored_test.shape[1:] != stored_train.shape[1:]:
-        raise UserError(
+        raise DataError(
             f"dataset: {path}: x_test must have {what} like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"
         )
     for name, x, y in (("y_train", x_train, y_train), ("y_test", x_test, y_test)):
         if len(x) != len(y):
-            arrays.refuse(path, name, f"have one label for each of the {len(x)} {what}", len(y))
+            user_arrays.refuse(path, name, f"have one label for each of the {len(x)} {what}", len(y))
     remarks = precision.remarks(x_train, how, [f"feature {k} of x_train" for k in _last(x_train)])
     targets = precision.Stored()
     if not task.has_classes:
-        targets = arrays.stored_targets(request, "y_train", y_train)
+        targets = user_arrays.stored_targets(request, "y_train", y_train)
         remarks += precision.remarks(y_train, targets, [f"target {k} of y_train" for k in _last(y_train)])
     classes, chosen = request.classes, bool(request.classes) or site or not task.has_classes
     if not chosen and y_train.dtype.kind in "iu":
         # as in a table: integers are places in label order if they are 0, 1, ..., and names otherwise
-        classes = arrays.class_names(y_train)
-    y_train, y_test, names = arrays.targets(
+        classes = user_arrays.class_names(y_train)
+    y_train, y_test, names = user_arrays.targets(
         path,
         task,
         ("y_train", targets.of(y_train)),
@@ -109,18 +124,22 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
         what=what,
     )
     if not chosen:
-        arrays.refuse_one_class(path, "y_train", y_train, names)
-        remarks += arrays.spellings("y_train", names, "class")
+        user_arrays.refuse_one_class(path, "y_train", y_train, names)
     facts = Facts(remarks=tuple(remarks), shift=how.shift, scale=how.scale, target_shift=targets.shift)
     groups = None
     if column:
         sides = [found.get(name, np.zeros(0)) for name in column]
         for name, side, x in zip(column, sides, (x_train, x_test), strict=True):
             if side.shape != (len(x),):
-                arrays.refuse(path, name, f"have shape [{len(x)}], one value for each sample", list(side.shape))
-        groups = arrays.groups(*sides)
-    layout = arrays.layout_note(path, "x_train", x_train.shape)
-    return arrays.stored(stored_train, y_train, stored_test, y_test), names, groups, facts, layout
+                user_arrays.refuse(path, name, f"have shape [{len(x)}], one value for each sample", list(side.shape))
+        groups = user_arrays.groups(*sides)
+    layout = user_arrays.layout_note(path, "x_train", x_train.shape)
+    return user_arrays.stored(stored_train, y_train, stored_test, y_test), names, groups, facts, layout
+
+
+def _columns(request: DataRequest) -> list[str]:
+    """Return the names of the two arrays that name each sample's client; [] without the key `client`."""
+    return [f"{request.client}_train", f"{request.client}_test"] if request.client else []
 
 
 def _last(x: NDArray[Any]) -> range:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.arrays import word
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER
 from fl_app.data.precision import held
+from fl_app.data.user_arrays import word
 from fl_app.errors import counted
 
 DAY = np.timedelta64(1, "D") / np.timedelta64(1, "us")

@@ -36,13 +36,15 @@ from fl_app import checksums, tasks
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data.encoding import Encoding
-from fl_app.data.moments import Moments, Sums
-from fl_app.errors import UserError, describe
+from fl_app.data.moments import Moments, MomentSums
+from fl_app.data.site_columns import SiteColumns
+from fl_app.data.spelling import spellings
+from fl_app.errors import DataError, describe
 from fl_app.files import build_once, cache_key, expanded, lock, make_directory, publish_text
 from fl_app.known_names import SCALING
 from fl_app.privacy import secure_random
-from fl_app.site import site_directory
-from fl_app.sources import NODE, path_in
+from fl_app.site_directory import site_directory
+from fl_app.sources import NODE, path_in, source_of
 from fl_app.tasks import Task
 
 log = logging.getLogger("corolla")
@@ -77,7 +79,8 @@ class DataRequest:
     resize. task: defines the targets' form. target: the targets' columns, with commas. client: the column that names
     each sample's client. test_ratio: part of the rows used for test if columns have no test part; test_seed: draws
     these rows. exclude, categorical, impute: columns that are no features, columns of words, and columns of numbers
-    with missing values. na_values, separator, test_after: as the keys of these names. site: whether the data are one
+    with missing values. na_values, separator, test_after: as the keys of these names. own: how
+    this site's table differs. site: whether the data are one
     site's own, which may lack classes and test samples. public: whether columns must be declared such that names and
     shapes follow from the config and the columns' names, and from no record. hides: whether no value is refused, because
     a refusal would tell of it: targets that cannot be used are marked (arrays.known), and features filled in.
@@ -100,6 +103,7 @@ class DataRequest:
     na_values: tuple[str, ...] = ()
     separator: str = ""
     test_after: str = ""
+    own: SiteColumns = SiteColumns()
     site: bool = False
     public: bool = False
     hides: bool = False
@@ -127,6 +131,7 @@ class DataRequest:
             split_names(config.na_values),
             config.separator,
             config.test_after,
+            SiteColumns.of_environment(),
             site,
             config.dp_epsilon > 0 or hides_values(config),
             hides_values(config),
@@ -280,7 +285,7 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
-class Groups:
+class SampleGroups:
     """The group of each sample by a column's value. train, test: int64 [n], [m], places in `names`."""
 
     train: Labels
@@ -288,15 +293,17 @@ class Groups:
     names: tuple[str, ...]
 
 
-def keyed_hash(sha256: str) -> str:
+def keyed_hash(sha256: str, reading: str) -> str:
     """Return a keyed hash of a site's data that other parties may see.
 
-    Without the key nobody can test guesses of the data against the hash.
+    Without the key nobody can test guesses of the data against the hash. The key follows from the site's own and from
+    `reading`: how a run reads the data. Otherwise two hashes that are equal would show that two readings are, for example
+    with and without a value among `na-values`, so that no record has this value.
 
     The hash begins with digits that identify the key. Hashes of different keys cannot be compared.
 
-    The key is stored in the site's own directory. So the same data have the same hash at this site, and a different
-    hash at another site. Raises OSError, and UserError if the site's directory is a relative path.
+    The site's key is stored in its own directory. So the same data, read in the same way, have the same hash at this
+    site, and a different hash at another site. Raises OSError, and UserError if the site's directory is a relative path.
     """
     directory = site_directory()
     make_directory(directory)
@@ -304,9 +311,10 @@ def keyed_hash(sha256: str) -> str:
     with lock(directory / f".{HASH_KEY}.lock", wait=True):
         if not path.exists():
             publish_text(path, secure_random.secret().hex())
-        key = path.read_text(encoding="utf-8").strip()
-    name = hashlib.sha256(key.encode()).hexdigest()[: checksums.KEY_DIGITS]
-    return name + hmac.new(key.encode(), sha256.encode(), "sha256").hexdigest()[checksums.KEY_DIGITS :]
+        own = path.read_text(encoding="utf-8").strip()
+    key = hmac.new(own.encode(), reading.encode(), "sha256").digest()
+    name = hashlib.sha256(key).hexdigest()[: checksums.KEY_DIGITS]
+    return name + hmac.new(key, sha256.encode(), "sha256").hexdigest()[checksums.KEY_DIGITS :]
 
 
 @dataclass(frozen=True)
@@ -320,7 +328,7 @@ class Prepared:
     y_train: Targets
     x_test: Samples
     y_test: Targets
-    groups: Groups | None = None
+    groups: SampleGroups | None = None
 
     @property
     def directory(self) -> Path:
@@ -384,11 +392,12 @@ def open_or_convert(
         names = tuple(convert(fresh))
         x_train, _, x_test, _ = _load(fresh)
         images = x_train.dtype == np.uint8
-        found = Sums.of(x_train).moments
+        found = MomentSums.of(x_train).moments
         shape = x_train.shape[1:]
         channels, size = _as_image(shape)
         known = () if images and shape == (channels, size, size) else shape
         column = json.loads((fresh / GROUPS).read_text()) if (fresh / GROUPS).exists() else ()
+        note(fresh, _alike(request, names, column, [name for name, *_ in _facts_in(fresh).columns]))
         facts = _facts_in(fresh)
         info = DatasetInfo(
             channels,
@@ -419,13 +428,33 @@ def open_or_convert(
     return Prepared(request.root, info, key, *arrays, groups)
 
 
+def _alike(request: DataRequest, outputs: Sequence[str], clients: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return a line for each kind of names among which some look alike to a person, in data of the user's."""
+    if source_of(request.dataset).known:
+        return []
+    classes = outputs if request.of_task.has_classes else ()
+    return [
+        *spellings(f"column {request.target!r}" if request.target else "classes", classes, "class"),
+        *spellings(f"column {request.client!r}", clients, "client"),
+        *spellings("columns", columns, "column"),
+    ]
+
+
+def not_read(path: Path, parts: list[str]) -> list[str]:
+    """Return a line naming the parts of the data at a path that a source does not read; none if it reads all.
+
+    Every source passes what it leaves out through this function.
+    """
+    return [f"not read in {path}: {listed(parts)}"] if parts else []
+
+
 def note(directory: Path, lines: Sequence[str], **more: Any) -> None:
     """Add lines to the remarks of the facts in a directory, and set other facts (see `Facts`). Call it after `save`."""
     facts = _facts_in(directory)
     _write_facts(directory, dataclasses.replace(facts, remarks=(*facts.remarks, *lines), **more))
 
 
-def save(directory: Path, arrays: Arrays, groups: Groups | None = None, facts: Facts | None = None) -> None:
+def save(directory: Path, arrays: Arrays, groups: SampleGroups | None = None, facts: Facts | None = None) -> None:
     """Write the four arrays of a data set: samples in their own dtype, targets as int64 or float32.
 
     groups: the samples' groups. facts: other facts about the data.
@@ -465,7 +494,7 @@ def _as_image(shape: tuple[int, ...]) -> tuple[int, int]:
     return int(np.prod(shape)), 1
 
 
-def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
+def _open(directory: Path) -> tuple[DatasetInfo, Arrays, SampleGroups | None]:
     """Open a directory that `open_or_convert` built. Raises UserError if the arrays do not match info.json."""
     groups, problems = None, []
     try:
@@ -483,7 +512,7 @@ def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
                 problems.append(f"{name}.npy does not match info.json")
         if info.groups:
             train, test = (np.load(directory / f"groups_{side}.npy", mmap_mode="r") for side in ("train", "test"))
-            groups = Groups(train, test, info.groups)
+            groups = SampleGroups(train, test, info.groups)
     except Exception as error:
         # numpy may raise anything for damaged bytes
         problems = [describe(error)]
@@ -502,7 +531,7 @@ def _load(directory: Path) -> Arrays:
 def at_least_two(names: Sequence[str], path: Path) -> Sequence[str]:
     """Return the class names of the data at `path`. Raises UserError if they are fewer than two."""
     if len(names) < 2:
-        raise UserError(f"dataset: {path} must hold at least two classes, got {listed(names) or 'none'}")
+        raise DataError(f"dataset: {path} must hold at least two classes, got {listed(names) or 'none'}")
     return names
 
 

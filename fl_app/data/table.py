@@ -16,14 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import extras, rng
-from fl_app.data import arrays, by_time, columns, hugging_face, precision, table_files
+from fl_app.data import by_time, columns, hugging_face, precision, table_files, user_arrays
 from fl_app.data.columns import Columns, Read
 from fl_app.data.encoding import DATE, Encoding
 from fl_app.data.parsing import Places, is_structure, missing, no_number, numbers_of, usable_numbers
-from fl_app.data.prepared import DataRequest, Facts, Groups, Prepared, Targets, note, open_or_convert, save
-from fl_app.errors import UserError
+from fl_app.data.prepared import (
+    DataRequest,
+    Facts,
+    Prepared,
+    Targets,
+    not_read,
+    note,
+    open_or_convert,
+    save,
+)
+from fl_app.errors import DataError, UserError
+from fl_app.sources import suffix_of
 
-VERSION = 7
+VERSION = 8
 """Version of the rules that read columns. Conversions of other versions are not used."""
 
 # more numbers than this are hardly meant as classes
@@ -34,14 +44,14 @@ def prepare(request: DataRequest) -> Prepared:
     """Open a table. A site's own may lack classes."""
     path = request.path
     if not path.is_file():
-        raise UserError(f"dataset: no file {path}")
-    if table_files.suffix_of(path) not in table_files.SUFFIXES:
-        raise UserError(f"dataset: a table must be a {' or '.join(table_files.SUFFIXES)} file, got {path}")
-    if table_files.suffix_of(path) == ".parquet":
+        raise DataError(f"dataset: no file {path}")
+    if suffix_of(path) not in table_files.SUFFIXES:
+        raise DataError(f"dataset: a table must be a {' or '.join(table_files.SUFFIXES)} file, got {path}")
+    if suffix_of(path) == ".parquet":
         table_files.refuse_text_keys(request)
-    elif len(table_files.SEPARATORS.get(request.separator, request.separator)) != 1:
-        raise UserError(f"separator: must be one character or tab, got {request.separator!r}")
-    notes: list[str] = []
+    elif len(table_files.separator_of(request)) != 1:
+        raise DataError(f"separator: must be one character or tab, got {request.separator!r}")
+    notes = not_read(path.parent, table_files.beside(request))
     return open_columns(request, "table", [path], lambda: ([table_files.read(request, notes)], ()), ("pandas",), notes)
 
 
@@ -49,7 +59,7 @@ def prepare_saved(request: DataRequest) -> Prepared:
     """Open a data set that Hugging Face's `datasets` saved."""
     path = request.path
     if not path.is_dir():
-        raise UserError(f"dataset: no folder {path}")
+        raise DataError(f"dataset: no folder {path}")
     table_files.refuse_text_keys(request)
     notes: list[str] = []
     # a link may lead nowhere
@@ -69,13 +79,13 @@ def open_columns(
 
     kind: the source's prefix. files: the data's files; the data are converted again when one changes. read: returns the
     columns of the training part, those of the test part if there is one, and the classes' names if the data have them.
-    needs: packages that `read` imports. notes: lines about how the data were read; `read` fills this list.
+    needs: packages that `read` imports. notes: lines about the files; `read` adds lines about how it read them.
     """
     path = request.path
     if not request.targets:
-        raise UserError(f"target: {path} needs the name of the column to learn (several with commas)")
+        raise DataError(f"target: {path} needs the name of the column to learn (several with commas)")
     if request.image_size:
-        raise UserError(f"image-size: images in columns, as in {path}, are not resized; got {request.image_size}")
+        raise DataError(f"image-size: images in columns, as in {path}, are not resized; got {request.image_size}")
 
     def convert(directory: Path) -> Sequence[str]:
         # pandas finds missing values in columns of every source
@@ -98,17 +108,22 @@ def open_columns(
         request.separator,
         request.test_after,
     ]
+    if request.own.text:
+        settings.append(request.own.text)
     if request.public:
         settings.append("public")
     if request.hides:
         settings.append("hides values")
+    settings += notes
     return open_or_convert(request, f"{kind}-{path.stem}", [str(path), stamps, *settings, VERSION], convert)
 
 
 def _layout_notes(request: DataRequest, part: Columns) -> list[str]:
     others = {*request.targets, request.client}
     names = [name for name in part if name not in others]
-    return [line for name in names for line in arrays.layout_note(request.path, f"column {name}", part[name].shape)]
+    return [
+        line for name in names for line in user_arrays.layout_note(request.path, f"column {name}", part[name].shape)
+    ]
 
 
 # From columns to arrays -----------------------------------------------------------------------------------------------
@@ -131,7 +146,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
             unusable.add(name)
     size = len(next(iter(parts[0].values()), ()))
     if not size:
-        raise UserError(f"dataset: {request.path} has no rows")
+        raise DataError(f"dataset: {request.path} has no rows")
     whose = [np.zeros(len(next(iter(part.values())))) for part in parts]
     if request.client in parts[0]:
         whose = [part[request.client] for part in parts]
@@ -143,7 +158,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     elif len(parts) == 1:
         rows = list(_divide(whose[0], size, request.test_ratio, request.test_seed))
     elif request.test_after:
-        raise UserError(f"test-after: {request.path} has a test part; leave it unset, got {request.test_after!r}")
+        raise DataError(f"test-after: {request.path} has a test part; leave it unset, got {request.test_after!r}")
     else:
         rows = [np.arange(len(side)) for side in whose]
     changed: list[str] = []
@@ -164,17 +179,17 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
         whose = [whose[0][of] for of in rows]
         features = [tuple(values[of] for values in encoded.parts[0]) for of in rows]
     x, how, remarks = _samples(request, encoded.names, features)
-    groups = arrays.groups(*whose) if request.client else None
+    groups = user_arrays.groups(*whose) if request.client else None
     facts = Facts(
         features=encoded.names,
         columns=tuple((use.name, use.role, use.how) for use in encoded.uses),
-        remarks=(*encoded.remarks, *changed, *remarks, *outputs.remarks, *_client_spellings(request, groups)),
+        remarks=(*encoded.remarks, *changed, *remarks, *outputs.remarks),
         shift=how.shift,
         scale=how.scale,
         target_shift=outputs.shift,
         encodings=encoded.encodings,
     )
-    save(directory, arrays.stored(x[0], outputs.train, x[1], outputs.test), groups, facts)
+    save(directory, user_arrays.stored(x[0], outputs.train, x[1], outputs.test), groups, facts)
     return outputs.names
 
 
@@ -205,11 +220,11 @@ def _refuse(request: DataRequest, problems: Sequence[str]) -> None:
     keys = ("target: ", "client: ", "exclude: ", "categorical: ", "impute: ", "classes: ", "dataset: ")
     if len(problems) == 1:
         whole = problems[0].startswith(keys)
-        raise UserError(problems[0] if whole else f"dataset: {request.path}: {problems[0]}")
+        raise DataError(problems[0] if whole else f"dataset: {request.path}: {problems[0]}")
     shown = [f"  {problem}" for problem in problems[: columns.MANY]]
     if len(problems) > columns.MANY:
         shown.append(f"  and {len(problems) - columns.MANY} more")
-    raise UserError(f"dataset: {request.path}: {len(problems)} problems:\n" + "\n".join(shown))
+    raise DataError(f"dataset: {request.path}: {len(problems)} problems:\n" + "\n".join(shown))
 
 
 class Outputs(NamedTuple):
@@ -236,32 +251,30 @@ def _outputs(
     y = [_targets(request, part) for part in parts]
     classes = request.classes or tuple(known)
     if task.has_classes and not classes and request.public:
-        raise UserError(f"classes: must be set with dp-epsilon: the classes of {column} must not follow from records")
+        raise DataError(f"classes: must be set with dp-epsilon: the classes of {column} must not follow from records")
     if task.has_classes and not classes and not request.site:
         # a divided table's classes are those of all rows, in training and in test
-        classes = arrays.class_names(y[0])
+        classes = user_arrays.class_names(y[0])
         if len(classes) == 1:
-            raise UserError(f"dataset: {path}: {column} must hold at least two classes, got {classes[0]}")
+            raise DataError(f"dataset: {path}: {column} must hold at least two classes, got {classes[0]}")
     if len(parts) == 1:
         y = [y[0][of] for of in rows]
     stored, remarks = precision.Stored(), []
     if not task.has_classes:
-        stored = arrays.stored_targets(request, column, y[0])
+        stored = user_arrays.stored_targets(request, column, y[0])
         remarks = precision.remarks(y[0], stored, request.targets)
     train, test = ((column, stored.of(side)) for side in y)
-    y_train, y_test, names = arrays.targets(
+    y_train, y_test, names = user_arrays.targets(
         path, task, train, test, classes, site=request.site, hides=request.hides, what="rows"
     )
     if task.has_classes and not request.classes and not request.site:
-        arrays.refuse_one_class(path, column, y_train, names)
-    if task.has_classes:
-        remarks = arrays.spellings(f"column {request.target!r}", names, "class")
-        if len(names) > _MANY and y[0].dtype.kind in "iuf":
-            remarks.append(
-                f"column {request.target!r}: it holds {len(names)} numbers, and each counts as a class; to predict the number "
-                "itself, set task = regression"
-            )
-    elif not request.classes:
+        user_arrays.refuse_one_class(path, column, y_train, names)
+    if task.has_classes and len(names) > _MANY and y[0].dtype.kind in "iuf":
+        remarks = [
+            f"column {request.target!r}: it holds {len(names)} numbers, and each counts as a class; to predict the number "
+            "itself, set task = regression"
+        ]
+    elif not task.has_classes and not request.classes:
         names = request.targets
     return Outputs(y_train, y_test, names, stored.shift, remarks)
 
@@ -273,17 +286,13 @@ def _require_numbers(request: DataRequest, parts: Sequence[Columns], places: Pla
             values = part[name]
             read = numbers_of(values)
             if read is not None and read[0] == DATE:
-                raise UserError(
+                raise DataError(
                     f"dataset: {request.path}: column {name} must hold numbers, got dates; write them as days"
                 )
             if values.dtype.kind not in "biuf":
                 # all remedies but to leave the column out
                 found = no_number(values, name, dataclasses.replace(places, of_model=True))
-                raise UserError(f"dataset: {request.path}: column {name} must hold numbers, got {found}")
-
-
-def _client_spellings(request: DataRequest, groups: Groups | None) -> list[str]:
-    return arrays.spellings(f"column {request.client!r}", groups.names, "client") if groups else []
+                raise DataError(f"dataset: {request.path}: column {name} must hold numbers, got {found}")
 
 
 def _targets(request: DataRequest, part: Columns) -> NDArray[Any]:
@@ -301,13 +310,13 @@ def _samples(
     path, train, tokens = request.path, sides[0], request.of_task.input_dtype == "int64"
     if len(names) > 1 and any(values.ndim > 1 for values in train):
         several = ", ".join(name for name, values in zip(names, train, strict=True) if values.ndim > 1)
-        raise UserError(f"dataset: {path}: {several} must be the only feature, or hold one number per row")
+        raise DataError(f"dataset: {path}: {several} must be the only feature, or hold one number per row")
     if len(names) == 1:
         of_feature = names if train[0].ndim == 1 else [f"{names[0]}[{k}]" for k in range(train[0].shape[-1])]
         how = precision.stored(train[0], tokens=tokens)
-        x = [arrays.samples(path, f"column {names[0]}", how.of(side[0])) for side in sides]
+        x = [user_arrays.samples(path, f"column {names[0]}", how.of(side[0])) for side in sides]
         if x[0].shape[1:] != x[1].shape[1:]:
-            raise UserError(
+            raise DataError(
                 f"dataset: {path}: test must have samples like train's, {x[0].shape[1:]}, got {x[1].shape[1:]}"
             )
         return x, how, precision.remarks(train[0], how, of_feature)
@@ -329,7 +338,7 @@ def _side_by_side(
 ) -> NDArray[np.float32]:
     """Return features, each [n], as samples float32 [n, F]. each: the way each feature's numbers are stored."""
     numbers = [one.of(values) for values, one in zip(features, each, strict=True)]
-    singles = [arrays.samples(path, f"column {name}", values) for name, values in zip(names, numbers, strict=True)]
+    singles = [user_arrays.samples(path, f"column {name}", values) for name, values in zip(names, numbers, strict=True)]
     return np.concatenate([values.astype(np.float32) for values in singles], axis=1)
 
 
@@ -368,7 +377,9 @@ def samples_of_rows(
     features = columns.features_of(where, encodings, table, places)
     names = [name for encoding in encodings for name in encoding.names]
     if len(features) == 1:
-        return arrays.samples(where, f"column {names[0]}", precision.Stored(tuple(shift), tuple(scale)).of(features[0]))
+        return user_arrays.samples(
+            where, f"column {names[0]}", precision.Stored(tuple(shift), tuple(scale)).of(features[0])
+        )
     each = [precision.Stored((less,), (by,)) for less, by in zip(shift, scale, strict=True)]
     each = each or [precision.Stored()] * len(features)
     return _side_by_side(where, names, features, each)

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import functools
+import gzip
 import io
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import extras
 from fl_app.data.columns import Columns, declared_in, declared_words
-from fl_app.data.parsing import Places, missing
+from fl_app.data.parsing import Places, missing, numbers_of, usable_numbers
 from fl_app.data.prepared import DataRequest, listed
-from fl_app.errors import UserError, describe
+from fl_app.errors import DataError, UserError, describe
 from fl_app.files import no_such
+from fl_app.keys import nearest
+from fl_app.sources import SOURCES, suffix_of
 
 if TYPE_CHECKING:
     import pandas
 
-SUFFIXES = (".csv", ".parquet")
+SUFFIXES = SOURCES["table"].reads
+TEXT = tuple(suffix for suffix in SUFFIXES if suffix != ".parquet")
 EMPTY_ONLY = ("empty",)
 """Value of `na-values` that makes only empty cells missing values."""
+
+_WORDS = "training|train|testing|test|validation|valid|val|dev|evaluation|eval|holdout"
+_PART, _NUMBER = re.compile(rf"(?<![a-z])(?:{_WORDS})(?![a-z])"), re.compile(r"\d+")
 
 _MARK = "\ufeff"  # byte order mark
 _LONGEST_CELL = 2**31 - 1  # the csv module's own limit is 128 KB
@@ -36,9 +45,39 @@ SEPARATORS = {"": ",", "tab": "\t", "\\t": "\t"}
 """Characters by the value of the key `separator`. All other values stand for themselves."""
 
 
-def suffix_of(path: Path) -> str:
-    """Return a file's suffix in lower case: it shows the kind of a file in any case."""
-    return path.suffix.lower()
+def beside(request: DataRequest) -> list[str]:
+    """Return the tables in a table's folder that may be other parts of the same data.
+
+    Their names differ only in the word for a part, such as train and validation, or in a number. At a site a number may
+    stand for another site's table.
+    """
+
+    def common(file: Path) -> str:
+        stem = _PART.sub("*", name_of(file))
+        return stem if request.site else _NUMBER.sub("#", stem)
+
+    path, tables = request.path, list[Path]()
+    # a confined application may read the table alone
+    with contextlib.suppress(OSError):
+        tables = [file for file in path.parent.iterdir() if suffix_of(file) in SUFFIXES]
+    return sorted(file.name for file in tables if common(file) == common(path) and name_of(file) != name_of(path))
+
+
+def name_of(path: Path) -> str:
+    """Return a table's name in lower case, without its suffix."""
+    return path.name[: -len(suffix_of(path))].lower()
+
+
+def separator_of(request: DataRequest) -> str:
+    """Return the character between the columns of a text file."""
+    own = "tab" if suffix_of(request.path).startswith(".tsv") else ""
+    given = request.own.separator or request.separator
+    return SEPARATORS.get(given or own, given)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Return a text file's bytes, unpacked."""
+    return cast(BinaryIO, gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb"))
 
 
 def refuse_text_keys(request: DataRequest) -> None:
@@ -48,7 +87,7 @@ def refuse_text_keys(request: DataRequest) -> None:
     """
     for key, value in (("separator", request.separator), ("na-values", ",".join(request.na_values))):
         if value and not request.site:
-            raise UserError(f"{key}: {request.path} is no CSV file; leave it unset, got {value!r}")
+            raise DataError(f"{key}: {request.path} is no CSV file; leave it unset, got {value!r}")
 
 
 def read_rows(
@@ -62,7 +101,7 @@ def read_rows(
     names: the known names in each column that holds names.
     """
     if not path.is_file():
-        raise UserError(no_such(path))
+        raise DataError(no_such(path))
     extras.require("pandas", str(path))
     return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [], names)
 
@@ -80,7 +119,7 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
     """
     import pandas
 
-    path, is_text = request.path, suffix_of(request.path) == ".csv"
+    path, is_text = request.path, suffix_of(request.path) in TEXT
     options = _reading(request)
     try:
         header = None
@@ -89,41 +128,65 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
                 path, sep=options["sep"], header=None, nrows=1, dtype=str, keep_default_na=False, index_col=False
             )
             # before all rows: they may not be readable with a wrong separator
-            _refuse_wrong_separator(request, [str(name) for name in header.iloc[0]])
+            names = request.own.names(path, [str(name) for name in header.iloc[0]])
+            _refuse_wrong_separator(request, names)
+            if request.own.rename:
+                options |= {"names": names, "header": 0}
         # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
         frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
     except UserError:
         raise
     except pandas.errors.EmptyDataError as error:
-        raise UserError(f"dataset: {path} must have a header and rows, it is empty") from error
+        raise DataError(f"dataset: {path} must have a header and rows, it is empty") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"dataset: {path} must be UTF-8 text, it has another encoding; save it as UTF-8") from error
+        raise DataError(f"dataset: {path} must be UTF-8 text, it has another encoding; save it as UTF-8") from error
     except Exception as error:  # damaged files make pandas and pyarrow raise many kinds
         hint = "" if request.separator or not is_text else "; if commas do not separate its columns, set separator"
-        raise UserError(
+        raise DataError(
             f"dataset: {path} is not a readable table ({' '.join(describe(error).split())}){hint}"
         ) from error
     names = [str(name) for name in frame.columns]
     if header is not None:
         # pandas adds a number to a repeated name: only the header itself shows the repetition
-        names = [str(name) for name in header.iloc[0]]
+        names = request.own.names(path, [str(name) for name in header.iloc[0]])
         if not isinstance(frame.index, pandas.RangeIndex):
             first = ", ".join(map(str, [frame.index[0], *frame.iloc[0]])) if len(frame) else ""
-            raise UserError(
+            raise DataError(
                 f"dataset: {path}: its rows have more values than the {len(names)} names of its header ({listed(names)}); pandas "
                 f"would read the first column as the rows' names and shift all others ({first[:80]}); remove separators at the "
                 f"ends of rows, or name every column"
             )
     else:
         frame = _with_index(frame, notes)
-        names = [str(name) for name in frame.columns]
+        frame.columns = names = request.own.names(path, [str(name) for name in frame.columns])
     counts = Counter(names)
     if twice := next((name for name in names if name and counts[name] > 1), ""):
-        raise UserError(f"dataset: {path} must have every column once, got {counts[twice]} named {twice!r}")
+        raise DataError(f"dataset: {path} must have every column once, got {counts[twice]} named {twice!r}")
     table = {str(name): np.asarray(frame[name]) for name in frame.columns}
     if is_text:
-        table |= _names_as_written(request, table, _declared(request, table) if names_in is None else names_in)
-    return table
+        known = _declared(request, table) if names_in is None else names_in
+        table |= _names_as_written(request, table, known, options)
+    return _in_the_runs_units(request, table)
+
+
+def _in_the_runs_units(request: DataRequest, table: Columns) -> Columns:
+    """Return a site's columns in the run's units, and without the missing values that its `fill` names. Raises UserError."""
+    found, path, rows = dict(table), request.path, len(next(iter(table.values()), ()))
+    for name, factor in request.own.scale:
+        if name not in found:
+            raise UserError(f"scale: {path} has no column {name!r}; it has {listed([*found])}{nearest(name, found)}")
+        read = numbers_of(found[name])
+        # where no value may be refused, one that is no number counts as missing
+        if read is None and not request.hides:
+            raise DataError(f"scale: {path}: column {name} must hold numbers")
+        found[name] = (usable_numbers(found[name]) if read is None else read[1]).astype(np.float64) * factor
+    for name, value in request.own.fill:
+        kind = object if isinstance(value, str) else np.float64
+        if name not in found:
+            found[name] = np.full(rows, value, dtype=kind)
+        elif (gone := missing(found[name])).any():
+            found[name] = np.where(gone, np.array(value, dtype=kind), found[name])
+    return found
 
 
 def _declared(request: DataRequest, table: Columns) -> dict[str, Collection[str]]:
@@ -133,17 +196,19 @@ def _declared(request: DataRequest, table: Columns) -> dict[str, Collection[str]
     return {request.client: (), **categories, **dict.fromkeys(targets, request.classes)}
 
 
-def _names_as_written(request: DataRequest, table: Columns, names: Mapping[str, Collection[str]]) -> Columns:
+def _names_as_written(
+    request: DataRequest, table: Columns, names: Mapping[str, Collection[str]], options: Mapping[str, Any]
+) -> Columns:
     """Return columns of a CSV file that hold names as text, where pandas' own type does not keep it.
 
-    For example, pandas reads 7 and 07 as one number. names: the known names in each column.
+    For example, pandas reads 7 and 07 as one number. names: the known names in each column. options: as it was read with.
     """
     import pandas
 
     typed = [name for name in names if name in table and pandas.api.types.infer_dtype(table[name]) != "string"]
     if not typed:
         return {}
-    texts = pandas.read_csv(request.path, usecols=typed, dtype=str, **_reading(request))
+    texts = pandas.read_csv(request.path, usecols=typed, dtype=str, **options)
     found = {}
     for name in typed:
         values, written = table[name], np.array(texts[name], dtype=object)
@@ -184,7 +249,9 @@ def _with_index(frame: pandas.DataFrame, notes: list[str]) -> pandas.DataFrame:
 
 def _reading(request: DataRequest) -> dict[str, Any]:
     """Return the options with which pandas reads a CSV file."""
-    options: dict[str, Any] = {"sep": SEPARATORS.get(request.separator, request.separator)}
+    options: dict[str, Any] = {"sep": separator_of(request)}
+    if request.own.decimal:
+        options["decimal"] = request.own.decimal
     if request.na_values:
         words = () if request.na_values == EMPTY_ONLY else request.na_values
         options |= {"keep_default_na": False, "na_values": ["", *words]}
@@ -199,14 +266,16 @@ def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
     missing = [name for name in (*request.targets, request.client) if name and name not in names]
     if len(names) > 1 and not missing:
         return
-    text = SEPARATORS.get(request.separator, request.separator).join(names)
+    text = separator_of(request).join(names)
     counts = {name: text.count(sign) for name, sign in ((";", ";"), ("tab", "\t"), ("|", "|"), (",", ","))}
-    used = next((name for name, sign in SEPARATORS.items() if name and sign == request.separator), request.separator)
-    counts.pop(used or ",", None)
+    used = next(
+        (name for name, sign in SEPARATORS.items() if name and sign == separator_of(request)), separator_of(request)
+    )
+    counts.pop(used, None)
     best = max(counts, key=lambda name: counts[name])
     if counts[best]:
         found = "one column" if len(names) == 1 else f"{len(names)} columns"
-        raise UserError(
+        raise DataError(
             f"separator: {request.path}: pandas made {found} of its header, {text[:80]!r}; set separator = {best!r} if that "
             "separates them"
         )
@@ -214,7 +283,7 @@ def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
 
 def places(request: DataRequest) -> Places:
     """Return the rows' places: as a spreadsheet counts them (row 1 is the header) in a table, from 0 in other data."""
-    if suffix_of(request.path) == ".csv" and not request.hides:
+    if suffix_of(request.path) in TEXT and not request.hides:
         rows = functools.cache(lambda: _rows_of(request))
         return Places(lambda row: rows()[row + 1].number, lambda column, row: _as_written(request, rows(), column, row))
     return Places(lambda row: row + 2) if suffix_of(request.path) in SUFFIXES else Places()
@@ -230,7 +299,7 @@ class _Row(NamedTuple):
 def _rows_of(request: DataRequest) -> list[_Row]:
     """Return a CSV file's header and each row that pandas reads: all but empty lines."""
     found, lines, start = list[_Row](), list[str](), 0
-    with open(request.path, encoding="utf-8", newline="") as file:
+    with opened(request.path) as packed, io.TextIOWrapper(packed, encoding="utf-8", newline="") as file:
         if file.read(1) == _MARK:
             start = len(_MARK.encode())
         file.seek(start)
@@ -261,10 +330,11 @@ def _as_written(request: DataRequest, rows: Sequence[_Row], name: str, row: int)
     """Return a cell's text in a CSV file, word for word; "" for an empty cell."""
 
     def cells_of(row: _Row) -> list[str]:
-        with open(request.path, "rb") as file:
+        with opened(request.path) as file:
             file.seek(row.start)
             return next(_cells(request, io.TextIOWrapper(file, encoding="utf-8", newline="")))
 
     # pandas names columns without a name so
-    names = [cell or f"Unnamed: {place}" for place, cell in enumerate(cells_of(rows[0]))]
+    header = [cell or f"Unnamed: {place}" for place, cell in enumerate(cells_of(rows[0]))]
+    names = [dict(request.own.rename).get(cell, cell) for cell in header]
     return dict(zip(names, cells_of(rows[row + 1]), strict=False)).get(name, "")

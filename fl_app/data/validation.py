@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fl_app import rng
 from fl_app.data.prepared import Targets
-from fl_app.errors import UserError, listed
+from fl_app.errors import DataError, listed
 from fl_app.partition.dealing import Indices, largest_remainder
 
 # validation samples of a client; a choice by fewer depends on chance
@@ -26,7 +26,7 @@ def split(targets: Targets, ratio: float, *, seed: int, client_id: int, by_class
     """
     n = len(targets)
     if n < 2:
-        raise UserError(
+        raise DataError(
             f"validation-ratio: client {client_id} needs 2 training samples, one to train and one to validate, got {n}"
         )
     wanted = min(n - 1, max(1, int(ratio * n + 0.5)))

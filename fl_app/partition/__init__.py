@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import extras
-from fl_app.errors import UserError, counted
+from fl_app.errors import DataError, UserError, counted
 from fl_app.known_names import BY_COLUMN, OWN_PARTITION, UNBALANCED
 from fl_app.partition import fl_bench, own_file
 from fl_app.partition.dealing import (
@@ -178,15 +178,15 @@ def split(
         groups,
     )
     if num_clients < 1:
-        raise UserError(f"num-clients: must be >= 1, got {num_clients}")
+        raise DataError(f"num-clients: must be >= 1, got {num_clients}")
     if name.startswith(OWN_PARTITION):
         path = Path(name.removeprefix(OWN_PARTITION)).expanduser()
         return own_file.read_shares(path, setting.sides, num_clients, dataset)
     if name not in PARTITIONS:
-        raise UserError(f"partition: unknown {name!r}")
+        raise DataError(f"partition: unknown {name!r}")
     shared = name in SHARED and train_samples > 0
     if name != BY_COLUMN and not shared and len(y_train) < num_clients:
-        raise UserError(f"num-clients: must be <= {len(y_train)}, the training samples of {dataset}, got {num_clients}")
+        raise DataError(f"num-clients: must be <= {len(y_train)}, the training samples of {dataset}, got {num_clients}")
     return [(np.sort(train), np.sort(test)) for train, test in PARTITIONS[name](setting)]
 
 
@@ -201,7 +201,7 @@ def _dirichlet_client(setting: _Setting) -> list[Share]:
     for (side, word, labels, offset), asked in zip(setting.sides, setting.sizes, strict=True):
         size = asked or len(labels) // setting.num_clients
         if size > len(labels):
-            raise UserError(
+            raise DataError(
                 f"{side}-samples: every client needs {size} samples but the {word} set of {setting.dataset} has "
                 f"{len(labels)}; {_EQUAL_SHARE}"
             )
@@ -247,7 +247,7 @@ def _in_the_mix_of(
         fitting = keep_mix(train.astype(np.float64), size, room)
         if fitting is None:
             have = ", ".join(f"{k}: {train[k]} and {room[k]}" for k in np.argsort(-train, kind="stable") if train[k])
-            raise UserError(
+            raise DataError(
                 f"test-samples: client {i} cannot have {fewest_kept(size)} of {size} test samples in the mix of its training "
                 f"samples; classes with its training samples and the test samples that {setting.dataset} has: {have}; lower "
                 "test-samples, raise dirichlet-alpha or classes-per-client, or take another partition"
@@ -325,16 +325,16 @@ def _assigned(setting: _Setting) -> NDArray[np.bool_]:
     labels = np.concatenate([setting.y_train, setting.y_test]) if setting.test_samples < 0 else setting.y_train
     present = np.flatnonzero(np.bincount(labels, minlength=setting.num_classes))
     if per_client > len(present):
-        raise UserError(f"classes-per-client: must be at most the data set's {len(present)} classes, got {per_client}")
+        raise DataError(f"classes-per-client: must be at most the data set's {len(present)} classes, got {per_client}")
     if 0 < train_samples < per_client:
-        raise UserError(f"train-samples: must be at least classes-per-client ({per_client}), got {train_samples}")
+        raise DataError(f"train-samples: must be at least classes-per-client ({per_client}), got {train_samples}")
     holds = assign_classes(
         present, setting.num_classes, setting.num_clients, per_client, setting.rng("classes"), setting.assignment
     )
     for i, num_held in enumerate(holds.sum(1)):
         if num_held < per_client:
             block = block_size(len(present), setting.num_clients, per_client)
-            raise UserError(
+            raise DataError(
                 f"pathological-assignment: {setting.assignment} leaves client {i} with {num_held} of classes-per-client "
                 f"({per_client}) classes; num-clients ({setting.num_clients}) should be a multiple of {block}, the clients "
                 "of a block"
@@ -348,7 +348,7 @@ def _iid(setting: _Setting) -> list[Share]:
     for (side, word, labels, offset), size in zip(setting.sides, setting.sizes, strict=True):
         need = size * num_clients
         if need > len(labels):
-            raise UserError(
+            raise DataError(
                 f"{side}-samples: {counted(num_clients, 'client')} with {size} each need {need} samples but the {word} set "
                 f"of {setting.dataset} has {len(labels)}; {_EQUAL_SHARE}"
             )
@@ -395,7 +395,7 @@ def _dirichlet(setting: _Setting) -> list[Share]:
 
 def _fl_bench(setting: _Setting) -> list[Share]:
     if setting.seed > fl_bench.LARGEST_SEED:
-        raise UserError(
+        raise DataError(
             f"partition-seed: must be <= {fl_bench.LARGEST_SEED} with dirichlet-fl-bench, got {setting.seed}"
         )
     labels = _all_labels(setting)
@@ -418,7 +418,7 @@ def _all_labels(setting: _Setting) -> Indices:
     labels = np.concatenate([setting.y_train, setting.y_test])
     need = setting.num_clients * setting.min_samples
     if need > len(labels):
-        raise UserError(
+        raise DataError(
             f"min-samples: {counted(setting.num_clients, 'client')} with {setting.min_samples} each need {need} samples but "
             f"{setting.dataset} has {len(labels)}"
         )
@@ -439,19 +439,19 @@ def _no_draw(setting: _Setting, draws: int) -> UserError:
 
 def _by_column(setting: _Setting) -> list[Share]:
     if setting.groups is None:
-        raise UserError(
+        raise DataError(
             f"client: partition by-column needs the name of the column of {setting.dataset} that names each sample's client"
         )
     train, test, names = setting.groups
     if len(names) != setting.num_clients:
-        raise UserError(
+        raise DataError(
             f"num-clients: must be {len(names)}, the values of the column client of {setting.dataset}, "
             f"got {setting.num_clients}"
         )
     shares = []
     for name, mine, tested in zip(names, _places_of(train, len(names)), _places_of(test, len(names)), strict=True):
         if not len(mine):
-            raise UserError(f"client: {name!r} has no training samples in {setting.dataset}")
+            raise DataError(f"client: {name!r} has no training samples in {setting.dataset}")
         shares.append((mine, len(setting.y_train) + tested))
     return shares
 

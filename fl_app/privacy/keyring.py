@@ -27,11 +27,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 from fl_app.privacy import secure_random
-from fl_app.privacy.companies import Parts
+from fl_app.privacy.aggregation_groups import Parts
 from fl_app.privacy.masking import derived
-from fl_app.wire import SEED_KEYS
+from fl_app.transport.wire import SEED_KEYS
 
 PEERS = "peers.txt"
 # First word of the statement that a node's public key carries as its comment.
@@ -73,12 +73,12 @@ class KeyList:
     def verify(self, client_id: int, statement: bytes, signature: bytes) -> None:
         """Raise UserError unless a client has signed a statement."""
         if not _signed(self._of(client_id)[_LENGTH:], statement, signature):
-            raise UserError(f"private: client {client_id} has not signed the keys that it is said to use")
+            raise DeploymentError(f"private: client {client_id} has not signed the keys that it is said to use")
 
     def _of(self, client_id: int) -> bytes:
         """Return a client's public halves. Raises UserError if there is none."""
         if not 0 <= client_id < self.num_clients:
-            raise UserError(f"private: there is no client {client_id} among {self.num_clients}")
+            raise DeploymentError(f"private: there is no client {client_id} among {self.num_clients}")
         return self.public_of(client_id)
 
 
@@ -132,7 +132,7 @@ class Statements:
         return masks, seals
 
     def has_signed_split(self, experiment: str, client_id: int, parts: Parts, signature: str) -> bool:
-        """Return whether a client has signed a company's split in an experiment."""
+        """Return whether a client has signed an aggregation group's split in an experiment."""
         return self._has_signed(client_id, self._split(experiment, parts), signature)
 
     def agrees(self, client_id: int, label: str, survivors: Sequence[int], signature: str) -> bool:
@@ -199,7 +199,7 @@ class RunKeys(Statements):
         return derived(exchange(self.seals, halves(other)[1]), "share", label, sender, receiver)
 
     def sign_split(self, experiment: str, parts: Parts) -> str:
-        """Return the signature of a company's split in an experiment, as text."""
+        """Return the signature of an aggregation group's split in an experiment, as text."""
         return text_of(self.ring.signer.sign(self._split(experiment, parts)))
 
     def agree(self, label: str, survivors: Sequence[int]) -> str:
@@ -242,7 +242,7 @@ def exchange(private: X25519PrivateKey, public: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise UserError("private: a client's key is no X25519 key") from None
+        raise DeploymentError("private: a client's key is no X25519 key") from None
 
 
 def sealed(key: bytes, content: bytes) -> str:
@@ -272,7 +272,7 @@ def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Key
     where: the file of its private key, or SEED_KEYS.
     """
     if not where:
-        raise UserError(
+        raise DeploymentError(
             "private: this SuperNode has no key for private runs; `corolla node start`, `corolla cluster up` and compose.tls.yaml "
             "set one, other nodes need --node-config private-keys=FILE (docs/privacy.md)"
         )
@@ -315,18 +315,20 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
     try:
         entries = dict(map(_entry, peers.read_text(encoding="utf-8").splitlines()))
     except OSError as error:
-        raise UserError(f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}") from None
+        raise DeploymentError(
+            f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}"
+        ) from None
     except ValueError:
-        raise UserError(
+        raise DeploymentError(
             f"private: {peers} must have a line per client: its number, node key, {KEY_TYPE}, key, signature"
         ) from None
     if sorted(entries) != list(range(num_clients)):
-        raise UserError(f"private: {peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}")
+        raise DeploymentError(f"private: {peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}")
     keys = {i: _verified(peers, f"client {i}'s", *fields) for i, fields in entries.items()}
     if keys[client_id] != _public(private):
-        raise UserError(f"private: {path} is not the key that {peers} has for client {client_id}")
+        raise DeploymentError(f"private: {path} is not the key that {peers} has for client {client_id}")
     if len(set(keys.values())) < num_clients:
-        raise UserError(f"private: {peers} has the same key for two clients")
+        raise DeploymentError(f"private: {peers} has the same key for two clients")
     return Keyring(num_clients, keys.__getitem__, client_id, private)
 
 
@@ -340,7 +342,7 @@ def names(peers: Path, own: str) -> bool:
     try:
         entries = [_entry(line)[1] for line in peers.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
-        raise UserError(f"private: {peers} must have a line per client") from None
+        raise DeploymentError(f"private: {peers} must have a line per client") from None
     return own in (hashlib.sha256(public).hexdigest() for _, public, _ in entries)
 
 
@@ -349,9 +351,9 @@ def read_private_key(path: Path) -> X25519PrivateKey:
     try:
         mode, content = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
     except OSError as error:
-        raise UserError(f"private: {path}: {error.strerror}") from None
+        raise DeploymentError(f"private: {path}: {error.strerror}") from None
     if mode & 0o077:
-        raise UserError(
+        raise DeploymentError(
             f"private: {path} must be its owner's alone (mode 600), it is {mode:o}; others may have read it"
         )
     try:
@@ -360,7 +362,7 @@ def read_private_key(path: Path) -> X25519PrivateKey:
     except Exception:
         key = None
     if not isinstance(key, X25519PrivateKey):
-        raise UserError(f"private: {path} is no X25519 private key")
+        raise DeploymentError(f"private: {path} is no X25519 private key")
     return key
 
 
@@ -385,7 +387,7 @@ def verify_statement(path: Path, public: str) -> None:
     try:
         _, fields = _entry(f"0 {public}")
     except ValueError:
-        raise UserError(f"private: {path} must be a node key, {KEY_TYPE}, key, signature") from None
+        raise DeploymentError(f"private: {path} must be a node key, {KEY_TYPE}, key, signature") from None
     _verified(path, "its", *fields)
 
 
@@ -407,14 +409,14 @@ def _verified(path: Path, whose: str, node: str, public: bytes, signature: bytes
     try:
         key = serialization.load_ssh_public_key(node.encode())
         if len(public) == _LENGTH:
-            raise UserError(
+            raise DeploymentError(
                 f"private: {path}: {whose} key for private runs was made by an earlier version: `corolla node join` or "
                 "`corolla cluster keys` makes its new public half"
             )
         assert isinstance(key, ec.EllipticCurvePublicKey) and len(public) == 2 * _LENGTH
         key.verify(signature, _SIGNED_PREFIX + public, ec.ECDSA(hashes.SHA384()))
     except (ValueError, AssertionError, InvalidSignature):
-        raise UserError(f"private: {path}: {whose} key for private runs is not signed by its node key") from None
+        raise DeploymentError(f"private: {path}: {whose} key for private runs is not signed by its node key") from None
     return public
 
 

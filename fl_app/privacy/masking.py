@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from fl_app.layout import Model
-from fl_app.wire import GROUP_MIN
+from fl_app.transport.wire import GROUP_MIN
 
 Words = NDArray[np.uint64]
 

@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from fl_app import foreign_files
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.files import lock, make_directory
 
 _DIRECTORY = "peers"
@@ -27,7 +27,9 @@ def agreed(site: Path, own: str) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise UserError(f"private: the note on the list of all sites' keys cannot be read: {path}: {error}") from None
+        raise DeploymentError(
+            f"private: the note on the list of all sites' keys cannot be read: {path}: {error}"
+        ) from None
 
 
 def accept(site: Path, own: str, listed: str) -> None:
@@ -45,9 +47,11 @@ def require(site: Path, own: str, peers: Path) -> None:
             if not (before := agreed(site, own)):
                 accept(site, own, before := listed)
     except OSError as error:
-        raise UserError(f"private: the list of all sites' keys cannot be noted in {site}: {error.strerror}") from None
+        raise DeploymentError(
+            f"private: the list of all sites' keys cannot be noted in {site}: {error.strerror}"
+        ) from None
     if before != listed:
-        raise UserError(refusal(peers, listed, before))
+        raise DeploymentError(refusal(peers, listed, before))
 
 
 def refusal(peers: Path, listed: str, before: str, accepting: str = "NAME") -> str:
@@ -63,4 +67,6 @@ def hash_of(peers: Path) -> str:
     try:
         return hashlib.sha256(peers.read_bytes()).hexdigest()
     except OSError as error:
-        raise UserError(f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}") from None
+        raise DeploymentError(
+            f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}"
+        ) from None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, own
-from fl_app.wire import PRIVATE, STATE_OF, STATE_VERSION, Download
+from fl_app.transport.wire import PRIVATE, STATE_OF, STATE_VERSION, Download
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def config_hash(config: RunConfig) -> str:
 class SentHashes:
     """Hashes of what clients are sent. Arrays that several are sent are read once.
 
-    states: whether the state that a client continues from is a part of it. All clients of a company continue
+    states: whether the state that a client continues from is a part of it. All clients of an aggregation group continue
     from the same one.
     """
 

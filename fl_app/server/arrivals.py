@@ -17,7 +17,7 @@ from typing import Any
 from fl_app.config import RunConfig
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import opener, publish_text
-from fl_app.server.clock import Answer, Clock
+from fl_app.server.clock import Clock, WorkEnd
 
 FILE = "arrivals.jsonl"
 # what became of an end; a failed one brought no upload
@@ -66,7 +66,7 @@ class Replay:
             self._lines = {int(line["round"]): line for line in read(run)}
             # (client, round of its work) -> round of its end, and why there is no upload
             self._ends = {
-                (end["client"], number - end["age"]): Answer(
+                (end["client"], number - end["age"]): WorkEnd(
                     float(number), "it failed in the run that is repeated" if end["fate"] == FAILED else ""
                 )
                 for number, line in self._lines.items()
@@ -95,11 +95,11 @@ class Replay:
         away = set(self._lines[int(self.began) + 1]["away"])
         return [i for i in client_ids if i not in away]
 
-    def answer(self, client_id: int, round: int, attempt: int, samples: int, down: int, up: int) -> Answer:
+    def answer(self, client_id: int, round: int, attempt: int, samples: int, down: int, up: int) -> WorkEnd:
         """Return the end of a client's work on a round: the number of the round in which it ended, inf if it never did."""
-        return self._ends.get((client_id, round), Answer(math.inf))
+        return self._ends.get((client_id, round), WorkEnd(math.inf))
 
-    def close(self, round: int, ends: Sequence[Answer]) -> None:
+    def close(self, round: int, ends: Sequence[WorkEnd]) -> None:
         """Close a round."""
         self.now = float(round)
 

@@ -85,7 +85,7 @@ def save(
     metas, unread = _metas(run)
     if unread is None:
         # a checkpoint that cannot be read names files, too
-        files.collect(of["file"] for meta in metas for of in meta.get(CLIENTS, []))
+        files.collect(of["file"] for meta in metas for of in meta[CLIENTS])
     else:
         log.warning("files of clients' arrays that are no longer needed are kept for now: %s", unread)
     return _versions(metas)
@@ -164,5 +164,4 @@ def _load(path: Path) -> Checkpoint:
     tensors = path.with_suffix(".safetensors")
     if sha256_of(tensors) != meta["tensors-sha256"]:
         raise ValueError(f"{tensors.name}: wrong checksum")
-    # earlier versions kept the clients' arrays with the others
-    return Checkpoint(dict(load_file(tensors)) | read_index(path.parent, meta.get(CLIENTS, [])), meta)
+    return Checkpoint(dict(load_file(tensors)) | read_index(path.parent, meta[CLIENTS]), meta)

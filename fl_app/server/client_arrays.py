@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import UserError, size
 
 # of mmap(2)
 _PROT_READ, _MAP_SHARED = 1, 1
@@ -25,7 +25,7 @@ _ADDRESS = (ctypes.c_void_p, ctypes.c_size_t)
 Moved = Callable[[int, Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]]], None]
 
 
-def settle(
+def spill(
     personal: dict[int, dict[str, NDArray[Any]]],
     ids: list[int],
     limit: float,
@@ -118,18 +118,17 @@ def stack(shape: tuple[int, ...], dtype: np.dtype[Any], directory: Path | None) 
 
     The file vanishes with the array. Raises UserError if the directory has no room for it.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if directory is None or not size:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if directory is None or not nbytes:
         return np.empty(shape, dtype)
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             # reserve the space: a write to a map that the disk has no room for kills the process
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file.fileno(), 0, nbytes)
             return np.memmap(file, dtype, "r+", shape=shape)
     except OSError as error:
-        raise UserError(
-            f"server-memory-limit: {directory} has no room for a round's uploads, {size / 1e9:.3g} GB: {error}"
-        ) from None
+        what = f"a round's uploads, {size(nbytes)}"
+        raise UserError(f"server-memory-limit: {directory} has no room for {what}: {error}") from None
 
 
 def stack_like(stack_of: NDArray[Any], directory: Path) -> NDArray[Any]:

@@ -1,39 +1,35 @@
 """Clients' rows of rounds and evaluations as columns, for runs with too many clients for metrics.jsonl.
 
-A run of more than MOST clients has its rows in `clients.parquet`. The file has a row per round, part (`training` or
-`evaluation`) and client, and a column per number. The column `seconds-train` is the entry `train` of the table
-`seconds`. A column with the metadata `form = json` holds JSON texts: lists, tables, or values of several types. Null
-means that a row lacks the number, NaN that it is not finite.
+A run of more than MOST clients has its rows in the folder `clients.parquet`, which `pandas.read_parquet` reads as one
+table: a row per round, part (`training` or `evaluation`) and client, and a column per number. The column `seconds-train`
+is the entry `train` of the table `seconds`. A column with the metadata `form = json` holds JSON texts: lists, tables, or
+values of several types. Null means that a row lacks the number, NaN that it is not finite.
 
-A Parquet file cannot be appended to. Later rounds are lines of `clients.jsonl`, one per round. They become columns when
-there are many, and when the run ends. A round that is in both files counts once.
+A Parquet file cannot be appended to, so each round is a file of its own. Readers such as pandas take the columns of all
+files from the first one. So this is a file without rows that has every column so far.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import MALFORMED, UserError, describe
-from fl_app.files import opener, publish, publish_text, sync
+from fl_app.errors import UserError, describe
+from fl_app.files import make_directory, publish
 from fl_app.metrics import Record
 
 if TYPE_CHECKING:
     import pyarrow
 
-log = logging.getLogger("corolla")
-
-COLUMNS, LINES = "clients.parquet", "clients.jsonl"
+DIRECTORY = "clients.parquet"
+# the first by name
+_COLUMNS, _ROUND = "columns.parquet", "round-*.parquet"
 MOST = 200
 TRAINING, EVALUATION = "training", "evaluation"
 # Columns that identify a row.
@@ -41,14 +37,16 @@ _KEYS = ("round", "part", "client")
 _SECONDS = "seconds"
 # Metadata of fields.
 _JSON, _UNDER = {b"form": b"json"}, {b"under": _SECONDS.encode()}
-# Lines become columns once they hold this many rows, and at least as many as the columns. So each row is rewritten few times.
-_AT_ONCE = 20_000
 # Decoded parts in the cache: readers ask for one several times.
 _KEPT = 4
 _ABSENT = object()
 
 Rows = Mapping[str, Record]
 Parts = Mapping[str, Rows]
+
+
+def _path(run: Path, round: int) -> Path:
+    return run / DIRECTORY / f"round-{round:06d}.parquet"
 
 
 # Readers --------------------------------------------------------------------------------------------------------------
@@ -110,21 +108,22 @@ def numbers(rows: Rows, name: str) -> NDArray[np.float64]:
 
 
 class RowFiles:
-    """The files of a run's rows, read once, on first access."""
+    """The files of a run's rows, each read once, on first access."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
+        self._tables: dict[int, pyarrow.Table | None] = {}
         self._decoded: OrderedDict[tuple[int, str], dict[str, Record]] = OrderedDict()
 
     @property
     def exist(self) -> bool:
         """Whether the run keeps its clients' rows in these files."""
-        return (self.run / COLUMNS).is_file() or (self.run / LINES).is_file()
+        return (self.run / DIRECTORY).is_dir()
 
     def check(self) -> None:
         """Raise UserError if a file cannot be read."""
-        if self.exist:
-            self._index  # noqa: B018 - read now, for its errors
+        for path in sorted((self.run / DIRECTORY).glob(_ROUND)):
+            _read(path)
 
     def of(self, round: int, part: str) -> ClientRows:
         """Return the rows of one part of a round, empty if it has none."""
@@ -133,97 +132,36 @@ class RowFiles:
     def rows(self, key: tuple[int, str]) -> dict[str, Record]:
         """Return a part's decoded rows by client id. key: round and part."""
         if key not in self._decoded:
-            table, start, count = self._index.get(key, (None, 0, 0))
-            self._decoded[key] = _decoded(table.slice(start, count)) if table is not None else {}
+            table = self._part(key)
+            self._decoded[key] = _decoded(table) if table is not None else {}
             if len(self._decoded) > _KEPT:
                 self._decoded.popitem(last=False)
         return self._decoded[key]
 
     def count(self, key: tuple[int, str]) -> int:
         """Return the number of a part's rows."""
-        return self._index.get(key, (None, 0, 0))[2]
+        table = self._part(key)
+        return 0 if table is None else int(table.num_rows)
 
     def column(self, key: tuple[int, str], name: str) -> NDArray[np.float64]:
         """Return a column of a part as numbers, float64 [n], NaN where there is none."""
-        table, start, count = self._index.get(key, (None, 0, 0))
+        table = self._part(key)
         if table is None or name not in table.column_names or not _is_number(table.schema.field(name).type):
-            return np.full(count, np.nan)
-        return _as_floats(table.column(name).slice(start, count))
+            return np.full(self.count(key), np.nan)
+        return _as_floats(table.column(name))
 
-    @cached_property
-    def _index(self) -> dict[tuple[int, str], tuple[Any, int, int]]:
-        """By round and part: the table, the first row, the number of rows.
-
-        Raises UserError if a file cannot be read.
-        """
-        # lines first: rows that become columns meanwhile are then in both
-        lines = list(read_lines(self.run))
-        columns = read_columns(self.run)
-        found = _places(columns)
-        last = max((round for round, _ in found), default=0)
-        return found | _places(_table(part for line in lines if line.round > last for part in line.parts()))
+    def _part(self, key: tuple[int, str]) -> pyarrow.Table | None:
+        """Return the rows of a part as a table, None if the round has no file. Raises UserError for a damaged file."""
+        round, part = key
+        if round not in self._tables:
+            path = _path(self.run, round)
+            self._tables[round] = _read(path) if path.is_file() else None
+        table = self._tables[round]
+        return None if table is None else table.filter(np.asarray(table.column("part")) == part)
 
 
-def _places(table: pyarrow.Table | None) -> dict[tuple[int, str], tuple[Any, int, int]]:
-    """Return, by round and part, the table, the part's first row, and its number of rows."""
-    if table is None or not table.num_rows:
-        return {}
-    rounds = table.column("round").to_numpy()
-    parts = table.column("part").to_numpy(zero_copy_only=False)
-    begins = np.flatnonzero((rounds[1:] != rounds[:-1]) | (parts[1:] != parts[:-1])) + 1
-    edges = [0, *begins.tolist(), len(rounds)]
-    return {
-        (int(rounds[start]), str(parts[start])): (table, start, stop - start)
-        for start, stop in zip(edges, edges[1:], strict=False)
-    }
-
-
-@dataclass(frozen=True)
-class Line:
-    """A round in `clients.jsonl`."""
-
-    round: int
-    rows: Parts
-
-    def parts(self) -> Iterator[tuple[int, str, Rows]]:
-        """Yield round, part and rows."""
-        for part, rows in self.rows.items():
-            yield self.round, part, rows
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return sum(len(rows) for rows in self.rows.values())
-
-
-def read_lines(run: Path) -> Iterator[Line]:
-    """Yield the rounds of `clients.jsonl`. Half a line after a crash is skipped and logged."""
-    try:
-        with open(run / LINES, "rb") as file:
-            for number, text in enumerate(file, 1):
-                line = _line(text)
-                if line is None:
-                    log.warning("%s: line %d is not a round's rows; skipped", run / LINES, number)
-                else:
-                    yield line
-    except FileNotFoundError:
-        return
-
-
-def _line(text: bytes) -> Line | None:
-    try:
-        told = json.loads(text)
-        rows = {part: told.get(part, {}) for part in (TRAINING, EVALUATION)}
-        return Line(int(told["round"]), {part: each for part, each in rows.items() if each})
-    except MALFORMED:
-        return None
-
-
-def read_columns(run: Path) -> pyarrow.Table | None:
-    """Return the table in `clients.parquet`, None if there is none. Raises UserError if it is damaged."""
-    path = run / COLUMNS
-    if not path.is_file():
-        return None
+def _read(path: Path) -> pyarrow.Table:
+    """Return a file's table. Raises UserError if it is damaged."""
     # imported here: it takes seconds, and most commands do not need it
     import pyarrow
     from pyarrow import parquet
@@ -241,33 +179,23 @@ def read_columns(run: Path) -> pyarrow.Table | None:
 # Columns --------------------------------------------------------------------------------------------------------------
 
 
-def _table(parts: Iterable[tuple[int, str, Rows]]) -> pyarrow.Table:
-    """Return rows as a table. parts: round, part, and rows by client id, in reading order."""
+def _table(round: int, parts: Parts) -> pyarrow.Table:
+    """Return a round's rows as a table."""
     import pyarrow
 
-    keys: dict[str, list[Any]] = {name: [] for name in _KEYS}
-    columns: dict[tuple[str, bool], list[Any]] = {}
-    count = 0
-    for round, part, rows in parts:
-        for client_id, row in rows.items():
-            for name, value in zip(_KEYS, (round, part, int(client_id)), strict=True):
-                keys[name].append(value)
-            for column, value in _flat(row):
-                values = columns.setdefault(column, [])
-                values.extend([_ABSENT] * (count - len(values)))
-                values.append(value)
-            count += 1
+    every = [(round, part, int(i), dict(_flat(row))) for part, rows in parts.items() for i, row in rows.items()]
     types = (pyarrow.int64(), pyarrow.string(), pyarrow.int64())
-    arrays = [pyarrow.array(keys[name], type) for name, type in zip(_KEYS, types, strict=True)]
-    fields = [pyarrow.field(name, type) for name, type in zip(_KEYS, types, strict=True)]
+    arrays = [pyarrow.array([row[k] for row in every], kind) for k, kind in enumerate(types)]
+    schema = list(map(pyarrow.field, _KEYS, types))
+    columns = list(dict.fromkeys(column for *_, row in every for column in row))
     taken = {name for name, nested in columns if not nested}
-    for (name, nested), values in columns.items():
-        values.extend([_ABSENT] * (count - len(values)))
-        array, form = _array(values)
+    for column in columns:
+        array, form = _array([row.get(column, _ABSENT) for *_, row in every])
+        name, nested = column
         arrays.append(array)
         under = _UNDER if nested and name not in taken else {}
-        fields.append(pyarrow.field(name, array.type, metadata=form | under))
-    return pyarrow.table(arrays, pyarrow.schema(fields))
+        schema.append(pyarrow.field(name, array.type, metadata=form | under))
+    return pyarrow.table(arrays, pyarrow.schema(schema))
 
 
 def _flat(row: Record) -> Iterator[tuple[tuple[str, bool], Any]]:
@@ -341,54 +269,15 @@ def _decoded(table: pyarrow.Table) -> dict[str, Record]:
     return {str(i): row for i, row in zip(table.column("client").to_pylist(), rows, strict=True)}
 
 
-def _joined(one: pyarrow.Table | None, other: pyarrow.Table) -> pyarrow.Table:
-    """Return the rows of two tables, one below the other.
-
-    Columns of types that do not fit together become JSON texts.
-    """
+def _common_field(one: pyarrow.Field, other: pyarrow.Field) -> pyarrow.Field:
+    """Return a field that the values of both can be read as. Both have the same name."""
     import pyarrow
 
-    if one is None:
-        return other
-    fields, arrays = [], []
-    for name in dict.fromkeys([*one.column_names, *other.column_names]):
-        field = _common_field([table.schema.field(name) for table in (one, other) if name in table.column_names])
-        fields.append(field)
-        chunks = [chunk for table in (one, other) for chunk in _in_form(table, field).chunks]
-        arrays.append(pyarrow.chunked_array(chunks, field.type))
-    return pyarrow.table(arrays, pyarrow.schema(fields))
-
-
-def _common_field(fields: list[pyarrow.Field]) -> pyarrow.Field:
-    """Return a field that can hold the values of all given fields. All have the same name."""
-    import pyarrow
-
-    first = fields[0]
-    if all(field.equals(first, check_metadata=True) for field in fields):
-        return first
-    told = [field.metadata or {} for field in fields]
-    under = {b"under": told[0][b"under"]} if all(b"under" in each for each in told) else {}
-    numbers = {pyarrow.int64(), pyarrow.float64()}
-    if not any(b"form" in each for each in told) and {field.type for field in fields} <= numbers:
-        return pyarrow.field(first.name, pyarrow.float64(), metadata=under)
-    return pyarrow.field(first.name, pyarrow.string(), metadata=_JSON | under)
-
-
-def _in_form(table: pyarrow.Table, field: pyarrow.Field) -> pyarrow.ChunkedArray:
-    """Return a table's column in the form of `field`; nulls if the table has no column of its name."""
-    import pyarrow
-
-    if field.name not in table.column_names:
-        return pyarrow.chunked_array([pyarrow.nulls(table.num_rows, field.type)])
-    column, own = table.column(field.name), table.schema.field(field.name)
-    is_json = b"form" in (own.metadata or {})
-    if b"form" not in (field.metadata or {}) or is_json:
-        return column.cast(field.type)
-    values = (None if value != value else value for value in column.to_pylist())
-    texts = [
-        json.dumps(value) if valid else None for value, valid in zip(values, column.is_valid().to_pylist(), strict=True)
-    ]
-    return pyarrow.chunked_array([pyarrow.array(texts, pyarrow.string())])
+    kinds = {one.type, other.type}
+    if len(kinds) == 1:
+        return one
+    is_number = kinds == {pyarrow.int64(), pyarrow.float64()}
+    return pyarrow.field(one.name, pyarrow.float64() if is_number else pyarrow.string())
 
 
 # The writer -----------------------------------------------------------------------------------------------------------
@@ -399,65 +288,38 @@ class RowWriter:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._open = self._closed = 0
+        self._columns: dict[str, pyarrow.Field] | None = None
 
     def begin(self) -> None:
-        """Create the file of lines. Its presence means that rows are not in metrics.jsonl."""
-        self._write_lines([])
+        """Create the folder. Its presence means that rows are not in metrics.jsonl."""
+        make_directory(self.run / DIRECTORY)
 
     def append(self, round: int, parts: Parts) -> None:
-        """Append a round. Its rows are durable when this returns."""
-        text = _dumped(Line(round, parts))
-        with open(self.run / LINES, "a", encoding="utf-8", opener=opener) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        self._open += sum(len(rows) for rows in parts.values())
-        if self._open >= max(_AT_ONCE, self._closed):
-            self._settle()
-
-    def close(self) -> None:
-        """Turn all lines into columns, and delete the file of lines."""
-        self._settle()
-        (self.run / LINES).unlink(missing_ok=True)
-        sync(self.run)
-
-    def _settle(self) -> None:
-        """Turn all lines into columns. If the process is killed, rounds may be in both files; the columns count."""
-        closed = read_columns(self.run)
-        last = _last_round(closed)
-        lines = [line for line in read_lines(self.run) if line.round > last]
-        if closed is None or lines:
-            closed = _joined(closed, _table(part for line in lines for part in line.parts()))
-            _publish(self.run / COLUMNS, closed)
-        self._write_lines([])
-        self._open, self._closed = 0, closed.num_rows
+        """Write a round. Its rows are durable when this returns."""
+        table = _table(round, parts)
+        self._widen(table.schema)
+        _publish(_path(self.run, round), table)
 
     def cut(self, round: int, parts: Parts) -> None:
         """Keep the rounds before this one, and this one with the rows `parts` (unless it is round 0)."""
-        closed = read_columns(self.run)
-        if closed is not None and _last_round(closed) >= round:
-            closed = closed.filter(np.asarray(closed.column("round").to_numpy() < round))
-            _publish(self.run / COLUMNS, closed)
-        last = _last_round(closed)
-        lines = [line for line in read_lines(self.run) if last < line.round < round]
         if round:
-            lines.append(Line(round, parts))
-        self._write_lines(lines)
-        self._open = sum(line.count for line in lines)
-        self._closed = 0 if closed is None else closed.num_rows
+            self.append(round, parts)
+        kept = _path(self.run, round).name
+        for path in (self.run / DIRECTORY).iterdir():
+            if path.name.startswith(".") or kept < path.name:
+                path.unlink()
 
-    def _write_lines(self, lines: Iterable[Line]) -> None:
-        publish_text(self.run / LINES, "".join(map(_dumped, lines)))
+    def _widen(self, schema: pyarrow.Schema) -> None:
+        """Add the columns of a round to the file that has every column, before the round is written."""
+        path = self.run / DIRECTORY / _COLUMNS
+        if self._columns is None:
+            self._columns = {field.name: field for field in _read(path).schema} if path.is_file() else {}
+        wider = {field.name: _common_field(self._columns.get(field.name, field), field) for field in schema}
+        if (every := self._columns | wider) != self._columns:
+            import pyarrow
 
-
-def _dumped(line: Line) -> str:
-    return json.dumps({"round": line.round, **line.rows}, allow_nan=False) + "\n"
-
-
-def _last_round(table: pyarrow.Table | None) -> int:
-    """Return the last round in a table, 0 if it has none."""
-    return 0 if table is None or not table.num_rows else int(table.column("round").to_numpy().max())
+            _publish(path, pyarrow.schema(list(every.values())).empty_table())
+            self._columns = every
 
 
 def _publish(path: Path, table: pyarrow.Table) -> None:

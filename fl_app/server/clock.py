@@ -20,7 +20,7 @@ from pathlib import Path
 from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.config.timing import SPEEDS_FILE, sigma_of
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 
 # a client's median speeds, with `lognormal:SIGMA`
 COMPUTE, DOWN, UP = 1e9, 4e6, 1e6
@@ -45,7 +45,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkEnd:
     """The end of a client's work. second: when it answers, or is gone. cause: why there is no answer, "" if there is one."""
 
     second: float
@@ -108,7 +108,7 @@ class Clock:
         self.now = min(later)
         return True
 
-    def close(self, round: int, ends: Sequence[Answer]) -> None:
+    def close(self, round: int, ends: Sequence[WorkEnd]) -> None:
         """Let time pass until a round closes. ends: of the work of all clients that it asked."""
         self.now = closing(ends, self.now, self.config)
 
@@ -129,18 +129,19 @@ class Clock:
         # a rounded sum must not lie before its hours
         return later if self.leaves(client_id, later) > later else math.nextafter(later, math.inf)
 
-    def answer(self, client_id: int, round: int, attempt: int, samples: int, down: int, up: int) -> Answer:
+    def answer(self, client_id: int, round: int, attempt: int, samples: int, down: int, up: int) -> WorkEnd:
         """Return the end of a client's work that begins now. samples: for training. down, up: bytes of its messages."""
         speed = self.speed(client_id)
-        work = samples * self.config.local_epochs * self.parameters / speed.compute
+        trained = self.config.local_steps * self.config.batch_size or samples * self.config.local_epochs
+        work = trained * self.parameters / speed.compute
         lasts = down / speed.down + work + up / speed.up
         stream = rng.generator(self.config.seed, f"drop-{attempt}", round, client_id)
         drops, part = stream.random(2).tolist()
-        ends = [Answer(self.now + lasts)]
+        ends = [WorkEnd(self.now + lasts)]
         if drops < self.config.drop_rate:
-            ends.append(Answer(self.now + part * lasts, "it failed while it worked (drop-rate)"))
+            ends.append(WorkEnd(self.now + part * lasts, "it failed while it worked (drop-rate)"))
         if (gone := self.leaves(client_id, self.now)) < ends[0].second:
-            ends.append(Answer(gone, "it went away while it worked (its hours)"))
+            ends.append(WorkEnd(gone, "it went away while it worked (its hours)"))
         return min(ends, key=lambda end: end.second)
 
 
@@ -159,7 +160,7 @@ def may_close(answered: int, failed: int, asked: int, is_due: bool, config: RunC
     return answered >= max(quorum, part_of(config.min_results, asked))
 
 
-def closing(ends: Sequence[Answer], begins: float, config: RunConfig) -> float:
+def closing(ends: Sequence[WorkEnd], begins: float, config: RunConfig) -> float:
     """Return the second at which a round may close (`may_close`), or at which its last client ends if it never may.
 
     ends: of all clients that were asked. begins: the second at which the round began.
@@ -187,10 +188,12 @@ def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Sp
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"speeds: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigurationError(
+            f"speeds: {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     named = set(rows[0]) if rows else set()
     if not named >= set(_COLUMNS) or len(named & set(_HOURS)) == 1:
-        raise UserError(
+        raise ConfigurationError(
             f"speeds: {path} must have the columns {', '.join(_COLUMNS)}, and both or none of {' and '.join(_HOURS)}"
         )
     found: dict[int, Speed] = {}
@@ -199,22 +202,26 @@ def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Sp
             client_id, values = int(row["client"]), [float(row[name]) for name in _COLUMNS[1:]]
             hours = [float(row[name]) for name in _HOURS if name in row]
         except (TypeError, ValueError):
-            raise UserError(f"speeds: {path}, line {line}: numbers in all columns, got {list(row.values())}") from None
+            raise ConfigurationError(
+                f"speeds: {path}, line {line}: numbers in all columns, got {list(row.values())}"
+            ) from None
         if not all(LEAST_SPEED <= value < math.inf for value in values):
-            raise UserError(f"speeds: {path}, line {line}: speeds must be numbers >= {LEAST_SPEED:g}, got {values}")
+            raise ConfigurationError(
+                f"speeds: {path}, line {line}: speeds must be numbers >= {LEAST_SPEED:g}, got {values}"
+            )
         if client_id < 0:
-            raise UserError(f"speeds: {path}, line {line}: clients count from 0, got {client_id}")
+            raise ConfigurationError(f"speeds: {path}, line {line}: clients count from 0, got {client_id}")
         if not all(0 <= hour <= day_length for hour in hours):
-            raise UserError(
+            raise ConfigurationError(
                 f"speeds: {path}, line {line}: from and until must be in 0..{day_length:g} (day-length), got {hours}"
             )
         if client_id in found:
-            raise UserError(f"speeds: {path}, line {line}: client {client_id} has a row already")
+            raise ConfigurationError(f"speeds: {path}, line {line}: client {client_id} has a row already")
         lasts = (hours[1] - hours[0]) % day_length if hours else 0.0
         compute, down, up = values
         found[client_id] = Speed(compute, down, up, hours[0] if hours else 0.0, lasts or math.inf)
     if lacking := _lacking(found, num_clients):
-        raise UserError(f"speeds: {path} has no row for client {lacking[0]} of {num_clients} (num-clients)")
+        raise ConfigurationError(f"speeds: {path} has no row for client {lacking[0]} of {num_clients} (num-clients)")
     return found
 
 

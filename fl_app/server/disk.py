@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_app.errors import UserError
+from fl_app.errors import UserError, size
 
 log = logging.getLogger("corolla")
 
@@ -31,7 +31,7 @@ _AMPLE = 2
 
 
 @dataclass(frozen=True)
-class Needed:
+class DiskEstimate:
     """Bytes that a round writes.
 
     messages: all downloads and uploads of its clients. uploads: the uploads alone, which may all be stored at the same
@@ -82,54 +82,42 @@ def full_database(path: Path | None = None) -> str:
 class Disks:
     """The disks of a run, compared with its needs. folder: the run's folder, which need not exist."""
 
-    def __init__(self, folder: Path, needed: Needed) -> None:
+    def __init__(self, folder: Path, needed: DiskEstimate) -> None:
         self._folder, self._needed, self._database = folder, needed, database()
-        self._warned = False
+        self._is_short = False
 
     def refuse(self) -> None:
         """Raise UserError if the run clearly cannot fit: not even its first checkpoint, or its first uploads."""
         if (room := free(self._folder)) < self._needed.first:
-            raise UserError(
-                f"output-dir: {self._folder}: {_size(room)} are free, and a checkpoint takes about {_size(self._needed.first)}"
-            )
-        self.refuse_messages()
+            what = f"a checkpoint takes about {size(self._needed.first)}"
+            raise UserError(f"output-dir: {self._folder}: {size(room)} are free, and {what}")
+        self._short()
 
-    def refuse_messages(self) -> None:
-        """Raise UserError if the SuperLink's database has no room for a round's uploads."""
-        if self._database and (room := room_in(self._database)) < self._needed.uploads:
-            raise UserError(
-                f"superlink.database: {self._database} has room for {_size(room)}, and a round needs about "
-                f"{_size(self._needed.messages)}, {_size(self._needed.uploads)} of it for uploads alone: free space there"
-            )
+    def check(self) -> None:
+        """Log one line if a disk gets short, and again only after it had ample space in between.
 
-    def warn(self) -> None:
-        """Log one line if a disk gets short, and again only after it had ample space in between."""
+        Raises UserError if the SuperLink's database has no room for a round's uploads.
+        """
         short = self._short()
-        if short and not self._warned:
+        if short and not self._is_short:
             log.warning("%s", short)
-        self._warned = bool(short)
+        self._is_short = bool(short)
 
     def _short(self) -> str:
-        """Return the line about the first disk that is short, "" if none is."""
+        """Return the line about the first disk that is short, "" if none is. Raises UserError as `check`.
+
+        A disk under both places counts for each: with `_AMPLE` times the larger need it has room for both.
+        """
         needed = self._needed
-        if self._database is not None:
-            same = _device(self._database) == _device(self._folder)
-            total = needed.messages + (needed.checkpoint if same else 0)
-            if (room := room_in(self._database)) < _AMPLE * total:
-                return f"superlink.database: {self._database} has room for {_size(room)}, a round needs about {_size(total)}"
+        if self._database is not None and (room := room_in(self._database)) < _AMPLE * needed.messages:
+            what = f"superlink.database: {self._database} has room for {size(room)}"
+            if room < needed.uploads:
+                raise UserError(
+                    f"{what}, and a round needs about {size(needed.messages)}, {size(needed.uploads)} of it for uploads "
+                    "alone: free space there"
+                )
+            return f"{what}, a round needs about {size(needed.messages)}"
         if (room := free(self._folder)) < _AMPLE * needed.checkpoint:
-            what = f"a round's checkpoint takes about {_size(needed.checkpoint)}"
-            return f"output-dir: {self._folder}: {_size(room)} are free, {what}"
+            what = f"a round's checkpoint takes about {size(needed.checkpoint)}"
+            return f"output-dir: {self._folder}: {size(room)} are free, {what}"
         return ""
-
-
-def _device(path: Path) -> int:
-    return next(above for above in (path, *path.parents) if above.exists()).stat().st_dev
-
-
-def _size(count: float) -> str:
-    """Return a number of bytes with a unit."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} bytes"

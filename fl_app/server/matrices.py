@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from fl_app.figures import Figure, Links, Matrix
 from fl_app.files import make_directory, numbered, publish
 from fl_app.metrics import Record
-from fl_app.server.client_rows import ClientRows
 
 log = logging.getLogger("corolla")
 
@@ -46,7 +45,7 @@ class Between:
 
 
 @dataclass
-class Notes:
+class RoundNotes:
     """A method's notes of a round: of the round, of clients by id, and between clients by record."""
 
     round: dict[str, Any] = field(default_factory=dict)
@@ -59,13 +58,13 @@ def divided(
     clients: Mapping[int, Mapping[str, object]],
     ids: Sequence[int],
     figures: Sequence[Figure],
-) -> Notes:
+) -> RoundNotes:
     """Return a round's notes, with matrices between clients taken out.
 
     round: notes of the round. clients: notes by client id. ids: the round's clients in its order. Notes that do not
     have the form of their figure stay as they are.
     """
-    notes = Notes(dict(round), {i: dict(clients.get(i, {})) for i in ids})
+    notes = RoundNotes(dict(round), {i: dict(clients.get(i, {})) for i in ids})
     for figure in figures:
         name = figure.record
         if isinstance(figure, Matrix):
@@ -246,15 +245,8 @@ def _read(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Between]:
 
 
 def matrix_of(run: Path, record: Record, name: str) -> Between | None:
-    """Return a matrix of a round from its file, None if it has none. Earlier versions kept it in the record."""
-    found = read(run, record["round"], name).get(name)
-    return found or between(record.get(name), _noted(record, name))
-
-
-def _noted(record: Record, name: str) -> dict[int, Any]:
-    """Return a method's note by client of a round. Rows in separate files hold no matrices, so they give {}."""
-    rows = record.get("clients", {})
-    return {} if isinstance(rows, ClientRows) else {int(i): row.get(name) for i, row in rows.items()}
+    """Return a matrix of a round, None if it has none."""
+    return read(run, record["round"], name).get(name)
 
 
 def rounds(run: Path) -> list[int]:

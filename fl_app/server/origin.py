@@ -36,7 +36,7 @@ from fl_app.server.run_folder import (
     read_summary,
     secret_of,
 )
-from fl_app.wire import STATE_OF
+from fl_app.transport.wire import STATE_OF
 
 # keys in which a run must be as the one it goes on from
 _SAME = ("method", "model", "norm", "task", "train", "share")

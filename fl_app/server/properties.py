@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -16,15 +17,15 @@ from fl_app import software
 from fl_app.checksums import HASHES, DataHashes, told_hashes
 from fl_app.config import RunConfig
 from fl_app.data.encoding import Encoding
-from fl_app.data.moments import PIXEL, Sums
+from fl_app.data.moments import PIXEL, MomentSums
 from fl_app.errors import MALFORMED, UserError, counted, plain
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME, SCALING
 from fl_app.privacy.transcript import config_hash
-from fl_app.wire import DETAILS, ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WIRE_VERSION, WireError
+from fl_app.transport.wire import DETAILS, ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WIRE_VERSION, WireError
 
 if TYPE_CHECKING:
-    from fl_app.privacy.keyring import Statements
+    from fl_app.privacy.keyring import KeyList, Statements
 
 Properties = dict[str, Scalar]
 
@@ -44,6 +45,8 @@ MODEL_NAMES = "initial-names"
 INPUT = "input"
 """How samples are stored, and how a table's columns become features, as JSON. An exported model reads raw rows by it.
 """
+COLUMNS = "run-columns"
+"""The columns of the run in their order, as JSON: the server sends them to a site whose own have another order, or are more."""
 SOFTWARE = "software"
 """What a client computes with (fl_app/software.py), as JSON."""
 _TEXTS = (
@@ -111,29 +114,38 @@ def check_wire(found: Mapping[str, str]) -> None:
         )
 
 
-def check_keys(told: ClientReport, client_id: int, agreed: str | None, run: int, config: RunConfig) -> None:
+def check_keys(told: ClientReport, client_id: int, agreed: str | None, signed: Statements | None) -> None:
     """Raise WireError unless a private run's client has most clients' key list, and has signed its keys for the run.
 
-    agreed: the hash of that list. run: Flower's number of the run.
+    agreed: the hash of that list. signed: the `statements` by it, None if no client sends a list.
     """
-    if told.key_list is None or told.key_list != agreed:
+    if signed is None or told.key_list != agreed:
         raise WireError(
             f"private: its list of all sites' keys is {_short(told.key_list)}, the others' is {_short(agreed)}"
         )
     try:
-        statements(told.answer, run, config).verified(client_id, str(told.answer.get(KEYS, "")))
+        signed.verified(client_id, str(told.answer.get(KEYS, "")))
     except UserError as error:
         raise WireError(f"property {KEYS}: {error}") from None
 
 
-def statements(answer: Mapping[str, Scalar], run: int, config: RunConfig) -> Statements:
-    """Return what tells whether clients of a private run have signed something, by one client's list of keys.
+def statements(reports: Iterable[ClientReport], agreed: str | None, run: int, config: RunConfig) -> Statements | None:
+    """Return what tells whether clients of a private run have signed something, by most clients' list of keys.
 
-    Raises ValueError if it sends none.
+    agreed: the hash of that list. run: Flower's number of the run. None if no client has sent a list.
     """
-    from fl_app.privacy.keyring import KeyList, Statements
+    from fl_app.privacy.keyring import Statements
 
-    return Statements(KeyList.read(str(answer.get(LIST, ""))), run, config_hash(config))
+    keys = next((told.keys for told in reports if told.keys and told.key_list == agreed), None)
+    return Statements(keys, run, config_hash(config)) if keys else None
+
+
+@functools.lru_cache(maxsize=2)
+def _key_list(text: str) -> KeyList:
+    """Return a list of all sites' keys. It is read once, because all clients send the same. Raises ValueError."""
+    from fl_app.privacy.keyring import KeyList
+
+    return KeyList.read(text)
 
 
 class Names(NamedTuple):
@@ -176,16 +188,17 @@ class ClientReport:
         return software.told(self.answer.get(SOFTWARE))
 
     @cached_property
-    def key_list(self) -> str | None:
-        """Hash of its key list in a private run, None if it is malformed or missing."""
-        if LIST not in self.answer:
-            return None
-        from fl_app.privacy.keyring import KeyList
-
+    def keys(self) -> KeyList | None:
+        """Its list of all sites' keys in a private run, None if it is malformed or missing."""
         try:
-            return KeyList.read(str(self.answer[LIST])).fingerprint
-        except ValueError:
+            return _key_list(str(self.answer[LIST]))
+        except (KeyError, ValueError):
             return None
+
+    @property
+    def key_list(self) -> str | None:
+        """Hash of this list."""
+        return self.keys.fingerprint if self.keys else None
 
     @cached_property
     def names(self) -> Names:
@@ -198,7 +211,7 @@ class ClientReport:
         return Tags(self.answer.get("client-id"), str(self.answer.get(FEATURE_TAGS, "")).split(","))
 
     @property
-    def sums(self) -> Sums | None:
+    def sums(self) -> MomentSums | None:
         """Its sums, None if it sends none. Raises WireError if they are malformed."""
         if isinstance(self._sums, WireError):
             raise self._sums
@@ -212,13 +225,41 @@ class ClientReport:
         return self._sums.kind if self._sums else (0, 0)
 
     @cached_property
-    def _sums(self) -> Sums | WireError | None:
+    def _sums(self) -> MomentSums | WireError | None:
         if (text := self.answer.get(SUMS)) is None:
             return None
         try:
-            return Sums.from_json(text)
+            return MomentSums.from_json(text)
         except ValueError as error:
             return WireError(f"property {SUMS}: {error}")
+
+
+def by_name(told: ClientReport, agreed: Names | None, most: Shape | None) -> ClientReport | None:
+    """Return a site's report as if its columns were those that most sites name, in their order; None if it lacks one.
+
+    Columns that the others do not name are left out. most: the shape of most sites' data. A report that needs no change, or of data
+    without names, is None too.
+    """
+    mine, wanted = told.names.features, agreed.features if agreed else None
+    if not mine or not wanted or mine == wanted or not set(wanted) <= set(mine) or len(set(mine)) < len(mine):
+        return None
+    if told.shape is None or most is None or told.shape.num_classes != most.num_classes:
+        return None
+    places = [mine.index(name) for name in wanted]
+    answer = {name: value for name, value in told.answer.items() if name not in (INPUT, NORMALIZATION)}
+    answer |= {FEATURES: json.dumps(wanted), "in-channels": most.in_channels, "image-size": most.image_size}
+    if most.input_shape:
+        answer[_SAMPLE] = ",".join(map(str, most.input_shape))
+    if (sums := told.sums) is not None and len(sums.totals) == len(mine):
+        totals, squares = ([of[k] for k in places] for of in (sums.totals, sums.squares))
+        answer[SUMS] = dataclasses.replace(sums, totals=tuple(totals), squares=tuple(squares)).to_json()
+    if (scaling := normalization(told.answer.get(NORMALIZATION))) is not None and len(scaling["mean"]) == len(mine):
+        lists = {
+            name: [values[k] for k in places] if len(values) == len(mine) else values
+            for name, values in scaling.items()
+        }
+        answer[NORMALIZATION] = json.dumps(lists)
+    return ClientReport(answer)
 
 
 def check_names(told: ClientReport, agreed: Names | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fl_app import tasks, wire
+from fl_app import tasks
 from fl_app.config import RunConfig
 from fl_app.errors import listed
 from fl_app.keys import Scalar
@@ -30,7 +30,8 @@ from fl_app.metrics import (
 )
 from fl_app.metrics import Record as Record
 from fl_app.tasks import ACCURACY
-from fl_app.wire import Upload, WireError
+from fl_app.transport import wire
+from fl_app.transport.wire import Upload, WireError
 
 VIRTUAL = "virtual-seconds"
 """Entry of a round's record: its seconds of simulated time."""
@@ -65,13 +66,18 @@ def check_upload(
     metrics = upload.metrics
     if type(metrics.get("test-samples")) is not int or not 0 <= int(metrics["test-samples"]) < 2**53:
         raise WireError(f"test-samples must be an integer >= 0, got {reprlib.repr(metrics.get('test-samples'))}")
-    if upload.num_examples < 1:
-        raise WireError(f"num_examples must be at least 1, got {upload.num_examples}")
+    check_count(upload)
     check_samples(declared, upload.num_examples, int(metrics["test-samples"]))
     named = metrics.get(wire.STATE_VERSION, "")
     if version and named not in ("", version):
         raise WireError(f"{wire.STATE_VERSION} must be {version} or empty, got {reprlib.repr(named)}")
     return known(metrics, table, own)
+
+
+def check_count(upload: Upload) -> None:
+    """Raise WireError for an upload without training samples: it would have no weight."""
+    if upload.num_examples < 1:
+        raise WireError(f"num_examples must be at least 1, got {upload.num_examples}")
 
 
 def check_evaluation(
@@ -195,20 +201,23 @@ def evaluation_record(
     validation: bool = False,
     global_model: bool = False,
     sent: Mapping[int, str] | None = None,
+    gone: frozenset[int] = frozenset(),
 ) -> Record:
     """Return the record of an evaluation of all clients. Its digest is None if a client is absent.
 
     sent: where clients send no hashes of their models, the hash of the arrays that each was sent.
     unseen: clients that never train. Means are over the other clients; those of unseen clients are kept apart.
+    gone: clients that the run goes on without.
     `evaluated` is the number of clients in the means. `expected` is the number that should be in them. `undefined`
     lists, by metric, the clients that its mean leaves out.
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
-    absent = sorted(set(range(num_clients)) - set(clients))
+    everyone = set(range(num_clients)) - gone
+    absent = sorted(everyone - set(clients))
     table = of_evaluation(measured, validation, global_model)
     record: Record = {"download-bytes": sent_bytes, "failures": failures, "absent": absent, "clients": rows}
     trained = [row for i, row in rows.items() if int(i) not in unseen]
-    record |= {"evaluated": len(trained), "expected": num_clients - len(unseen), **reduced(trained, table)}
+    record |= {"evaluated": len(trained), "expected": len(everyone - unseen), **reduced(trained, table)}
     if unseen:
         apart = {i: row for i, row in rows.items() if int(i) in unseen}
         record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}

@@ -21,7 +21,8 @@ from typing import IO, Any
 
 from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
-from fl_app.config import RunConfig, scheduled
+from fl_app.config import RunConfig
+from fl_app.config.earlier_keys import current
 from fl_app.config.rules import split_names
 from fl_app.errors import MALFORMED, UserError, counted, listed, plain
 from fl_app.figures import Figure, from_json, to_json
@@ -72,7 +73,7 @@ HASHED = "-sha256"
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
 # Keys of clients.json.
 CLIENT_HASH, NAME = HASHES[0], "name"
-ROUNDS, TUNING_RATE, NORMALIZED_OVER = "num-server-rounds", "finetune-learning-rate", "normalize-over"
+ROUNDS, NORMALIZED_OVER = "num-server-rounds", "normalize-over"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 MOST_UNPACKED = 10**9
@@ -195,8 +196,7 @@ class RunFolder:
         done: the number of rounds before it.
         """
         self.forget_stop()
-        # runs of earlier versions have none: {} means unknown
-        made, now = read_about(self.path).get(MADE_WITH, [{}]), _software()
+        made, now = read_about(self.path)[MADE_WITH], _software()
         same = {**made[-1], FROM_ROUND: 0} == {**now, FROM_ROUND: 0}
         made = made if same else [*made, now | {FROM_ROUND: done + 1}]
         self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made}, **_database())
@@ -308,9 +308,6 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json. A run with this file is complete."""
-        if self._rows:
-            with explain_full_disk("output-dir", self.path):
-                self._rows.close()
         self.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
     def save_model(self, name: str, layout: Layout, model: Model) -> None:
@@ -337,12 +334,6 @@ def ended_by_full_disk(run: Path) -> str:
     """Return the line about a full disk under the database that a run's SuperLink uses, "" if there is none."""
     path = read_about(run).get(DATABASE)
     return disk.full_database(Path(path)) if isinstance(path, str) else ""
-
-
-def software_before(run: Path) -> dict[str, Any]:
-    """Return what a run was last made with, by its record. Checkpoints of earlier versions do not say it."""
-    made = read_about(run).get(MADE_WITH) or [{}]
-    return dict(made[-1])
 
 
 def ask_to_stop(run: Path) -> bool:
@@ -547,13 +538,12 @@ def read_file(run: Path, name: str) -> bytes:
 def read_config(run: Path) -> dict[str, Scalar]:
     """Return a run folder's resolved config, flat. Raises UserError if there is none.
 
-    Configs of earlier versions are converted. Their key `tensorboard` becomes part of `track`. Their runs fine-tuned at
-    the round's learning rate, so `finetune-learning-rate` is set to that of the last round. Their `normalize-over` is
-    `sites` if clients shared a data set, and `site` if each had its own. Their files also hold the tables of other
+    Configs of earlier versions are converted. Their key `tensorboard` becomes part of `track`. Their `normalize-over`
+    is `sites` if clients shared a data set, and `site` if each had its own. Their files also hold the tables of other
     methods.
     """
     try:
-        saved: dict[str, Scalar] = flatten(parse_toml(read_file(run, CONFIG), run / CONFIG))
+        saved: dict[str, Scalar] = current(flatten(parse_toml(read_file(run, CONFIG), run / CONFIG)))
     except OSError as error:
         raise UserError(f"{run} is not a run folder: {run / CONFIG}: {error.strerror}") from None
     except (UserError, ValueError) as error:
@@ -561,24 +551,12 @@ def read_config(run: Path) -> dict[str, Scalar]:
     if saved.pop("tensorboard", False):
         trackers = split_names(str(saved.get("track", "")))
         saved["track"] = ",".join(dict.fromkeys((*trackers, "tensorboard")))
-    if saved.get("finetune-epochs") and TUNING_RATE not in saved:
-        saved[TUNING_RATE] = _tuning_rate_before(saved)
     if saved.get("normalize") == "mean-std" and NORMALIZED_OVER not in saved:
         hidden = saved.get("private") or saved.get("dp-epsilon")
         before, now = ("site" if saved["dataset"] == NODE else "sites"), ("site" if hidden else "sites")
         # set only if the default would change the run
         saved |= {NORMALIZED_OVER: before} if before != now else {}
     return saved
-
-
-def _tuning_rate_before(saved: Mapping[str, Any]) -> float:
-    """Return the fine-tuning rate of a run without that key: the last round's learning rate.
-
-    Return 0, the default, if the learning rate did not decay.
-    """
-    rounds = saved[ROUNDS]
-    factor = scheduled(saved.get("schedule", "constant"), saved.get("learning-rate-decay", 1.0), rounds, rounds)
-    return 0.0 if factor == 1 else float(saved["learning-rate"] * factor)
 
 
 def refuse_fewer_rounds(config: RunConfig, done: int, may_be_equal: bool = True) -> None:

@@ -1,7 +1,8 @@
-"""A run's log in its folder: the server's lines, clients' output, tracebacks of the user's own code."""
+"""A run's log in its folder, for people: the server's lines, clients' output, tracebacks. Its events, for programs."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import IO, Any, cast
 
 from fl_app import log_format
 from fl_app.debugging import trace_to_show
-from fl_app.errors import UserError, describe, plain_lines
+from fl_app.errors import plain_lines
 from fl_app.files import opener
-from fl_app.server.progress_protocol import Folder, JsonLines, Progress, Round, read_line, sentence
+from fl_app.server.events import Failed, JsonLines, Note, encode, event_of, is_no_progress, record_of
 
-NAME, JSON_NAME = "log.txt", "log.jsonl"
+NAME, JSON_NAME, EVENTS = "log.txt", "log.jsonl", "events.jsonl"
 log = logging.getLogger("corolla")
 
 
@@ -27,6 +28,7 @@ class RunLog(logging.FileHandler):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / self.file, encoding="utf-8")
+        self.addFilter(is_no_progress)
         log.addHandler(self)
 
     def close(self) -> None:
@@ -35,20 +37,15 @@ class RunLog(logging.FileHandler):
         super().close()
 
     def ended_by(self, error: Exception) -> None:
-        """Write the error that ended the run."""
+        """Write the error that ended the run, and its traceback."""
         trace = trace_to_show(error)
-        what = str(error) if isinstance(error, UserError) else describe(error)
-        for text in filter(None, [f"error: {what}", trace]):
-            self.handle(logging.LogRecord(log.name, logging.ERROR, "", 0, text, None, None))
+        for event in (Failed.of(error), *([Note(message=trace)] if trace else [])):
+            self.handle(record_of(event))
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record's lines as plain text. The first one begins with the time."""
         when = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(record.created))
-        return when + plain_lines(_for_people(record.getMessage()))
-
-    def filter(self, record: logging.LogRecord) -> Any:
-        """Leave out lines that only displays read."""
-        return not isinstance(read_line(record.getMessage()), (Folder, Progress)) and super().filter(record)
+        return when + plain_lines(record.getMessage())
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Continue without the line."""
@@ -64,18 +61,31 @@ class JsonRunLog(RunLog):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._lines = JsonLines(displayed=False, run=folder.name)
+        self._lines = JsonLines(run=folder.name)
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as a JSON line."""
         return self._lines.format(record)
 
 
+class EventLog(RunLog):
+    """The run's events, for programs (fl_app/server/events.py)."""
+
+    file = EVENTS
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / self.file
+        # an earlier start may have been killed within a line
+        with contextlib.suppress(OSError):
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                path.open("a").write("\n")
+        super().__init__(folder)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's event as a JSON line."""
+        return encode(event_of(record))
+
+
 def begin(folder: Path) -> list[RunLog]:
-    """Begin the logs of a run's folder: as text, and also as JSON if the deployment's log lines are JSON."""
-    return [RunLog(folder), *([JsonRunLog(folder)] if log_format.is_json() else [])]
-
-
-def _for_people(text: str) -> str:
-    line = read_line(text)
-    return sentence(line) if isinstance(line, Round) else text
+    """Begin the logs of a run's folder: text, events, and also JSON lines if the deployment's log lines are JSON."""
+    return [RunLog(folder), EventLog(folder), *([JsonRunLog(folder)] if log_format.is_json() else [])]

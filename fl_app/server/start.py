@@ -14,10 +14,10 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.model_names import ModelCard, ModelNames, names_in, read_card, scaling_line
-from fl_app.server.client_registry import ClientRegistry
 from fl_app.server.properties import INPUT, MODEL_NAMES, ClientReport, input_facts
 from fl_app.sources import NODE
-from fl_app.wire import FEATURES
+from fl_app.transport.client_registry import ClientRegistry
+from fl_app.transport.wire import FEATURES
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,6 @@ def names_of_data(config: RunConfig, registry: ClientRegistry) -> ModelNames:
 def normalization_of(config: RunConfig, registry: ClientRegistry) -> str:
     """Return how inputs are scaled. If no client sends their dtype, square images count as 8-bit ones."""
     facts = (input_facts(properties.get(INPUT)) for properties in registry.properties.values())
-    images = registry.shape is not None and len(registry.shape.input_shape) in (0, 3)
+    images = registry.agreed.shape is not None and len(registry.agreed.shape.input_shape) in (0, 3)
     dtype = next((found["dtype"] for found in facts if found), "uint8" if images else "float32")
     return tasks.normalization(config, np.dtype(dtype))

@@ -16,7 +16,7 @@ import numpy as np
 
 from fl_app import extras, plugins
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, describe
+from fl_app.errors import ConfigurationError, UserError, describe
 from fl_app.keys import nearest
 from fl_app.metrics import MAX_NUMBER, ONE_CLASS, Metric, range_error
 from fl_app.tasks.classification import ACCURACY, Classification
@@ -82,7 +82,7 @@ def of(config: RunConfig) -> Task:
     task = named(config.task)
     names = [metric.name for metric in task.metrics]
     if config.headline and config.headline not in names:
-        raise UserError(
+        raise ConfigurationError(
             f"headline: must be one of {', '.join(names)}, got {config.headline!r}{nearest(config.headline, names)}"
         )
     if config.headline:
@@ -95,17 +95,17 @@ def named(name: str) -> Task:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if not plugins.is_reference(name):
-        raise UserError(f"task: must be one of {', '.join(BUILT_IN)}, or module:Class, got {name!r:.100}")
+        raise ConfigurationError(f"task: must be one of {', '.join(BUILT_IN)}, or module:Class, got {name!r:.100}")
     found = plugins.load("task", name)
     if not isinstance(found, type) or not issubclass(found, Task):
-        raise UserError(f"task {name}: must be a class made of fl_app.tasks.Task, got {found!r}")
+        raise ConfigurationError(f"task {name}: must be a class made of fl_app.tasks.Task, got {found!r}")
     try:
         task: Task = found()
     except TypeError as error:
-        raise UserError(f"task {name}: {error}; it is made without arguments") from None
+        raise ConfigurationError(f"task {name}: {error}; it is made without arguments") from None
     names = [metric.name for metric in task.metrics]
     if not names or len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)) or _TAKEN & set(names):
-        raise UserError(
+        raise ConfigurationError(
             f"task {name}: needs metrics named in lower case letters, digits and -, every name once and none of "
             f"{', '.join(sorted(_TAKEN))}, got {', '.join(names) or 'none'}"
         )
@@ -134,7 +134,9 @@ def measured(config: RunConfig) -> tuple[Metric, ...]:
     asked = split_names(config.metrics) or tuple(task.usual or known)
     for name in asked:
         if name not in known and name != "all":
-            raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}{nearest(name, known)}")
+            raise ConfigurationError(
+                f"metrics: must be all, or some of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            )
     others = (m for m in task.metrics if m is not task.headline and (m.name in asked or "all" in asked))
     return (task.headline, *others)
 
@@ -157,11 +159,11 @@ def measure(task: Task, outputs: Tensor, y: Tensor, names: Iterable[str]) -> tup
         try:
             found = together if name in together else task.measure(outputs, y, (name,))
             if name not in found:
-                raise UserError("measure did not return it")
+                raise ConfigurationError("measure did not return it")
             values[name] = rows[name].clipped(float(found[name]))
             diverged = name == headline and MAX_NUMBER < abs(values[name]) < math.inf
             if not diverged and (error := range_error(name, values[name], *rows[name].range)):
-                raise UserError(error)
+                raise ConfigurationError(error)
         except Exception as error:
             log.debug("metric %s", name, exc_info=True)
             values[name], errors[name] = math.nan, str(error) if isinstance(error, UserError) else describe(error)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from fl_app.metrics import Metric
-from fl_app.tasks import scores
+from fl_app.tasks import scoring
 from fl_app.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -66,21 +66,21 @@ def _accuracy(outputs: Tensor, y: Tensor) -> float:
 
 
 def _balanced_accuracy(outputs: Tensor, y: Tensor) -> float:
-    return scores.mean_defined(scores.recalls(*_true_and_predicted(outputs, y)))
+    return scoring.mean_defined(scoring.recalls(*_true_and_predicted(outputs, y)))
 
 
 def _macro_f1(outputs: Tensor, y: Tensor) -> float:
-    return scores.mean_defined(scores.f1_scores(*_true_and_predicted(outputs, y)))
+    return scoring.mean_defined(scoring.f1_scores(*_true_and_predicted(outputs, y)))
 
 
 def _auc(outputs: Tensor, y: Tensor) -> float:
-    truth = scores.one_of(scores.array(y), outputs.shape[1])
-    return scores.mean_defined(scores.aucs(truth, scores.log_odds(scores.array(outputs))))
+    truth = scoring.one_of(scoring.array(y), outputs.shape[1])
+    return scoring.mean_defined(scoring.aucs(truth, scoring.log_odds(scoring.array(outputs))))
 
 
-def _true_and_predicted(outputs: Tensor, y: Tensor) -> tuple[scores.Truth, scores.Truth]:
+def _true_and_predicted(outputs: Tensor, y: Tensor) -> tuple[scoring.Truth, scoring.Truth]:
     num_classes = outputs.shape[1]
-    return scores.one_of(scores.array(y), num_classes), scores.one_of(scores.array(outputs.argmax(1)), num_classes)
+    return scoring.one_of(scoring.array(y), num_classes), scoring.one_of(scoring.array(outputs.argmax(1)), num_classes)
 
 
 _MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.metrics import Metric
-from fl_app.tasks import scores
+from fl_app.tasks import scoring
 from fl_app.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class MultiLabel(Task):
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name."""
-        truth, logits = scores.array(y) == 1, scores.array(outputs)
+        truth, logits = scoring.array(y) == 1, scoring.array(outputs)
         found: dict[str, float] = {}
         for name in names:
-            per_label = scores.f1_scores(truth, logits > 0) if name == "f1" else scores.aucs(truth, logits)
-            found[name] = scores.mean_defined(per_label)
+            per_label = scoring.f1_scores(truth, logits > 0) if name == "f1" else scoring.aucs(truth, logits)
+            found[name] = scoring.mean_defined(per_label)
         return found
 
     def predict(self, outputs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from fl_app.metrics import Metric
-from fl_app.tasks import scores
+from fl_app.tasks import scoring
 from fl_app.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Regression(Task):
             if name == "rmse":
                 found[name] = math.sqrt(float((outputs.double() - y.double()).square().mean()))
             elif name == "mae":
-                found[name] = float(np.abs(scores.array(outputs) - scores.array(y)).mean())
+                found[name] = float(np.abs(scoring.array(outputs) - scoring.array(y)).mean())
             else:
-                found[name] = scores.mean_defined(scores.r2_scores(scores.array(outputs), scores.array(y)))
+                found[name] = scoring.mean_defined(scoring.r2_scores(scoring.array(outputs), scoring.array(y)))
         return found

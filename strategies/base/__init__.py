@@ -1,5 +1,7 @@
 """The classes and functions that a method's file imports: its two halves, their arguments, and its registration."""
 
+from strategies.base.declared import Exported, Holds, Late, Means, Outliers, Submodel
+from strategies.base.earlier import AGE, LATE, MOVED
 from strategies.base.local_update import (
     OWN_MODEL,
     ClientState,
@@ -12,8 +14,9 @@ from strategies.base.local_update import (
 )
 from strategies.base.method import (
     AnyMethod,
-    Drawings,
+    InEpochs,
     Method,
+    ModelFactory,
     all_but_local_statistics,
     all_tensors,
     all_where_features_are,
@@ -32,8 +35,7 @@ from strategies.base.needs import (
     unfit,
 )
 from strategies.base.overview import Overview
-from strategies.base.server_half import AGE, LATE, MOVED
-from strategies.base.state import Sent, State, models_by_client
+from strategies.base.state import OnDemand, Sent, State, models_by_client
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.base.turn import Turn
 from strategies.base.uploads import Sums, Uploads
@@ -49,17 +51,24 @@ __all__ = [
     "AnyMethod",
     "ClientState",
     "Correction",
-    "Drawings",
+    "Exported",
+    "Holds",
+    "Late",
     "LocalUpdate",
+    "Means",
     "Method",
+    "ModelFactory",
     "Need",
     "Objective",
+    "OnDemand",
     "Optimizer",
+    "Outliers",
     "Overview",
     "PersonalizedStrategy",
     "RoundContext",
     "Sent",
     "State",
+    "Submodel",
     "Sums",
     "Trainer",
     "Turn",
@@ -70,6 +79,7 @@ __all__ = [
     "all_where_features_are",
     "check_head_trains",
     "classifier_path",
+    "InEpochs",
     "local_epochs",
     "models_by_client",
     "no_tensors",

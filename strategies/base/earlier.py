@@ -10,14 +10,59 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.errors import MethodError
 from fl_app.layout import Model
-from fl_app.wire import Expected
+from fl_app.transport.wire import Expected
+from strategies.base.declared import CHANGE_MODEL, CHANGE_SUMS, Holds, Late, Means, Outliers, declares_means
 from strategies.base.state import Sent, State
 from strategies.base.turn import Turn, averaging
 from strategies.base.uploads import Sums, Uploads
 from strategies.kernels.robust import Averaging
 
 _EARLIER = ("sample", "expected", "model_for", "download_extras", "personalize", "personalize_sums")
+
+
+# by declaration: the earlier flags and hooks, and what they are called in it
+_FLAGS: dict[str, dict[str, str]] = {
+    "means": {"robust": "rules", "streams": "streams", "summed": "summed", "averages": "sets_model"},
+    "late": {"reads_moves": "reads_moves"},
+    "outliers": {"compared_extras": "extras", "spread": "tolerance"},
+    "holds": {"keeps_models": "models", "made_stacks": "made", "kept_stacks": "kept", "memory_bytes": "memory"},
+}
+_GONE_SERVER = {
+    **dict.fromkeys(("compared", "compared_with"), "outliers = Outliers(...) in the class"),
+    **dict.fromkeys(("held_by", "sends_parts"), "submodel=Submodel(...) of the Method"),
+    **dict.fromkeys(("held_models", "exported_layout"), "exported=Exported(...) of the Method"),
+}
+_GONE_CLIENT = {"held": "submodel=Submodel(...) of the Method", "export": "exported=Exported(...) of the Method"}
+AGE, LATE, MOVED = "aged", "never", "moved"
+"""The names in the earlier flag `not_late`."""
+
+
+def refuse_gone(cls: type, gone: Mapping[str, str]) -> None:
+    """Raise UserError for a hook or a flag that is gone, by the name of the declaration that replaces it."""
+    for name, now in gone.items():
+        if name in vars(cls):
+            raise MethodError(f"method class {cls.__name__}: {name}: {now} declares it (docs/methods-howto.md)")
+
+
+def declarations_of(update: type) -> dict[str, Any]:
+    """Return what a client half says by earlier flags and hooks, as the fields of its Method. Raises UserError for gone ones."""
+    refuse_gone(update, _GONE_CLIENT)
+    names = ("reports", "tested", "local_from_file")
+    return {name: getattr(update, name) for name in names if hasattr(update, name)}
+
+
+def _valid(cls: type, name: str) -> Any:
+    """Return a declaration that a class inherits, without what its overrides make void."""
+    inherited = getattr(cls, name)
+    if not isinstance(inherited, Means):
+        return inherited
+    return dataclasses.replace(
+        inherited,
+        streams=inherited.streams and declares_means(cls, *CHANGE_SUMS),
+        sets_model=inherited.sets_model and declares_means(cls, *CHANGE_MODEL),
+    )
 
 
 @functools.cache
@@ -32,14 +77,32 @@ class EarlierHooks:
     config: RunConfig
     state: State
     attempt: Turn
-    keeps_models: ClassVar[bool] = False
+    means: ClassVar[Means]
+    late: ClassVar[Late]
+    outliers: ClassVar[Outliers]
+    holds: Holds
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Note that a class with a `model_for` of its own keeps a model for each client."""
+        """Declare what a class says by earlier flags. Raises UserError for hooks that no declaration can replace."""
         super().__init_subclass__(**keywords)
         own: dict[str, Any] = dict(vars(cls))
-        if "model_for" in own and "keeps_models" not in own:
-            cls.keeps_models = not own.get("makes_models", False)
+        refuse_gone(cls, _GONE_SERVER)
+        if "model_for" in own and not own.get("makes_models", False):
+            own.setdefault("keeps_models", True)
+        if "summed" in own:
+            own["summed"] = lambda server, upload, turn: server.summed(upload)
+        if "memory_bytes" in own:
+            own["memory_bytes"] = lambda server: server.memory_bytes()
+        for name, flags in _FLAGS.items():
+            found = {new: own[old] for old, new in flags.items() if old in own}
+            if name == "late":
+                found |= own.get("not_late", {})
+            if found and name not in own:
+                setattr(cls, name, dataclasses.replace(_valid(cls, name), **found))
+
+    def begin(self, turn: Turn) -> None:
+        """Begin a round: the earlier hooks, which are given none, work in it until the next one begins."""
+        self.attempt = turn
 
     def earlier_hooks(self) -> list[str]:
         """Return the earlier names of hooks that the method's class has."""
@@ -119,7 +182,9 @@ class EarlierHooks:
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Return the clients of `sample_clients`."""
-        return self.sample_clients(self.state, client_ids, Turn(self.config, round, self.attempt.declared))
+        return self.sample_clients(
+            self.state, client_ids, Turn(self.config, round, self.attempt.declared, self.attempt.connected)
+        )
 
     def expected(self) -> Expected:
         """Return the form of `form`."""
@@ -186,7 +251,7 @@ class EarlierHooks:
 
     def averaging_of(self, uploads: Uploads) -> Averaging:
         """Return the mean of the key `robust`, with one choice of clients for all arrays of these uploads."""
-        return averaging(Averaging(self.config.robust, self.config.robust_liars), uploads)
+        return averaging(Averaging(self.config.robust, self.config.byzantine_ratio), uploads)
 
     def keep_for(self, client_id: int, **arrays: NDArray[Any]) -> None:
         """Keep a client's arrays in `personal`."""

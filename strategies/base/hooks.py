@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from fl_app.errors import MethodFault, listed
 from fl_app.keys import Scalar
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload
-from strategies.base.state import Sent, State
+from fl_app.transport.wire import Expected, Upload
+from strategies.base import attributes
+from strategies.base.state import OnDemand, Sent, State
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,22 +45,25 @@ def fault(name: str, what: str, rule: str, got: object) -> MethodFault:
 def checked(cls: type, half: type, rules: Mapping[str, Rule]) -> None:
     """Let the hooks that a class adds to a half check their results: its own, and those of classes that are no halves.
 
-    rules: by hook.
+    rules: by hook. The hooks of a user's class also name the attributes that they set.
     """
     for hook, rule in rules.items():
         owner = next((each for each in cls.__mro__ if hook in vars(each)), None)
         if owner is cls or not (owner is None or owner in half.__mro__ or issubclass(owner, half)):
-            setattr(cls, hook, _checking(vars(owner)[hook], hook, rule))
+            setattr(cls, hook, _checking(vars(owner)[hook], hook, rule, rules is CLIENT))
 
 
-def _checking(own: Any, hook: str, rule: Rule) -> Callable[..., Any]:
+def _checking(own: Any, hook: str, rule: Rule, client: bool) -> Callable[..., Any]:
     """Return a hook that checks its result. own: the hook as a class holds it: a function, or a static method."""
     binds = hasattr(own, "__get__")
 
     @functools.wraps(own)
     def called(self: Any, *args: Any, **keywords: Any) -> Any:
+        before = attributes.attributes(self) if attributes.is_own(type(self)) else None
         result = (own.__get__(self, type(self)) if binds else own)(*args, **keywords)
         given = (*args, *keywords.values())
+        if before is not None:
+            attributes.warn_of_changed(before, self, f"{_name(self, given)}: {hook}()", client)
         try:
             return rule(given, result)
         except Wrong as wrong:
@@ -211,7 +215,13 @@ def _extras(given: tuple[Any, ...], result: Any) -> Mapping[str, NDArray[Any]]:
 def _sent(given: tuple[Any, ...], result: Any) -> Any:
     if not isinstance(result, Sent):
         raise Wrong("a Sent with a Model", result)
-    _extras((), result.extras)
+    if not isinstance(result.extras, OnDemand):
+        _extras((), result.extras)
+    return result
+
+
+def _any(given: tuple[Any, ...], result: Any) -> Any:
+    """Return the result: the engine checks it, or does not use it."""
     return result
 
 
@@ -258,13 +268,27 @@ SERVER: Mapping[str, Rule] = {
     "download_extras": _extras,
     "form": _of(Expected),
     "expected": _of(Expected),
+    **dict.fromkeys(
+        (
+            "summary",
+            "check",
+            "update",
+            "sum_groups",
+            "update_sums",
+            "exported",
+            "personalize",
+            "personalize_sums",
+            "model_for",
+        ),
+        _any,
+    ),
 }
 """Rules of the server half's hooks."""
 
 CLIENT: Mapping[str, Rule] = {
     **dict.fromkeys(("merge", "global_model", "train", "personal", "finetune"), _model),
-    "export": _of(Model),
     "upload": _upload,
+    "keep_local": _any,
 }
 """Rules of the client half's hooks."""
 

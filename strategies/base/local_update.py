@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model, Vector
-from fl_app.metrics import Metric
 from fl_app.tasks import Task
-from fl_app.wire import Upload
-from strategies.base import hooks
-from strategies.kernels.parts import Part
+from fl_app.transport.wire import Upload
+from strategies.base import attributes, hooks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +38,8 @@ OWN_MODEL = (
     "before and after training, each client's own model is tested. Downloads do not change it: before a round it is as the "
     "client's last round left it, at first it is the received model"
 )
-"""The text of `LocalUpdate.tested` for methods in which every client keeps a second, personal model."""
+"""The text of `Method.tested` for methods in which every client keeps a second, personal model."""
+_BY_HOOK = "before and after training, the models that the method's `personal` returns are tested"
 
 
 class ClientState(Protocol):
@@ -303,30 +302,12 @@ class LocalUpdate(Generic[P]):
     The object has no state. `state` holds the arrays that a client keeps between rounds, and `ctx` is a `RoundContext`.
     A round calls `merge`, `train`, `keep_local` and `upload`. It evaluates the `personal` model before and after
     training.
-
-    - `reports`: numbers that `upload` adds to its metrics. A `Metric` declares how the round's record, trackers and
-      reports use the number. A name alone keeps the number in the clients' entries. The server drops other numbers,
-      except those that figures draw.
-    - `local_from_file`: whether tensors that do not travel start from `initial-weights`, if that key is set. If not,
-      they start from the seed.
     """
-
-    reports: ClassVar[tuple[str | Metric, ...]] = ()
-    local_from_file: ClassVar[bool] = True
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Let the hooks that the class overrides check what they return."""
         super().__init_subclass__(**keywords)
         hooks.checked(cls, LocalUpdate, hooks.CLIENT)
-
-    @classmethod
-    def held(cls, layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part | None:
-        """Return the part of the travelling tensors that the client receives. None: all of them.
-
-        layout: that of the travelling tensors. extras: the download's (`RoundContext.extras`). The server half's
-        `held_by` is its counterpart.
-        """
-        return None
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
         """Return the model that training starts from: the received tensors, and the client's own where they do not travel."""
@@ -364,23 +345,6 @@ class LocalUpdate(Generic[P]):
             return Model(state.arrays["personal.params"], state.arrays["personal.buffers"])
         return model
 
-    def export(self, model: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
-        """Return a personal model in the form in which it is hashed and collected. Default: unchanged.
-
-        A method that wraps the user's network returns that network's model. Its server half describes it by
-        `exported_layout`.
-        """
-        return model
-
-    @classmethod
-    def tested(cls, params: P) -> str:
-        """Return a sentence that names the models tested before and after training.
-
-        "" if training starts from and ends with these models. A method needs the sentence if `personal` returns other
-        models. The difference between the two figures is then not the effect of local training.
-        """
-        return ""
-
     def keep_personal(self, model: Model, state: ClientState) -> None:
         """Store all tensors of the client's second model. From then on it is the client's personal model."""
         state.arrays["personal.params"], state.arrays["personal.buffers"] = model.params, model.buffers
@@ -395,3 +359,15 @@ class LocalUpdate(Generic[P]):
         `before` is the model that training started from, `after` the trained model.
         """
         return Upload(ctx.layout.take(after, ctx.shared), num_examples=ctx.num_samples)
+
+
+def tested_by(update: type[LocalUpdate[Any]]) -> str:
+    """Return the sentence on the tested models that follows from a client half's hooks.
+
+    It is "" if training starts from and ends with the tested models.
+    """
+    half: type = get_origin(update) or update
+    own = [cls for cls in half.__mro__[:-1] if cls.__module__ != __name__ and issubclass(cls, LocalUpdate)]
+    if any("keep_personal" in attributes.names_in(hook.__code__) for hook in attributes.functions_of(own)):
+        return OWN_MODEL
+    return _BY_HOOK if any("personal" in vars(cls) for cls in own) else ""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
 
 from fl_app import metrics, rng, stopping, tasks, trainable_tensors
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MethodError, UserError
 from fl_app.figures import Figure, Scalars
-from fl_app.layout import Layout
+from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
-from strategies.base import hooks
-from strategies.base.local_update import LocalUpdate
+from fl_app.server.run_folder import RunFolder
+from strategies.base import earlier, hooks
+from strategies.base.declared import Exported, Submodel
+from strategies.base.local_update import LocalUpdate, tested_by
 from strategies.base.needs import FEATURES, Need, refuse
 from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
@@ -28,10 +30,10 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True)
-class Drawings:
-    """Builds the run's model several times: `drawings(k)` is the k-th drawing. Each has different initial weights.
+class ModelFactory:
+    """Builds the run's model several times: `factory(k)` is the k-th drawing. Each has different initial weights.
 
-    `drawings(0)` is the run's model.
+    `factory(0)` is the run's model.
 
     - `inputs`: shape of a sample: channels, height and width of an image.
     - `seed`: the run's seed.
@@ -56,10 +58,18 @@ class Method(Generic[P]):
     - `shared(layout, params)`: returns the names of the tensors that travel. Raises UserError for a model that does not
       fit.
     - `wrap(module, params, seed)`: returns the network to train in place of the run's model.
-    - `compose(drawings, params)`: the same, for a network made of several drawings of the run's model, or of more than
+    - `compose(factory, params)`: the same, for a network made of several models from the factory, or of more than
       the model.
-    - `exported(make, names)`: returns the network of a run's final models. `names` are the names of its tensors, and
-      `make()` builds the run's model. Needed only if that network is neither the run's model nor the trained network.
+    - `exported`: how the models leave the run, if the network is not the user's.
+    - `submodel`: the part of the travelling tensors that each client holds, if not all.
+    - `reports`: numbers that `upload` adds to its metrics. A `Metric` declares how the round's record, trackers and
+      reports use the number. A name alone keeps the number in the clients' entries. The server drops other numbers,
+      except those that figures draw.
+    - `tested`: a sentence that names the models tested before and after training, or a function of the parameters that returns
+      it. "" if training starts from and ends with these models: otherwise the difference between the two figures is not the
+      effect of local training. Default for a user's method: what follows from `keep_personal` and `personal` of the client half.
+    - `local_from_file`: whether tensors that do not travel start from `initial-weights`, if that key is set. If not,
+      they start from the seed.
     - `figures`: figures that a report draws of the method's records.
     - `needs`: what the method needs of the model's classifier (strategies/base/needs.py), or a function of the parameters
       that returns it. Other models are refused before the run starts.
@@ -83,8 +93,12 @@ class Method(Generic[P]):
     local_update: type[LocalUpdate[P]]
     shared: Callable[[Layout, P], frozenset[str]]
     wrap: Callable[[nn.Module, P, int], nn.Module] | None = None
-    compose: Callable[[Drawings, P], nn.Module] | None = None
-    exported: Callable[[Callable[[], nn.Module], frozenset[str]], nn.Module] | None = None
+    compose: Callable[[ModelFactory, P], nn.Module] | None = None
+    exported: Exported = Exported()
+    submodel: Submodel | None = None
+    reports: tuple[str | metrics.Metric, ...] = ()
+    tested: str | Callable[[P], str] = ""
+    local_from_file: bool = True
     figures: tuple[Figure, ...] = ()
     needs: Need | Callable[[P], Need] = ""
     needs_classes: bool = False
@@ -96,32 +110,39 @@ class Method(Generic[P]):
     global_beside_personal: bool = False
     overview: Overview | None = None
 
+    def __post_init__(self) -> None:
+        """Take what the client half says by earlier flags, and by what its hooks do."""
+        for name, value in earlier.declarations_of(self.local_update).items():
+            object.__setattr__(self, name, value)
+        if not self.tested and self.overview is None:
+            object.__setattr__(self, "tested", tested_by(self.local_update))
+
     def check(self, config: RunConfig) -> None:
         """Raise UserError if the method cannot do what the run asks, or if `stop-when` names a number that is not reported."""
         stopping.rule_of(config)
         if self.needs_classes and not tasks.of(config).has_classes:
-            raise UserError(f"method {config.method}: it is for classes, and task {config.task} has none")
+            raise MethodError(f"method {config.method}: it is for classes, and task {config.task} has none")
         for name, patterns in (("train", config.train), ("share", config.share)):
             if self.compose is not None and patterns:
-                raise UserError(
+                raise MethodError(
                     f"{name}: method {config.method} trains a network around the model, which has no such parts"
                 )
-        if taken := metrics.taken_names(metrics.declared(self.local_update.reports), tasks.measured(config)):
-            raise UserError(
+        if taken := metrics.taken_names(metrics.declared(self.reports), tasks.measured(config)):
+            raise MethodError(
                 f"method {config.method}: reports: names must differ, and a record must not use them otherwise, got "
                 f"{', '.join(taken)}"
             )
         if self.needs_whole and config.share:
-            raise UserError(
+            raise MethodError(
                 f"method {config.method}: it works on all parameters that train; choose them with train, and leave share unset, "
                 f"got {config.share!r}"
             )
-        able = ("none", *sorted(self.strategy.robust))
+        able = ("none", *sorted(self.strategy.means.rules))
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
-            raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
+            raise MethodError(f"robust: method {config.method} {what}, got {config.robust!r}")
         if config.server_optimizer != "none" and not server_optimizer.fits(self.strategy):
-            raise UserError(
+            raise MethodError(
                 f"server-optimizer: method {config.method} sets no mean global model that it could move, got "
                 f"{config.server_optimizer!r}"
             )
@@ -131,21 +152,21 @@ class Method(Generic[P]):
         if config.private:
             private.check(config, self.strategy, "" if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
-            raise UserError("dp-epsilon: finetune-epochs would use records outside the budget; leave it 0")
+            raise MethodError("dp-epsilon: finetune-epochs would use records outside the budget; leave it 0")
 
     def _check_global(self, config: RunConfig) -> None:
         """Raise UserError if a run cannot measure a global model beside the personal ones."""
         if not self.global_beside_personal:
-            raise UserError(
+            raise MethodError(
                 f"evaluate-global: method {config.method} has no global model beside its clients' personal models; leave it off"
             )
         if config.private:
-            raise UserError(
+            raise MethodError(
                 "evaluate-global: the server of a private run would learn how a model that it knows does on each client's test "
                 "data; leave it off"
             )
         if not config.report_accuracy:
-            raise UserError("evaluate-global: clients send no metrics with report-accuracy = false; leave it off")
+            raise MethodError("evaluate-global: clients send no metrics with report-accuracy = false; leave it off")
 
     def reports_counts(self, config: RunConfig) -> bool:
         """Return whether clients report their sample counts: never with `dp-epsilon`, because a record changes them.
@@ -166,7 +187,7 @@ class Method(Generic[P]):
         Raises UserError if the method cannot run with `dp-epsilon`.
         """
         if self.dp_epochs is None:
-            raise UserError(
+            raise MethodError(
                 f"dp-epsilon: method {config.method} cannot run with differential privacy: its clients use their records for "
                 "more than plain gradient steps"
             )
@@ -177,7 +198,7 @@ class Method(Generic[P]):
         cannot use.
         """
         if config.dp_epsilon and layout.b:
-            raise UserError(
+            raise MethodError(
                 f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
                 "norm = group, or another model"
             )
@@ -186,7 +207,7 @@ class Method(Generic[P]):
         shared = hooks.tensor_names(config.method, self.shared(layout, config.params), layout.names)
         names = trainable_tensors.travelling(config, layout, shared)
         if config.keep_uploads and not names:
-            raise UserError(
+            raise MethodError(
                 f"keep-uploads: method {config.method} uploads no parameters; leave it empty, got {config.keep_uploads!r}"
             )
         return names
@@ -195,15 +216,15 @@ class Method(Generic[P]):
         """Return what the method needs of the model's classifier. Raises UserError for an unknown word."""
         need = self.needs(config.params) if callable(self.needs) else self.needs
         if need not in get_args(Need):
-            raise UserError(
+            raise MethodError(
                 f"method {config.method}: needs: must be one of {', '.join(get_args(Need)[1:])}, got {need!r}"
             )
         return need
 
     @property
-    def reports(self) -> tuple[metrics.Metric, ...]:
+    def recorded(self) -> tuple[metrics.Metric, ...]:
         """The method's own numbers that clients may report: those that its client half declares, and those that figures draw."""
-        own = metrics.declared(self.local_update.reports)
+        own = metrics.declared(self.reports)
         drawn = {figure.record for figure in self.figures if isinstance(figure, Scalars)}
         return (*own, *metrics.declared(sorted(drawn - {metric.name for metric in own})))
 
@@ -212,15 +233,25 @@ class Method(Generic[P]):
         """The figures that a report draws of the method's records: `figures`, and the pictures of the numbers that
         clients report, those of every method too.
         """
-        reported = (*metrics.declared(self.local_update.reports), *metrics.OF_EVERY_METHOD)
+        reported = (*metrics.declared(self.reports), *metrics.OF_EVERY_METHOD)
         own = [metric.figure for metric in reported]
         return (*self.figures, *(figure for figure in own if figure is not None))
 
-    def tested(self, config: RunConfig) -> str:
-        """Return the sentence that names the models tested before and after training, "" if none is needed
-        (`LocalUpdate.tested`).
+    def tested_in(self, config: RunConfig) -> str:
+        """Return the sentence that names the models tested before and after training, "" if none is needed."""
+        return self.tested(config.params) if callable(self.tested) else self.tested
+
+    def server(
+        self, config: RunConfig, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
+    ) -> PersonalizedStrategy[P]:
+        """Return a server half for a run.
+
+        layout, initial: those of the trained network. shared: names of the tensors that travel.
         """
-        return self.local_update.tested(config.params)
+        half = self.strategy(config, config.params, layout, initial, shared, folder)
+        half.submodel, half.form_of_exports, half.sender = self.submodel, self.exported, self.local_update
+        half.reports = metrics.Reports(self.recorded)
+        return half
 
     def network(
         self,
@@ -266,7 +297,7 @@ class Method(Generic[P]):
                 refuse(Layout.of(module), self.need(config))
             if initial_weights:
                 if k:
-                    raise UserError(
+                    raise MethodError(
                         f"initial-weights: {self.name} starts from several models, which one file would make equal"
                     )
                 model = weights.initial_model(
@@ -280,18 +311,18 @@ class Method(Generic[P]):
                 weights.write(module, model)
             return module
 
-        module = self.around(Drawings(drawn, shape, config.seed), config)
+        module = self.around(ModelFactory(drawn, shape, config.seed), config)
         if config.train:
             trainable_tensors.freeze(module, config.train)
         return module
 
-    def around(self, drawings: Drawings, config: RunConfig) -> nn.Module:
-        """Build the network that the method trains from drawings of the run's model."""
+    def around(self, factory: ModelFactory, config: RunConfig) -> nn.Module:
+        """Build the network that the method trains."""
         if self.compose is not None:
-            return hooks.network(config.method, "compose", self.compose(drawings, config.params))
+            return hooks.network(config.method, "compose", self.compose(factory, config.params))
         if self.wrap is None:
-            return drawings(0)
-        return hooks.network(config.method, "wrap", self.wrap(drawings(0), config.params, config.seed))
+            return factory(0)
+        return hooks.network(config.method, "wrap", self.wrap(factory(0), config.params, config.seed))
 
 
 AnyMethod = Method[Any]
@@ -300,6 +331,17 @@ AnyMethod = Method[Any]
 def local_epochs(config: RunConfig) -> int:
     """Return `local-epochs`: the `dp_epochs` of a method with FedAvg's local training."""
     return config.local_epochs
+
+
+@dataclass(frozen=True)
+class InEpochs:
+    """Parameters of a method whose parts train for epochs in turn."""
+
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
+        """Yield an error for `local-steps`."""
+        if config.local_steps:
+            rule = f"method {config.method} trains its parts for epochs in turn; leave it 0"
+            yield UserError(key="local-steps", rule=rule, value=config.local_steps)
 
 
 def all_tensors(layout: Layout, params: object) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fl_app.errors import UserError, listed
+from fl_app.errors import MethodError, UserError, listed
 from fl_app.layout import Layout
 
 Need = Literal["", "body and classifier", "features", "classifier as one linear layer"]
@@ -27,7 +27,7 @@ def refuse(layout: Layout, need: Need) -> None:
     if not layout.classifier:
         check_head_trains(layout)
     if not layout.names - layout.classifier and layout.constants:
-        raise UserError(
+        raise MethodError(
             "train: this method trains body and classifier, but no tensor of the body, below the classifier, trains"
         )
     if why := _lacks(layout, need):
@@ -83,4 +83,6 @@ def check_head_trains(layout: Layout, *tensors: str) -> None:
     lacking = sorted(name for name in layout.constant_head if not tensors or name.rpartition(".")[2] in tensors)
     if lacking:
         said = f"'s {' and '.join(tensors)}" if tensors else ""
-        raise UserError(f"train: this method needs to train the classifier{said}; the key leaves out {listed(lacking)}")
+        raise MethodError(
+            f"train: this method needs to train the classifier{said}; the key leaves out {listed(lacking)}"
+        )

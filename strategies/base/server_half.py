@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import rng, trainable_tensors
+from fl_app import debugging, rng, trainable_tensors
 from fl_app.config import RunConfig
-from fl_app.errors import UserError, listed
+from fl_app.errors import MethodError, listed, plain
 from fl_app.keys import Scalar, show
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports
 from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import Download, Expected, Upload
+from fl_app.transport.wire import Download, Expected, Upload
 from strategies.base import hooks
+from strategies.base.declared import Exported, Holds, Late, Means, Outliers, Submodel
 from strategies.base.earlier import EarlierHooks
 from strategies.base.state import Sent, State
 from strategies.base.turn import Turn
-from strategies.base.uploads import Sums, UploadBuffer, Uploads
+from strategies.base.uploads import Sums, Uploads
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.parts import Part
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
-LATE, AGE, MOVED = "late", "age", "moved"
-"""Uses of a late upload that a method may refuse (`ServerHalf.not_late`)."""
 
 
-class Cohorts(Protocol):
-    """The cohorts of a private run: clients that are summed up together (strategies/engine/cohorts.py)."""
+class AggregationGroups(Protocol):
+    """The aggregation groups of a private run: clients that are summed up together (strategies/engine/group_store.py)."""
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
@@ -52,39 +52,18 @@ class ServerHalf(EarlierHooks, Generic[P]):
     - `layout`: the tensors that travel. `full_layout`: the whole model.
     - `state`: the state after the last round with used uploads.
     - `reports`: the numbers that the method's client half reports.
+    - `sender`: the class of the method's client half.
+    - `submodel`, `form_of_exports`: what its Method declares as `submodel` and `exported`.
     - `told`: scalars that every download has besides the method's own.
     """
 
     params: P
-    # Extra float arrays of uploads that `max-update-norm` screens too: a plural name for messages -> the array's name.
-    compared_extras: ClassVar[Mapping[str, str]] = {}
-    # Values of the key `robust` besides "none". RULES for a method that takes its means from `Turn.average`.
-    robust: ClassVar[frozenset[str]] = frozenset()
-    # True declares two facts. `update` needs only means of W and B with `weights`, by `turn.average.mean` or
-    # `weighted_mean`. An upload's weight does not depend on other uploads. Uploads are then added up as they come, and no stack is
-    # kept. A subclass that overrides `update`, `weights`, `compared` or `summed` must declare it again.
-    streams: ClassVar[bool] = False
-    # Why late uploads (key `staleness`) cannot be used: LATE for none at all, AGE if an upload's age cannot lower its weight
-    # (`staleness-decay` below 1), MOVED for `staleness-rule = fedbuff`.
-    not_late: ClassVar[Mapping[str, str]] = {}
-    # Whether `update` works on the differences between uploads and the models of `download`. Late uploads then come as if they had
-    # started from these: their own difference is added.
-    reads_moves: ClassVar[bool] = False
-    # True declares that `update` sets the state's model's parameters to a mean of the uploads, and that clients are sent
-    # that model. The key `server-optimizer` may then move it (strategies/engine/steps). A subclass that overrides
-    # `update` or `download` must declare it again.
-    averages: ClassVar[bool] = False
-    # True declares that the server keeps a model for every client between rounds, for the estimates of a run's memory and disk.
-    keeps_models: ClassVar[bool] = False
-    # True declares that a client is sent only the part of its model that it holds (`held_by`). Its client half must say the
-    # same (`LocalUpdate.held`).
-    sends_parts: ClassVar[bool] = False
-    # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
-    spread: ClassVar[float] = 1.0
-    # For the estimate of a run's memory: stacks [N, d] that `update` makes beside the uploads, and those of them that are kept
-    # until the next round.
-    made_stacks: int = 0
-    kept_stacks: int = 0
+    # The four values that a method declares (strategies/base/declared.py). A subclass that overrides `update`, `weights` or
+    # `download` must declare `means` again, if uploads may still be added up, or the server optimizer may still move the model.
+    means: ClassVar[Means] = Means()
+    late: ClassVar[Late] = Late()
+    outliers: ClassVar[Outliers] = Outliers()
+    holds: Holds = Holds()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Let the hooks that the class overrides check what they return."""
@@ -97,15 +76,17 @@ class ServerHalf(EarlierHooks, Generic[P]):
         self.config, self.params, self.full_layout, self.shared, self.folder = config, params, layout, shared, folder
         self.layout = layout.subset(shared)
         self.state = State(layout.take(initial, shared))
-        self.attempt: Turn
         self.begin(Turn(config))
+        self.sender: type = object
+        self.submodel: Submodel | None = None
+        self.form_of_exports = Exported()
         self.reports = Reports()
         self.told: Mapping[str, Scalar] = {}
-        self.cohorts: Cohorts | None = None
+        self.aggregation_groups: AggregationGroups | None = None
 
     def begin(self, turn: Turn) -> None:
-        """Begin a round. The hooks are asked in it until the next one begins."""
-        self.attempt = turn
+        """Begin a round: let it know what clients are sent."""
+        super().begin(turn)
         turn.downloaded = lambda client_id: self.downloaded(client_id, turn)
 
     @classmethod
@@ -133,13 +114,6 @@ class ServerHalf(EarlierHooks, Generic[P]):
         """
         return uploads.sizes
 
-    def summed(self, upload: Upload) -> Mapping[str, NDArray[np.float64]]:
-        """Return further arrays of an upload to add up over clients, float64 [...] by name. The sums are in `Uploads.summed`.
-
-        Called only if uploads are not kept (`streams`).
-        """
-        return {}
-
     # From models to downloads
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
@@ -149,15 +123,15 @@ class ServerHalf(EarlierHooks, Generic[P]):
         """
         return Sent(state.model)
 
-    def memory_bytes(self) -> int:
-        """Return the bytes of `memory` in a later round, for the estimates of a run's memory and disk. Default: 0, unknown."""
-        return 0
-
     def download_for(self, client_id: int, turn: Turn, task: str) -> Download:
         """Return the method's message to a client. Raises UserError for a model that no client could take."""
-        constants, sent = self.full_layout.constants, self.downloaded(client_id, turn)
+        return self.message_with(self.downloaded(client_id, turn), turn, task)
+
+    def message_with(self, sent: Sent, turn: Turn, task: str) -> Download:
+        """Return the message that sends a client this. Raises UserError for a model that no client could take."""
+        constants = self.full_layout.constants
         model = _sendable(sent.model, self.layout, self.config.method)
-        part = self.held_by(client_id) if self.sends_parts else None
+        part = None if self.submodel is None else self.submodel.sent_part(self.layout, sent.extras)
         return Download(
             task=task,
             round=turn.round,
@@ -173,13 +147,13 @@ class ServerHalf(EarlierHooks, Generic[P]):
     def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Return the round's clients, sorted: `fraction-train` of the connected ones, at least one.
 
-        A private run draws cohorts instead.
+        A private run draws aggregation groups instead.
         """
         return self.drawn(client_ids, turn.round)
 
     def drawn(self, client_ids: list[int], round: int) -> list[int]:
         """Return `fraction-train` of the clients, drawn at random, at least one, sorted."""
-        count = self.config.drawn(len(client_ids))
+        count = self.config.cohort_size(len(client_ids))
         if count >= len(client_ids):
             return client_ids
         chosen = rng.generator(self.config.seed, "sampling", round).choice(client_ids, count, replace=False)
@@ -189,27 +163,8 @@ class ServerHalf(EarlierHooks, Generic[P]):
         """Return the form that every upload of the round must have: its tensors, its mask, and the method's extra arrays."""
         return Expected.of(self.layout)
 
-    def held_by(self, client_id: int) -> Part | None:
-        """Return the part of the travelling tensors that a client holds, trains and uploads. None: all of them."""
-        return None
-
     def check(self, upload: Upload) -> None:
         """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""
-
-    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
-        """Return the stacks in which uploads must not lie far apart (key `max-update-norm`), [N, ...] by a plural name."""
-        more = {what: buffer.extras[name] for what, name in self.compared_extras.items() if name in buffer.extras}
-        return {"parameters": buffer.W, "BatchNorm statistics": buffer.B, **more}
-
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the values that a client was sent for the stacks of `compared`, by the same names.
-
-        Distances are also taken from these values, so that the server's own moves do not count.
-        """
-        sent = self.attempt.sent_to(client_id)
-        model = sent.model
-        own = {what: sent.extras.get(name, model.params) for what, name in self.compared_extras.items()}
-        return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
 
     # Private rounds, for methods with `Method.sums`
 
@@ -228,13 +183,13 @@ class ServerHalf(EarlierHooks, Generic[P]):
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Return a changed grouping, int64 [N], that splits no cohort into parts of fewer than three clients (cohorts.grouped).
+        """Return changed labels, int64 [N], that split no aggregation group into parts of fewer than three (group_store.grouped).
 
         - `labels`: each client's group, int64 [N].
         - `overlap`: the similarities of the clients `ids`, float64 [n, n]. `ids`: int64 [n].
         """
-        assert self.cohorts is not None, "a run that is not private has no cohorts"
-        return self.cohorts.keep_together(ids, labels, overlap)
+        assert self.aggregation_groups is not None, "a run that is not private has no aggregation groups"
+        return self.aggregation_groups.keep_together(ids, labels, overlap)
 
     # Models that leave the run
 
@@ -245,25 +200,31 @@ class ServerHalf(EarlierHooks, Generic[P]):
         the state's model if tensors travel.
         """
         if client_id is not None:
-            return self.downloaded(client_id, self.attempt).model
+            return self.downloaded(client_id, Turn(self.config, self.state.round)).model
         return self.state.model if self.layout.d else None
 
-    def held_models(self) -> Sequence[Model]:
-        """Return models of which each client uses one unchanged, as exported. The run folder has each client's. Default: none."""
-        return ()
-
-    def exported_layout(self, layout: Layout) -> Layout:
-        """Return the layout of models that leave the run, in files and from clients (`LocalUpdate.export`). Default: unchanged.
-
-        A method that wraps the user's network returns that network's layout.
-        """
-        return layout
-
     # Functions that a method may call
+
+    def submodel_of(self, client_id: int, turn: Turn) -> Part | None:
+        """Return the part of the travelling tensors that a client uploads in a round. None: all of them."""
+        if self.submodel is None:
+            return None
+        return self.submodel.part(self.layout, self.downloaded(client_id, turn).extras)
 
     def stack_like(self, stack: Stack) -> Stack:
         """Return an unfilled stack like one of the round's. It lies on the disk if that one is too large for memory."""
         return client_arrays.stack_like(stack, self.folder.path)
+
+    def undeclared(self, arrays: Sequence[str]) -> str:
+        """Return the end of an error: the user's line that sends these arrays, and the hook that must declare them; "" for none."""
+        upload = inspect.unwrap(getattr(self.sender, "upload", self.undeclared))
+        if not arrays or not debugging.is_users(upload.__code__.co_filename):
+            return ""
+        names = listed([plain(name) for name in arrays])
+        return (
+            f": upload() at {debugging.line_of(upload.__code__)} adds {names}, which form() of the server half must declare among "
+            "its extras (docs/methods-howto.md)"
+        )
 
     def summary(self) -> None:
         """Log the run's method, size and parameters."""
@@ -287,15 +248,6 @@ class ServerHalf(EarlierHooks, Generic[P]):
             )
 
 
-def declares(half: type[ServerHalf[Any]], name: str, hooks: Iterable[str]) -> bool:
-    """Return whether the class that sets the attribute `name` comes after every override of these hooks, or is one of them."""
-
-    def owner(attribute: str) -> type:
-        return next(each for each in half.__mro__ if attribute in vars(each))
-
-    return all(issubclass(owner(name), owner(hook)) for hook in hooks)
-
-
 def _sendable(model: Model, layout: Layout, method: str) -> Model:
     """Return a method's model; one without any values is returned unchecked.
 
@@ -308,5 +260,5 @@ def _sendable(model: Model, layout: Layout, method: str) -> Model:
     for name, array, length in (("params", model.params, layout.d), ("buffers", model.buffers, layout.b)):
         if array.dtype != np.float32 or array.shape != (length,):
             got = f"{array.dtype} {list(array.shape)}"
-            raise UserError(f"method {method}: the {name} of a model must be float32 [{length}], got {got}")
+            raise MethodError(f"method {method}: the {name} of a model must be float32 [{length}], got {got}")
     return model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,12 +46,45 @@ class State:
         return self.model if mine is None else Model(mine["params"], mine["buffers"])
 
 
+class OnDemand(Mapping[str, NDArray[Any]]):
+    """Arrays by name that are made when the first of them is read: other clients' models, which only a message needs."""
+
+    def __init__(self, make: Callable[[], Mapping[str, NDArray[Any]]]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def _made(self) -> Mapping[str, NDArray[Any]]:
+        made = self._make()
+        # what it was made from, such as an earlier state, need not stay
+        del self._make
+        return made
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """Return an array."""
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names."""
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        """Return the number of arrays."""
+        return len(self._made)
+
+
 @dataclass(frozen=True)
 class Sent:
-    """What a client is sent: a model (the tensors that travel), and arrays beside it by name."""
+    """What a client is sent.
+
+    - `model`: a model, the tensors that travel.
+    - `extras`: arrays beside it by name; `OnDemand` if they take long to make.
+    - `reference`: the values that its upload is compared with, by what messages call them (`Outliers`), where they are not those
+      that it is sent.
+    """
 
     model: Model
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    reference: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 def models_by_client(

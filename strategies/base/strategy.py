@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
-
-from fl_app.server.exchange import Exchange, Reply
+from fl_app.transport.exchange import Exchange, Reply
+from fl_app.transport.flower import ArrayRecord, ConfigRecord, Grid, Message, MetricRecord, Result, Strategy
 from strategies.base.server_half import ServerHalf
 from strategies.engine.attempt import TooFewResults
 from strategies.engine.plain import PlainRounds
 from strategies.engine.private import PrivateRounds
-from strategies.engine.rounds import RoundProtocol, Rounds
+from strategies.engine.protocol import RoundProtocol
+from strategies.engine.rounds import Rounds
 
 P = TypeVar("P")
 
@@ -23,14 +21,7 @@ P = TypeVar("P")
 class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     """The server half of a method as a Flower Strategy: `start` runs the rounds, whose steps are in strategies/engine/rounds.py.
 
-    The hooks are methods of `ServerHalf` (strategies/base/server_half.py):
-
-    - From uploads to models: `update`, which every method writes, `weights` and `summed`.
-    - From models to downloads: `model_for` and `download_extras`.
-    - Late uploads: `not_late`, `reads_moves` and `sent_to`.
-    - Requests and checks: `sample`, `expected`, `expected_from`, `check`, `complete`, `compared` and `compared_with`.
-    - Private rounds: `sum_groups` and `update_sums`.
-    - Models that leave the run: `exported`, `held_models` and `exported_layout`.
+    The hooks are methods of `ServerHalf` (strategies/base/server_half.py).
     """
 
     _rounds: Rounds | None = None

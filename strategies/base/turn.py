@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
 from fl_app.server.record import Record
-from fl_app.wire import Expected
+from fl_app.transport.wire import Expected
 from strategies.base import hooks
 from strategies.base.state import Sent
 from strategies.base.uploads import Uploads
@@ -23,6 +23,7 @@ class Turn:
     - `round`: the round's number, from 1.
     - `declared`: by client, the facts about its data that it sent when it connected or was first drawn (key
       `discover`).
+    - `connected`: the clients that could be asked, sorted.
     - `expected`: the form that every upload of the round must have.
     - `uploads`: the uploads that `update` works on, while it runs.
     - `client_notes`, `round_notes`: values that the method adds to the round's record.
@@ -33,6 +34,7 @@ class Turn:
     config: RunConfig
     round: int = 0
     declared: Mapping[int, Mapping[str, Scalar]] = field(default_factory=dict)
+    connected: list[int] = field(default_factory=list)
     expected: Expected | None = None
     uploads: Uploads | None = None
     client_notes: dict[int, Record] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Turn:
         Its choice of clients is the same for all float arrays in the round's uploads. Read it before you write into the
         stacks. In a private round each mean chooses by its own rows.
         """
-        rule = Averaging(self.config.robust, self.config.robust_liars)
+        rule = Averaging(self.config.robust, self.config.byzantine_ratio)
         return rule if self.uploads is None else averaging(rule, self.uploads)
 
     def note(self, client_id: int, name: str, value: object) -> None:

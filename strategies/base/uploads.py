@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server import client_arrays
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base.state import State
 
 # a round's uploads of at most this many bytes stay in memory, whatever the limit
@@ -33,13 +33,13 @@ class Uploads:
     - `bits`: packed masks, uint8 [N, ceil(d/8)], if the method sends masks.
     - `extras`: the method's arrays by name, [N, ...].
     - `metrics`: each client's numbers by name.
-    - `summed`: sums over clients by name (`ServerHalf.summed`), if uploads were added up as they came.
+    - `summed`: sums over clients by name (`Means.summed`), if uploads were added up as they came.
     - `factors`: the factor of each upload's age on its weight, float64 [N]; `sizes` have it already. None: all are 1.
     - `bounded`: the part of its reported samples that `max-size-weight` leaves each client, float64 [N]; `sizes` have it
       already. None: all are 1.
 
     The stacks belong to the method: it may change and keep them. If uploads were added up as they came
-    (`ServerHalf.streams`), `W` and `B` are `Folded` and have no rows.
+    (`Means.streams`), `W` and `B` are `Folded` and have no rows.
     """
 
     ids: list[int]
@@ -88,7 +88,7 @@ class DeclaredSizes(Uploads):
 
     def __getattr__(self, name: str) -> Any:
         """Raise UserError: nothing else of an upload arrives in a private run."""
-        raise UserError(
+        raise MethodError(
             f"private: method {self._method} cannot run private: its weights need the uploads' {name}, "
             "and the server has only ids and sizes"
         )

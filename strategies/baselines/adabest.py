@@ -37,6 +37,7 @@ from fl_app.layout import Model
 from strategies.base import (
     ClientState,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     RoundContext,
@@ -48,6 +49,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.baselines.scaffold import shifted
+from strategies.kernels.averages import RULES
 
 Floats = NDArray[np.floating[Any]]
 # memory, float32 [d]: the mean of the last round's models
@@ -90,7 +92,7 @@ def client_step(
 class AdaBest(FedAvg[AdaBestParams]):
     """Server half. Memory: `mean` float32 [d], the last round's mean."""
 
-    streams = True
+    means = Means(RULES, streams=True)
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads, less for late ones."""

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from fl_app.errors import Diverged
 from fl_app.keys import NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_tensors
 from strategies.baselines.fedavg import FedAvg
 
@@ -95,16 +95,6 @@ def next_alpha(
 
 class APFLUpdate(LocalUpdate[APFLParams]):
     """Client half. State: `apfl.params` (v), `apfl.buffers` (the mixture's statistics), `apfl.alpha` (float64 [1])."""
-
-    reports = ("alpha",)
-
-    @classmethod
-    def tested(cls, params: APFLParams) -> str:
-        """Return the sentence on the mixed models."""
-        return (
-            "before training, the client's own model is tested in a mixture with the received model; after training, in a mixture "
-            "with the shared model that the client trained"
-        )
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Model:
         """Return the client's own model mixed with a shared one."""
@@ -180,6 +170,14 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         return dataclasses.replace(plain, metrics={**plain.metrics, "alpha": float(state.arrays["apfl.alpha"][0])})
 
 
+def tested(params: APFLParams) -> str:
+    """Return the sentence on the mixed models."""
+    return (
+        "before training, the client's own model is tested in a mixture with the received model; after training, in a mixture "
+        "with the shared model that the client trained"
+    )
+
+
 METHOD = Method(
     "apfl",
     APFLParams,
@@ -188,6 +186,8 @@ METHOD = Method(
     all_tensors,
     sums=True,
     global_beside_personal=True,
+    tested=tested,
+    reports=("alpha",),
     overview=Overview(
         group="A global model and a personal one",
         stays="own model, its share",

@@ -36,9 +36,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,13 +46,14 @@ from fl_app.errors import Diverged
 from fl_app.figures import Matrix
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
-    AGE,
-    MOVED,
     ClientState,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
+    OnDemand,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -112,13 +111,11 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
     With `models` also `seen` bool [N], the clients whose core models it has been sent.
     """
 
-    keeps_models = True
-    not_late = MappingProxyType(
-        {
-            AGE: "clients weigh the core models, and the server does not",
-            MOVED: "clients upload their relations too, which fedbuff does not move",
-        }
+    late = Late(
+        aged="clients weigh the core models, and the server does not",
+        moved="clients upload their relations too, which fedbuff does not move",
     )
+    holds = Holds(models=True)
 
     def summary(self) -> None:
         """Log the run's settings; warn that clients receive each other's models."""
@@ -145,16 +142,14 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the client's own core model, at first the initial one; the clients' shares of samples, and others' core models."""
-        extras: dict[str, NDArray[Any]] = {PRIOR: self.prior(turn)}
-        if others := self.offered(state, client_id, turn):
-            extras |= {IDS: np.array(others), MODELS: np.stack([state.model_of(j).params for j in others])}
-        return Sent(state.model_of(client_id), extras)
 
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the client's own core model, without the others' that it was sent."""
-        late = self.attempt.started_from.get(client_id)
-        own = self.state.model_of(client_id) if late is None else late.model
-        return {"parameters": own.params, "BatchNorm statistics": own.buffers}
+        def beside() -> dict[str, NDArray[Any]]:
+            extras: dict[str, NDArray[Any]] = {PRIOR: self.prior(turn)}
+            if others := self.offered(state, client_id, turn):
+                extras |= {IDS: np.array(others), MODELS: np.stack([state.model_of(j).params for j in others])}
+            return extras
+
+        return Sent(state.model_of(client_id), OnDemand(beside))
 
     def prior(self, turn: Turn) -> NDArray[np.float64]:
         """Return p0, float64 [N]: the clients' shares of all training samples, 0 for clients that never train."""
@@ -192,14 +187,6 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
 
 class APPLEUpdate(LocalUpdate[APPLEParams]):
     """Client half. State: `apple.relations` float64 [N], p_i."""
-
-    @classmethod
-    def tested(cls, params: APPLEParams) -> str:
-        """Return the sentence on the mixture."""
-        return (
-            "before training, the mixture of the received core models is tested; after training, the mixture with the core model "
-            "and the weights that the client trained"
-        )
 
     def relations(self, state: ClientState, ctx: RoundContext[APPLEParams]) -> NDArray[np.float64]:
         """Return p_i, float64 [N]."""
@@ -266,6 +253,14 @@ def core_models(
     return [([ctx.client_id], own), *received, *([(rest, ctx.initial().params)] if rest else [])]
 
 
+def tested(params: APPLEParams) -> str:
+    """Return the sentence on the mixture."""
+    return (
+        "before training, the mixture of the received core models is tested; after training, the mixture with the core model "
+        "and the weights that the client trained"
+    )
+
+
 FIGURES = (
     Matrix(
         RELATIONS,
@@ -286,6 +281,7 @@ METHOD = Method(
     needs_whole=True,
     needs_all="it weighs every core model by its client's share of all samples",
     not_private="it sends clients each other's models",
+    tested=tested,
     overview=Overview(
         group="Parameters among similar clients",
         travels="model up, all models down",

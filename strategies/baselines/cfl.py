@@ -32,8 +32,12 @@ from fl_app.figures import Groups
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
 from strategies.base import (
+    Exported,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
+    Outliers,
     Overview,
     PersonalizedStrategy,
     Sent,
@@ -106,10 +110,10 @@ def split(updates: NDArray[np.floating[Any]], eps1: float, eps2: float) -> tuple
 class CFL(PersonalizedStrategy[CFLParams]):
     """Server half. Memory: `models` float32 [K, d] and `statistics` [K, b]. Kept per client: `cluster` int64 [1]."""
 
+    late = Late(reads_moves=True)
     # clients of different clusters send different models
-    spread = math.inf
-    reads_moves = True
-    keeps_models = True
+    outliers = Outliers(tolerance=math.inf)
+    holds = Holds(models=True)
 
     def models(self) -> list[Model]:
         """Return the clusters' models; at first there is one."""
@@ -197,10 +201,6 @@ class CFL(PersonalizedStrategy[CFLParams]):
                     cluster_of[members[position]] = len(models)
                 models.append(models[k])
 
-    def held_models(self) -> list[Model]:
-        """Return the clusters' models."""
-        return self.models()
-
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return a client's model, and the global one while there is one cluster."""
         return None if client_id is None and len(self.models()) > 1 else super().exported(client_id)
@@ -216,6 +216,7 @@ METHOD = Method(
     figures=FIGURES,
     dp_epochs=local_epochs,
     not_private="its server compares single clients' updates",
+    exported=Exported(choices=CFL.models),
     overview=Overview(
         group="Several global models",
         server="4(d+b) a cluster",

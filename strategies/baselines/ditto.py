@@ -46,11 +46,6 @@ class DittoParams:
 class DittoUpdate(LocalUpdate[DittoParams]):
     """Client half: FedAvg's training, then the personal model's."""
 
-    @classmethod
-    def tested(cls, params: DittoParams) -> str:
-        """Return the note that both curves test the client's own model."""
-        return OWN_MODEL
-
     def train(self, start: Model, state: ClientState, ctx: RoundContext[DittoParams]) -> Model:
         """Train the copy that is sent, then the personal model, which stays in `state`."""
         p = ctx.params
@@ -74,6 +69,7 @@ METHOD = Method(
     sums=True,
     dp_epochs=lambda config: config.local_epochs + (config.params.personal_epochs or config.local_epochs),
     global_beside_personal=True,
+    tested=OWN_MODEL,
     overview=Overview(
         group="A global model and a personal one",
         stays="own model",

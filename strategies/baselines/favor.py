@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,14 @@ from numpy.typing import NDArray
 
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, RATIO, Rule, key
 from fl_app.metrics import moments
 from strategies.base import (
-    LATE,
+    Holds,
+    Late,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     State,
@@ -52,6 +54,7 @@ from strategies.base import (
     local_epochs,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
+from strategies.kernels.averages import RULES
 from strategies.kernels.blocks import one_thread
 
 Array = NDArray[np.float64]
@@ -81,10 +84,11 @@ class FAVORParams(GlobalModelParams):
     all_first: bool = key(True, "Train all clients in round 1; false: a round's clients, so that others begin unknown.")
     copy_every: int = key(5, "Rounds between copies of the Q-network.", AT_LEAST_ONE)
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
         """Yield an error for a run whose clients report no accuracy."""
         if not config.report_accuracy:
-            yield "report-accuracy: must be true for favor, whose rewards are accuracies, got false"
+            rule = "must be true for favor, whose rewards are accuracies"
+            yield UserError(key="report-accuracy", rule=rule, value=False)
 
 
 def reward(accuracy: float, *, target: float, base: float) -> float:
@@ -158,11 +162,10 @@ def chosen(values: Array, among: list[int], count: int, epsilon: float, stream: 
 class FAVOR(FedAvg[FAVORParams]):
     """Server half. Memory: the mean and the axes of the models, the last states, both networks, and the transitions."""
 
-    averages = True
-    not_late = MappingProxyType({LATE: "its agent learns from the clients that it chose for the round"})
+    means = Means(RULES, sets_model=True)
+    late = Late(never="its agent learns from the clients that it chose for the round")
     # the models' differences in float64, and their axes
-    made_stacks = 4
-    kept_stacks = 1
+    holds = Holds(made=4, kept=1)
 
     def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Return all clients in round 1, or a random part; later those that the Q-network values most."""
@@ -171,7 +174,7 @@ class FAVOR(FedAvg[FAVORParams]):
         with one_thread():
             values = values_of(network(state.memory, _Q), self.observed(state.memory)[None])[0]
         stream = rng.generator(self.config.seed, "favor", turn.round)
-        return chosen(values, client_ids, self.config.drawn(len(client_ids)), self.params.epsilon, stream)
+        return chosen(values, client_ids, self.config.cohort_size(len(client_ids)), self.params.epsilon, stream)
 
     def observed(self, memory: Memory) -> Array:
         """Return the agent's state: the compressed global model, as it was sent, and clients' models, float64 [(N + 1) p]."""

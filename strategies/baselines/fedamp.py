@@ -40,11 +40,12 @@ from fl_app.errors import listed
 from fl_app.figures import Matrix
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Model
-from fl_app.wire import Expected
+from fl_app.transport.wire import Expected
 from strategies.base import (
-    AGE,
     OWN_MODEL,
     ClientState,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
     Overview,
@@ -177,11 +178,10 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
     An absent client's cloud model changes with every round, and is computed when the client is sent it.
     """
 
-    # the cloud models
-    made_stacks = kept_stacks = 1
+    late = Late(aged="an upload's weights follow from its distances to the others")
+    # the stack: the cloud models
+    holds = Holds(models=True, made=1, kept=1)
     warned = False
-    keeps_models = True
-    not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
     # the last round's uploads, and the absent clients' cloud models that were computed last
     _last: tuple[Stack, Stack] | None = None
     _computed: Mapping[int, Model] = MappingProxyType({})
@@ -293,11 +293,6 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
 class FedAMPUpdate(LocalUpdate[FedAMPParams]):
     """Client half: its own model, with a proximal term to the cloud model."""
 
-    @classmethod
-    def tested(cls, params: FedAMPParams) -> str:
-        """Return the sentence on the client's own model."""
-        return OWN_MODEL
-
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedAMPParams]) -> Model:
         """Minimise the loss + lambda/(2 alpha_K) ||w - u||^2 from the client's own model. u is the received model."""
         weight = ctx.params.lam / ctx.params.alpha_in(ctx.round)
@@ -327,6 +322,7 @@ METHOD = Method(
     figures=FIGURES,
     dp_epochs=local_epochs,
     not_private="its server compares single clients' models",
+    tested=OWN_MODEL,
     overview=Overview(
         group="Parameters among similar clients",
         stays="own model",

@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app.figures import Scalars
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
-from fl_app.wire import Upload, WireError
+from fl_app.transport.wire import Upload, WireError
 from strategies.base import (
     FEATURES,
     OWN_MODEL,
@@ -120,11 +120,6 @@ class FedAS(FedAvg[FedASParams]):
 class FedASUpdate(LocalUpdate[FedASParams]):
     """Client half. State: the client's whole own model."""
 
-    @classmethod
-    def tested(cls, params: FedASParams) -> str:
-        """Return the sentence on the client's own model."""
-        return OWN_MODEL
-
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Model:
         """Return the received body under the client's own classifier."""
         return ctx.layout.put(self.personal(ctx.initial(), state, ctx), received, ctx.shared)
@@ -195,6 +190,7 @@ METHOD = Method(
     needs_classes=True,
     not_private="its server weights models by a number that each client reports",
     needs=FEATURES,
+    tested=OWN_MODEL,
     overview=Overview(
         group="A part of the model",
         travels="body both ways",

@@ -13,6 +13,7 @@ from fl_app.keys import key
 from fl_app.layout import Model
 from strategies.base import (
     LocalUpdate,
+    Means,
     Method,
     Overview,
     PersonalizedStrategy,
@@ -39,9 +40,7 @@ class GlobalModelParams:
 class FedAvg(PersonalizedStrategy[P]):
     """Server half of every method that averages the tensors that travel."""
 
-    robust = RULES
-    streams = True
-    averages = True
+    means = Means(RULES, streams=True, sets_model=True)
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Return the mean weighted by training samples (`weights`), or the mean that the key `robust` selects."""

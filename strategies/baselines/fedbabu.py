@@ -73,8 +73,6 @@ def warn_without_finetuning(config: RunConfig) -> None:
 class FedBABUUpdate(LocalUpdate[FedBABUParams]):
     """Client half: train the body under the initial classifier; tune a copy for evaluation. It keeps nothing."""
 
-    local_from_file = False
-
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedBABUParams]) -> Model:
         """Train the body alone (Algorithm 1)."""
         return ctx.trainer.train(start, frozen=ctx.local)
@@ -98,6 +96,7 @@ METHOD = Method(
     dp_epochs=local_epochs,
     sums=True,
     needs=SPLIT,
+    local_from_file=False,
     overview=Overview(
         group="A part of the model",
         travels="body both ways",

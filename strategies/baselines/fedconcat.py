@@ -24,9 +24,8 @@ Deviations:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,18 +33,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.figures import Groups
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import NO_TENSORS, NOTHING, Layout, Model, Vector
 from fl_app.server.run_folder import client_facts
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
     LINEAR,
-    MOVED,
     ClientState,
-    Drawings,
+    Exported,
+    Holds,
+    Late,
     LocalUpdate,
+    Means,
     Method,
+    ModelFactory,
+    Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -54,7 +58,6 @@ from strategies.base import (
     Turn,
     Uploads,
 )
-from strategies.base.uploads import UploadBuffer
 from strategies.baselines import components
 from strategies.baselines.ifca import cluster_means
 from strategies.kernels.aggregate import Stack
@@ -101,16 +104,17 @@ class FedConcatParams:
     )
     size_cap: int = key(0, "Most clients in a cluster; 0: any number.", NOT_NEGATIVE)
 
-    def problems(self, config: RunConfig) -> Iterable[str]:
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
         """Yield an error for every setting that does not fit the run."""
         if self.encoder_rounds >= config.num_server_rounds:
-            below = f"below num-server-rounds ({config.num_server_rounds})"
-            yield f"fedconcat.encoder-rounds: must be {below}, the classifier trains after them, got {self.encoder_rounds}"
+            rule = f"must be below num-server-rounds ({config.num_server_rounds}), the classifier trains after them"
+            yield UserError(key="fedconcat.encoder-rounds", rule=rule, value=self.encoder_rounds)
         if not config.report_class_counts:
-            yield "report-class-counts: fedconcat clusters clients by their class counts, must be true, got false"
+            rule = "fedconcat clusters clients by their class counts, must be true"
+            yield UserError(key="report-class-counts", rule=rule, value=False)
         if 0 < self.size_cap * self.clusters < config.num_clients:
-            room = f"must let {self.clusters} clusters hold {config.num_clients} clients"
-            yield f"fedconcat.size-cap: {room}, got {self.size_cap}"
+            rule = f"must let {self.clusters} clusters hold {config.num_clients} clients"
+            yield UserError(key="fedconcat.size-cap", rule=rule, value=self.size_cap)
 
 
 # Kernels ----------------------------------------------------------------------------------------------------------------
@@ -126,7 +130,7 @@ def clusters(shares: ArrayLike, k: int, seed: int, cap: int = 0) -> NDArray[np.i
     return kmeans(np.asarray(shares, np.float64), k, rng.generator(seed, "fedconcat"), cap)
 
 
-def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
+def network(factory: ModelFactory, params: FedConcatParams) -> nn.Module:
     """Return a network with the run's model, `model`, and a classifier on K encoders of its kind, `joint`.
 
     `grown` selects the part that answers.
@@ -154,7 +158,7 @@ def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
             z: Tensor = self.grown[0](x)
             return functional.linear(z, self.joint["weight"][:, : z.shape[1]], self.joint["bias"])
 
-    return Growing(drawings(0))
+    return Growing(factory(0))
 
 
 def exported(make: Callable[[], nn.Module], names: frozenset[str]) -> nn.Module:
@@ -188,24 +192,23 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
     Memory: `centres` float64 [K, C], `models` float32 [K, d] and `statistics` [K, b]; later `classifier` [KfC + C].
     """
 
-    keeps_models = True
-    not_late = MappingProxyType({MOVED: "in its second phase clients upload a classifier, which fedbuff does not move"})
-    # classifiers trained on few batches lie apart: 3.1 times the usual distance was seen
-    spread = 2.0
-    robust = RULES
+    means = Means(RULES)
+    late = Late(moved="in its second phase clients upload a classifier, which fedbuff does not move")
+    # models of different clusters differ; classifiers trained on few batches lie apart: 3.1 times the usual distance was seen
+    outliers = Outliers(tolerance=2.0, models=False, extras={"classifiers": CLASSIFIER})
+    holds = Holds(models=True)
 
-    @property
-    def grown(self) -> bool:
-        """Return whether the encoders are fixed in this round."""
-        return max(self.state.round, self.attempt.round) > self.params.encoder_rounds
+    def grown(self, round: int) -> bool:
+        """Return whether the encoders are fixed in a round."""
+        return max(self.state.round, round) > self.params.encoder_rounds
 
-    def models(self) -> list[Model]:
+    def models(self, state: State) -> list[Model]:
         """Return the clusters' models; before clustering, a copy of the initial model for each possible cluster."""
-        if "models" not in self.state.memory:
-            return [self.state.model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
+        if "models" not in state.memory:
+            return [state.model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
         return [
             Model(params, buffers)
-            for params, buffers in zip(self.state.memory["models"], self.state.memory["statistics"], strict=True)
+            for params, buffers in zip(state.memory["models"], state.memory["statistics"], strict=True)
         ]
 
     def classifier(self) -> Vector:
@@ -213,54 +216,52 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         if CLASSIFIER in self.state.memory:
             return self.state.memory[CLASSIFIER]
         if self.params.start == "concatenated":
-            return components.sum_of_classifiers(self.layout, self.models())
+            return components.sum_of_classifiers(self.layout, self.models(self.state))
         return components.fresh_classifier(
-            self.layout, len(self.models()), rng.torch_seed(self.config.seed, "model:fedconcat")
+            self.layout, len(self.models(self.state)), rng.torch_seed(self.config.seed, "model:fedconcat")
         )
 
     def encoders(self) -> tuple[Stack, Stack]:
         """Return all bodies, float32 [K, d - h], and their statistics [K, b]."""
-        bodies = [self.layout.take(model, body(self.layout)) for model in self.models()]
+        bodies = [self.layout.take(model, body(self.layout)) for model in self.models(self.state)]
         return np.stack([each.params for each in bodies]), np.stack([each.buffers for each in bodies])
 
-    def shares_of(self, client_id: int) -> Shares:
+    def shares_of(self, client_id: int, turn: Turn) -> Shares:
         """Return the share of each class in a connected client's labels, [C]; zeros if it reported no counts."""
-        counts = client_facts(client_id, self.attempt.declared.get(client_id, {})).get("class-counts")
+        counts = client_facts(client_id, turn.declared.get(client_id, {})).get("class-counts")
         of_all = np.zeros(head_slots(self.layout)[0].shape[0]) if counts is None else np.array(counts, np.float64)
         shares: Shares = of_all / max(of_all.sum(), 1)
         return shares
 
-    def cluster_of(self, client_id: int) -> int:
+    def cluster_of(self, state: State, client_id: int, turn: Turn) -> int:
         """Return a client's cluster: for a new client, the one with the nearest centre."""
-        if client_id in self.state.clients:
-            return int(self.state.clients[client_id]["cluster"][0])
-        if "centres" not in self.state.memory:
+        if client_id in state.clients:
+            return int(state.clients[client_id]["cluster"][0])
+        if "centres" not in state.memory:
             return 0
-        return int(squared_distances(self.shares_of(client_id)[None], self.state.memory["centres"]).argmin())
+        return int(squared_distances(self.shares_of(client_id, turn)[None], state.memory["centres"]).argmin())
 
-    def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
-        """Assign all connected clients to clusters, then draw the round's clients."""
-        new = [i for i in client_ids if i not in self.state.clients and i in self.attempt.declared]
-        if new and "centres" not in self.state.memory:
-            shares, p = np.stack([self.shares_of(i) for i in new]), self.params
-            chosen = clusters(shares, p.clusters, self.config.seed, p.size_cap)
-            log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
-            centres, first = centres_of(shares, chosen), self.state.model
-            stacks = {"models": first.params, "statistics": first.buffers}
-            stacks = {name: np.tile(vector, (len(centres), 1)) for name, vector in stacks.items()}
-            self.state = self.state.next(memory={"centres": centres, **stacks})
-        else:
-            chosen = np.array([self.cluster_of(i) for i in new])
-        self.state = self.state.next(clients=_placed(new, chosen, equipped=False))
-        return super().sample_clients(state, client_ids, turn)
+    def placed(self, state: State, turn: Turn) -> State:
+        """Return the state in which all connected clients have a cluster. Before that, all clusters have the initial model."""
+        new = [i for i in turn.connected if i not in state.clients and i in turn.declared]
+        if not new or "centres" in state.memory:
+            chosen = np.array([self.cluster_of(state, i, turn) for i in new])
+            return state.next(clients=_kept(new, chosen, equipped=False))
+        shares, p = np.stack([self.shares_of(i, turn) for i in new]), self.params
+        chosen = clusters(shares, p.clusters, self.config.seed, p.size_cap)
+        log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
+        centres, first = centres_of(shares, chosen), state.model
+        stacks = {"models": first.params, "statistics": first.buffers}
+        stacks = {name: np.tile(vector, (len(centres), 1)) for name, vector in stacks.items()}
+        return state.next(clients=_kept(new, chosen, equipped=False), memory={"centres": centres, **stacks})
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the model of the client's cluster. Once the encoders are fixed, return the classifier in its place.
 
         A client that lacks the encoders is sent them, too.
         """
-        if not self.grown:
-            return Sent(self.models()[self.cluster_of(client_id)])
+        if not self.grown(turn.round):
+            return Sent(self.models(state)[self.cluster_of(state, client_id, turn)])
         mine = state.clients.get(client_id)
         if mine is not None and mine["equipped"][0]:
             return Sent(NOTHING, {CLASSIFIER: self.classifier()})
@@ -269,44 +270,33 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a model, later a classifier."""
-        if not self.grown:
+        if not self.grown(turn.round):
             return super().form(state, turn)
         return Expected.of(NO_TENSORS, extras={CLASSIFIER: ("<f4", self.classifier().shape)})
 
-    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
-        """Return the classifiers. Models are not compared, as those of different clusters differ."""
-        return {"classifiers": buffer.extras[CLASSIFIER]} if self.grown else {}
-
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the classifier that the client was sent."""
-        return {"classifiers": self.extras_sent_to(client_id)[CLASSIFIER]} if self.grown else {}
-
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average models per cluster, weighted by samples; average classifiers without weights."""
-        averaging, chosen = turn.average, np.array([self.cluster_of(i) for i in uploads.ids])
+        state = self.placed(state, turn)
+        averaging, chosen = turn.average, np.array([self.cluster_of(state, i, turn) for i in uploads.ids])
         for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
             turn.note(client_id, "cluster", k)
-        if self.grown:
+        if self.grown(turn.round):
             classifier = averaging.mean(uploads.extras[CLASSIFIER], uploads.once)
-            return state.next(clients=_placed(uploads.ids, chosen, equipped=True), memory={CLASSIFIER: classifier})
-        before, weights = self.models(), self.weights(uploads)
+            return state.next(clients=_kept(uploads.ids, chosen, equipped=True), memory={CLASSIFIER: classifier})
+        before, weights = self.models(state), self.weights(uploads)
         params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in before]), averaging)
         buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in before]), averaging)
         return state.next(memory={"models": params, "statistics": buffers})
 
-    def exported_layout(self, layout: Layout) -> Layout:
-        """Return the layout of the concatenated network."""
-        return components.concatenated(components.part(self.full_layout, MODEL), len(self.models()))
-
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return all encoders and the classifier on them, once the encoders are fixed. No client has a model of its own."""
-        if client_id is not None or not self.grown:
+        if client_id is not None or not self.grown(self.state.round):
             return None
         bodies, statistics = self.encoders()
         return Model(np.concatenate([bodies.reshape(-1), self.classifier()]), statistics.reshape(-1))
 
 
-def _placed(ids: list[int], chosen: NDArray[np.int64], *, equipped: bool) -> dict[int, dict[str, NDArray[Any]]]:
+def _kept(ids: list[int], chosen: NDArray[np.int64], *, equipped: bool) -> dict[int, dict[str, NDArray[Any]]]:
     """Return the arrays kept for clients of these clusters. equipped: whether they have the encoders."""
     return {i: {"cluster": np.array([k]), "equipped": np.array([equipped])} for i, k in zip(ids, chosen, strict=True)}
 
@@ -349,25 +339,32 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> None:
         """Keep no trained tensor."""
 
-    def export(self, model: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
-        """Return the cluster's model, or the concatenated one."""
-        if CLASSIFIER not in ctx.extras:
-            return ctx.layout.take(model, ctx.shared)
-        bodies, statistics = (
-            state.arrays.get(name, np.zeros(0, np.float32)).reshape(-1) for name in (ENCODERS, STATISTICS)
-        )
-        return Model(np.concatenate([bodies, self.classifier(model, ctx)]), statistics)
-
-    def classifier(self, model: Model, ctx: RoundContext[FedConcatParams]) -> Vector:
-        """Return the classifier within a model, float32 [KfC + C]."""
-        tensors, width = ctx.layout.tensors(model), split(ctx.extras[CLASSIFIER], ctx.layout)[0].shape[1]
-        return np.concatenate([tensors[JOINT + "weight"][:, :width].reshape(-1), tensors[JOINT + "bias"]])
-
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Upload:
         """Send the cluster's model, or the classifier."""
         if CLASSIFIER not in ctx.extras:
             return super().upload(before, after, state, ctx)
-        return Upload(NOTHING, extras={CLASSIFIER: self.classifier(after, ctx)}, num_examples=ctx.num_samples)
+        return Upload(NOTHING, extras={CLASSIFIER: classifier_in(after, ctx)}, num_examples=ctx.num_samples)
+
+
+def classifier_in(model: Model, ctx: RoundContext[FedConcatParams]) -> Vector:
+    """Return the classifier within a model, float32 [KfC + C]."""
+    tensors, width = ctx.layout.tensors(model), split(ctx.extras[CLASSIFIER], ctx.layout)[0].shape[1]
+    return np.concatenate([tensors[JOINT + "weight"][:, :width].reshape(-1), tensors[JOINT + "bias"]])
+
+
+def concatenated(server: FedConcat, layout: Layout) -> Layout:
+    """Return the layout of the concatenated network."""
+    return components.concatenated(components.part(server.full_layout, MODEL), len(server.models(server.state)))
+
+
+def concatenated_model(model: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
+    """Return the cluster's model, or the concatenated one."""
+    if CLASSIFIER not in ctx.extras:
+        return ctx.layout.take(model, ctx.shared)
+    bodies, statistics = (
+        state.arrays.get(name, np.zeros(0, np.float32)).reshape(-1) for name in (ENCODERS, STATISTICS)
+    )
+    return Model(np.concatenate([bodies, classifier_in(model, ctx)]), statistics)
 
 
 FIGURES = (
@@ -382,7 +379,7 @@ METHOD = Method(
     FedConcatUpdate,
     shared,
     compose=network,
-    exported=exported,
+    exported=Exported(exported, concatenated, concatenated_model),
     figures=FIGURES,
     needs_classes=True,
     needs_all="fedconcat puts clients into clusters by their label counts",

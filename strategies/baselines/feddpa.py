@@ -40,16 +40,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import wire
 from fl_app.figures import Scalars
 from fl_app.keys import NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
-from fl_app.wire import Upload
+from fl_app.transport import wire
+from fl_app.transport.wire import Upload
 from strategies import fedobp
 from strategies.base import (
     ClientState,
     Correction,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     RoundContext,
@@ -60,6 +61,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels import masks
+from strategies.kernels.averages import RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,8 +140,7 @@ def constraint_gradient(update: Tensor, weight: float, bound: float = 0.0) -> Te
 class FedDPA(FedAvg[FedDPAParams]):
     """Server half: FedAvg, and a record of each client's personal share."""
 
-    streams = True
-    averages = True
+    means = Means(RULES, streams=True, sets_model=True)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for a personal share outside [0, 1]."""

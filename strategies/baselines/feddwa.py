@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -35,13 +34,15 @@ from numpy.typing import NDArray
 from fl_app.figures import Matrix
 from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies import feddac
 from strategies.base import (
-    AGE,
     ClientState,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
+    Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -84,14 +85,13 @@ def neighbour_weights(guidance: aggregate.Stack, models: aggregate.Stack, k: int
 class FedDWA(PersonalizedStrategy[FedDWAParams]):
     """Server half. Kept per client: the mixture it is sent, `params` and `buffers`."""
 
-    compared_extras = MappingProxyType({"guidance models": GUIDANCE})
-    keeps_models = True
-    not_late = MappingProxyType({AGE: "an upload's weights follow from its distances to the others"})
+    late = Late(aged="an upload's weights follow from its distances to the others")
+    outliers = Outliers(extras={"guidance models": GUIDANCE})
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # the guidance models, unless clients send them
-        self.made_stacks = int(self.params.guidance != "trained")
+        # the stack: the guidance models, unless clients send them
+        self.holds = Holds(models=True, made=int(self.params.guidance != "trained"))
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model and, if it is trained, the guidance."""

@@ -30,7 +30,6 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +37,12 @@ from numpy.typing import NDArray
 from fl_app.keys import POSITIVE, key
 from fl_app.layout import Model
 from strategies.base import (
-    AGE,
-    MOVED,
     ClientState,
+    Late,
     LocalUpdate,
+    Means,
     Method,
+    Outliers,
     Overview,
     RoundContext,
     State,
@@ -82,13 +82,13 @@ def moved(mean: Floats, w_global: Floats, h: Floats, share: float) -> tuple[Floa
 class FedDyn(FedAvg[FedDynParams]):
     """Server half. Memory: `h` float32 [d]."""
 
-    # now and then drift moves all clients far: 3.3 times the usual distance where most have the same class
-    spread = 2.0
     # h must be the mean of the lambda_i of all clients, so no upload may be left out
-    robust = frozenset()
-    streams = True
-    reads_moves = True
-    not_late = MappingProxyType({what: "h must be the mean of whole updates" for what in (AGE, MOVED)})
+    means = Means(streams=True)
+    late = Late(
+        aged="h must be the mean of whole updates", moved="h must be the mean of whole updates", reads_moves=True
+    )
+    # now and then drift moves all clients far: 3.3 times the usual distance where most have the same class
+    outliers = Outliers(tolerance=2.0)
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads."""

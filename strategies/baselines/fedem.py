@@ -38,7 +38,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Layout, Model
-from strategies.base import ClientState, Drawings, LocalUpdate, Method, Objective, Overview, RoundContext
+from strategies.base import ClientState, Exported, LocalUpdate, Method, ModelFactory, Objective, Overview, RoundContext
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg
 
@@ -98,9 +98,9 @@ def mixture(models: Sequence[nn.Module]) -> nn.Module:
     return Mixture()
 
 
-def network(drawings: Drawings, params: FedEMParams) -> nn.Module:
-    """Return the mixture of M drawings of the run's model."""
-    return mixture([drawings(m) for m in range(params.components)])
+def network(factory: ModelFactory, params: FedEMParams) -> nn.Module:
+    """Return the mixture of M models."""
+    return mixture([factory(m) for m in range(params.components)])
 
 
 def shared(layout: Layout, params: object) -> frozenset[str]:
@@ -115,10 +115,6 @@ def stream(component: int) -> str:
 
 class FedEM(FedAvg[FedEMParams]):
     """Server half: FedAvg on all components at once."""
-
-    def exported_layout(self, layout: Layout) -> Layout:
-        """Return the layout of the mixture with its weights."""
-        return self.full_layout
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return all components with equal weights, the model of a client that never took part. Only clients have their own."""
@@ -172,6 +168,7 @@ METHOD = Method(
     compose=network,
     needs_classes=True,
     sums=True,
+    exported=Exported(layout=lambda server, layout: server.full_layout),
     overview=Overview(
         group="Several global models",
         travels="M models both ways",

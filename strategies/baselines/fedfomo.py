@@ -29,9 +29,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,12 +40,14 @@ from fl_app import rng
 from fl_app.figures import Matrix
 from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
-    LATE,
     ClientState,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
+    OnDemand,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -55,6 +56,7 @@ from strategies.base import (
     Turn,
     Uploads,
     all_tensors,
+    declared,
 )
 from strategies.kernels import aggregate
 
@@ -128,8 +130,8 @@ def most_liked(
 class FedFomo(PersonalizedStrategy[FedFomoParams]):
     """Server half. Kept per client: its last upload, `params` and `buffers`, and `affinity` float32 [N]."""
 
-    keeps_models = True
-    not_late = MappingProxyType({LATE: "its scores are about the models that were offered in its own round"})
+    late = Late(never="its scores are about the models that were offered in its own round")
+    holds = Holds(models=True)
 
     def summary(self) -> None:
         """Log the run's settings; warn that clients receive each other's models."""
@@ -155,15 +157,16 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the models offered, the first one as the model. Without any it is the client's own, at first the initial one."""
         first, *more = [state.model_of(i) for i in self.offered(state, client_id, turn) or [client_id]]
+        own = state.model_of(client_id)
+        # the client mixes the offered models into its own last upload
+        reference = {declared.PARAMETERS: own.params, declared.STATISTICS: own.buffers}
         if not more:
-            return Sent(first)
-        params, buffers = zip(*((m.params, m.buffers) for m in more), strict=True)
-        return Sent(first, {MODELS: np.stack(params), STATISTICS: np.stack(buffers)})
+            return Sent(first, reference=reference)
 
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the client's own last upload, into which it mixes the offered models."""
-        own = self.state.model_of(client_id)
-        return {"parameters": own.params, "BatchNorm statistics": own.buffers}
+        def stacks() -> dict[str, NDArray[Any]]:
+            return {MODELS: np.stack([m.params for m in more]), STATISTICS: np.stack([m.buffers for m in more])}
+
+        return Sent(first, OnDemand(stacks), reference)
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Keep the uploads, and add the scores to the affinities."""

@@ -44,17 +44,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.figures import Scalars
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     LINEAR,
     ClientState,
     LocalUpdate,
     Method,
     Objective,
+    Outliers,
     Overview,
     RoundContext,
     Sent,
@@ -213,7 +214,7 @@ class FedGen(FedAvg[FedGenParams]):
     """Server half. Memory: the generator, its optimizer and the qualified labels."""
 
     # generated samples move single clients far: 7.2 times the usual distance where most have the same class
-    spread = 4.0
+    outliers = Outliers(tolerance=4.0)
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model and the label counts."""
@@ -290,7 +291,7 @@ class FedGen(FedAvg[FedGenParams]):
             turn.note_round("generator-loss", loss.item())
         if not flat.isfinite().all():
             largest = np.abs(uploads.W[:, self.layout.indices(self.layout.classifier)]).max(axis=1)
-            raise UserError(
+            raise MethodError(
                 f"fedgen: the generator diverged in round {turn.round} (fedgen.generator-learning-rate {rate:g} by then); of the "
                 f"classifiers that it learned from, client {uploads.ids[int(largest.argmax())]}'s has the largest weight, "
                 f"{largest.max():.3g}; lower learning-rate ({self.config.learning_rate:g}), at which the classifiers grow, or the "

@@ -39,7 +39,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -49,14 +48,15 @@ from fl_app import tasks
 from fl_app.config import RunConfig
 from fl_app.keys import key
 from fl_app.layout import Layout, Model, Slot
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
-    LATE,
     LINEAR,
     ClientState,
-    Drawings,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
+    ModelFactory,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -214,10 +214,9 @@ def weighs_classes(config: RunConfig) -> bool:
 class FedMA(PersonalizedStrategy[FedMAParams]):
     """Server half. Kept within a pass, per client: its next model, `params` and `buffers`."""
 
-    # the permuted models, one by one and together
-    made_stacks = 2
-    keeps_models = True
-    not_late = MappingProxyType({LATE: "a round has a layer, and late uploads have another round's order of units"})
+    late = Late(never="a round has a layer, and late uploads have another round's order of units")
+    # the stacks: the permuted models, one by one and together
+    holds = Holds(models=True, made=2)
 
     @cached_property
     def chain(self) -> list[Layer]:
@@ -317,19 +316,19 @@ class FedMAUpdate(LocalUpdate[FedMAParams]):
         return dataclasses.replace(plain, extras={COUNTS: ctx.trainer.class_counts})
 
 
-def checked(drawings: Drawings, params: FedMAParams) -> nn.Module:
+def checked(factory: ModelFactory, params: FedMAParams) -> nn.Module:
     """Return the run's model. Raises UserError unless its hidden units can change places without any effect."""
     import torch
 
     from fl_app import weights
 
-    module = drawings(0)
+    module = factory(0)
     layout, own = Layout.of(module), weights.read(module)
     chain, draw = chain_of(layout), np.random.default_rng(0)
     other = own
     for k in range(len(chain) - 1):
         other = permuted(chain, k, other, draw.permutation(chain[k].units))
-    x = torch.from_numpy(draw.normal(size=(4, *drawings.inputs)).astype(np.float32))
+    x = torch.from_numpy(draw.normal(size=(4, *factory.inputs)).astype(np.float32))
     training = module.training
     module.eval()
     try:

@@ -32,11 +32,8 @@ Deviations:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,14 +41,15 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app.figures import Matrix
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
-    AGE,
     LINEAR,
-    MOVED,
     ClientState,
+    Late,
     LocalUpdate,
+    Means,
     Method,
+    Outliers,
     Overview,
     RoundContext,
     Sent,
@@ -60,21 +58,19 @@ from strategies.base import (
     Uploads,
     all_tensors,
 )
-from strategies.base.uploads import UploadBuffer
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedproto import (
+    COMPARED,
     COUNTS,
     PROTOTYPES,
     check_counts,
-    compared_prototypes,
-    compared_with_sent,
+    comparable_prototypes,
     extras_of,
     mean_prototypes,
     prototypes_of,
     pulled,
-    sent_prototypes,
+    sent_with_prototypes,
 )
-from strategies.kernels.aggregate import Stack
 
 # up: float32 [C, k] and float64 [1]
 SHARES, VARIANCE = "shares", "variance"
@@ -157,13 +153,12 @@ def on_simplex(Q: NDArray[np.float64]) -> NDArray[np.float64]:
 class FedPAC(FedAvg[FedPACParams]):
     """Server half. Kept per client: `head` float32 [h]. Memory: `prototypes` float32 [C, k] and `counts` int64 [C]."""
 
-    robust = frozenset()
-    not_late = MappingProxyType(
-        {
-            AGE: "the weights of heads follow from the clients' statistics",
-            MOVED: "clients upload statistics too, which fedbuff does not move",
-        }
+    means = Means()
+    late = Late(
+        aged="the weights of heads follow from the clients' statistics",
+        moved="clients upload statistics too, which fedbuff does not move",
     )
+    outliers = Outliers(extras={COMPARED: PROTOTYPES}, comparable=comparable_prototypes)
 
     @cached_property
     def at_head(self) -> NDArray[np.bool_]:
@@ -189,15 +184,7 @@ class FedPAC(FedAvg[FedPACParams]):
             params = model.params.copy()
             params[self.at_head] = mine[_HEAD]
             model = Model(params, model.buffers)
-        return Sent(model, sent_prototypes(self))
-
-    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
-        """Return the stacks to compare: the model's and the centroids."""
-        return {**super().compared(buffer), **compared_prototypes(self, buffer)}
-
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the model and the centroids that a client was sent."""
-        return {**super().compared_with(client_id), **compared_with_sent(self)}
+        return sent_with_prototypes(model, state, turn, self.full_layout)
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average bodies and centroids, and mix the heads."""

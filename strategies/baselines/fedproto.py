@@ -43,16 +43,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Layout, Model
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     LINEAR,
     ClientState,
     LocalUpdate,
     Method,
     Objective,
+    Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -61,8 +62,6 @@ from strategies.base import (
     Turn,
     Uploads,
 )
-from strategies.base.uploads import UploadBuffer
-from strategies.kernels.aggregate import Stack
 from strategies.kernels.heads import head_slots
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ PROTOTYPES, COUNTS = "prototypes", "counts"
 """Both ways: float32 [C, k], and int64 [C], the samples that they are means of. A class without samples has zeros."""
 
 # their name in messages on far uploads
-_COMPARED = "prototypes"
+COMPARED = "prototypes"
 # how far the logit of a class without a prototype stays below the best one: at least, and for each unit of the largest bias
 _BELOW, _ROUNDING = 1.0, 1e-3
 
@@ -189,26 +188,26 @@ def comparable(P: ArrayLike, counts: ArrayLike, sent: ArrayLike) -> NDArray[np.f
     return found
 
 
-def compared_prototypes(server: PersonalizedStrategy[Any], buffer: UploadBuffer) -> Mapping[str, Stack]:
-    """Return the uploads' prototypes, float32 [N, C, k], as `PersonalizedStrategy.compared` does."""
-    stack, counts = buffer.extras[PROTOTYPES], buffer.extras[COUNTS]
-    found, sent = server.stack_like(stack), compared_with_sent(server)[_COMPARED]
-    for row in buffer.rows:
-        found[row] = comparable(stack[row], counts[row], sent)
-    return {_COMPARED: found}
+def comparable_prototypes(extras: Mapping[str, NDArray[Any]], sent: NDArray[Any]) -> NDArray[np.float32]:
+    """Return an upload's prototypes, float32 [C, k], as outlier screening compares them (`Outliers.comparable`)."""
+    return comparable(extras[PROTOTYPES], extras[COUNTS], sent)
 
 
-def compared_with_sent(server: PersonalizedStrategy[Any]) -> Mapping[str, NDArray[Any]]:
-    """Return the prototypes that clients were sent, as `PersonalizedStrategy.compared_with` does.
+def sent_with_prototypes(model: Model, state: State, turn: Turn, layout: Layout) -> Sent:
+    """Return a message with the state's prototypes and counts, from the second round on; zeros in a previewed round.
 
-    A class that has none yet counts as sent with the mean of the others: features of all classes lie in one region.
-    Before the first prototypes it is 0.
+    A class that has none yet is compared with the mean of the others: features of all classes lie in one region. Before the
+    first prototypes it is compared with 0. layout: the whole model's.
     """
-    shape, sent = head_slots(server.full_layout)[0].shape, sent_prototypes(server)
-    known = sent[COUNTS] > 0 if sent else np.zeros(shape[0], bool)
-    if not known.any():
-        return {_COMPARED: np.zeros(shape, np.float32)}
-    return {_COMPARED: np.where(known[:, None], sent[PROTOTYPES], sent[PROTOTYPES][known].mean(axis=0))}
+    form = extras_of(layout)
+    sent = {name: state.memory[name] for name in (PROTOTYPES, COUNTS) if name in state.memory}
+    if turn.round >= 2:
+        sent = {name: np.zeros(shape, dtype) for name, (dtype, shape) in form.items()} | sent
+    known = sent[COUNTS] > 0 if COUNTS in sent else np.zeros(form[COUNTS][1], bool)
+    reference = np.zeros(form[PROTOTYPES][1], np.float32)
+    if known.any():
+        reference = np.where(known[:, None], sent[PROTOTYPES], sent[PROTOTYPES][known].mean(axis=0))
+    return Sent(model, sent, {COMPARED: reference})
 
 
 def pulled(ctx: RoundContext[Any], weight: float, pull: str) -> Objective | None:
@@ -228,16 +227,11 @@ def pulled(ctx: RoundContext[Any], weight: float, pull: str) -> Objective | None
     return loss
 
 
-def sent_prototypes(server: PersonalizedStrategy[Any]) -> dict[str, NDArray[Any]]:
-    """Return a server's prototypes and counts, from the second round on; zeros in a round that is only previewed."""
-    if server.attempt.round < 2:
-        return {name: server.memory[name] for name in (PROTOTYPES, COUNTS) if name in server.memory}
-    form = extras_of(server.full_layout)
-    return {name: server.memory.get(name, np.zeros(shape, dtype)) for name, (dtype, shape) in form.items()}
-
-
 class FedProto(PersonalizedStrategy[FedProtoParams]):
     """Server half. Memory: `prototypes` float32 [C, k] and `counts` int64 [C]."""
+
+    # no tensors travel
+    outliers = Outliers(models=False, extras={COMPARED: PROTOTYPES}, comparable=comparable_prototypes)
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: no tensors, the prototypes and the counts."""
@@ -249,15 +243,7 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the global prototypes, from the second round on."""
-        return Sent(state.model, sent_prototypes(self))
-
-    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
-        """Return the stacks to compare: the prototypes alone, because no tensors travel."""
-        return compared_prototypes(self, buffer)
-
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the prototypes that a client was sent."""
-        return compared_with_sent(self)
+        return sent_with_prototypes(state.model, state, turn, self.full_layout)
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average the prototypes of the round's clients; other classes keep theirs."""
@@ -292,14 +278,6 @@ def under_prototypes(model: Model, ctx: RoundContext[FedProtoParams], counts: ND
 class FedProtoUpdate(LocalUpdate[FedProtoParams]):
     """Client half. It keeps its model, as Local does."""
 
-    @classmethod
-    def tested(cls, params: FedProtoParams) -> str:
-        """Return the sentence on the classifier made of prototypes."""
-        if params.predict == "classifier":
-            return ""
-        among = " of its own classes" if params.candidates == "own" else ""
-        return f"before and after training, the client's features are tested with the nearest of the received prototypes{among}"
-
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Model:
         """Return the model under the classifier of the nearest prototype."""
         counts = candidates(ctx)
@@ -324,10 +302,18 @@ class FedProtoUpdate(LocalUpdate[FedProtoParams]):
 def shared(layout: Layout, params: FedProtoParams) -> frozenset[str]:
     """Return no names: no tensor travels. Raises UserError for a classifier without the bias that the prediction needs."""
     if head_slots(layout)[1] is None and params.predict == "prototypes":
-        raise UserError(
+        raise MethodError(
             "fedproto.predict: prototypes needs a classifier with a bias that trains; take classifier, got prototypes"
         )
     return frozenset()
+
+
+def tested(params: FedProtoParams) -> str:
+    """Return the sentence on the classifier made of prototypes."""
+    if params.predict == "classifier":
+        return ""
+    among = " of its own classes" if params.candidates == "own" else ""
+    return f"before and after training, the client's features are tested with the nearest of the received prototypes{among}"
 
 
 METHOD = Method(
@@ -340,6 +326,7 @@ METHOD = Method(
     needs_whole=True,
     not_private="its server weighs each client's prototypes by its samples of the class",
     needs=LINEAR,
+    tested=tested,
     overview=Overview(
         group="Nothing",
         travels="prototypes both ways",

@@ -26,12 +26,21 @@ from dataclasses import dataclass
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import SPLIT, ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_classifier
+from strategies.base import (
+    SPLIT,
+    ClientState,
+    InEpochs,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    all_but_classifier,
+)
 from strategies.baselines.fedavg import FedAvg
 
 
 @dataclass(frozen=True)
-class FedRepParams:
+class FedRepParams(InEpochs):
     """Parameters of FedRep, table `fedrep`."""
 
     head_epochs: int = key(

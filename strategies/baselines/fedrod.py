@@ -73,14 +73,6 @@ def balanced_softmax_loss(logits: Any, y: Any, counts: Any) -> Tensor:
 class FedRoDUpdate(LocalUpdate[FedRoDParams]):
     """Client half. State: `fedrod.head` float32 [h], P_i in the order of the classifier's parameters."""
 
-    @classmethod
-    def tested(cls, params: FedRoDParams) -> str:
-        """Return the sentence on the two heads."""
-        return (
-            "before training, the received model is tested with the client's personal head on top; after training, the trained "
-            "model with the trained head"
-        )
-
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[FedRoDParams]) -> Model:
         """Return the model under G + P_i."""
         if _HEAD not in state.arrays:
@@ -122,6 +114,14 @@ class FedRoDUpdate(LocalUpdate[FedRoDParams]):
         return trainer.read()
 
 
+def tested(params: FedRoDParams) -> str:
+    """Return the sentence on the two heads."""
+    return (
+        "before training, the received model is tested with the client's personal head on top; after training, the trained "
+        "model with the trained head"
+    )
+
+
 METHOD = Method(
     "fedrod",
     FedRoDParams,
@@ -132,6 +132,7 @@ METHOD = Method(
     sums=True,
     global_beside_personal=True,
     needs=LINEAR,
+    tested=tested,
     overview=Overview(
         group="A global model and a personal one",
         stays="second classifier",

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,11 +43,13 @@ from numpy.typing import NDArray
 from fl_app.figures import Layers
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     ClientState,
+    InEpochs,
     LocalUpdate,
     Method,
+    Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -56,7 +58,6 @@ from strategies.base import (
     Uploads,
     all_tensors,
 )
-from strategies.base.uploads import UploadBuffer
 from strategies.fedobp import COUNTS, count_by_layer
 from strategies.kernels import masks
 from strategies.kernels.aggregate import Stack, check_weights, mean_block, weighted_mean
@@ -64,7 +65,7 @@ from strategies.kernels.blocks import for_blocks
 
 
 @dataclass(frozen=True)
-class FedSelectParams:
+class FedSelectParams(InEpochs):
     """Parameters of FedSelect, table `fedselect`."""
 
     rate: float = key(
@@ -162,6 +163,9 @@ def aggregate(W: Stack, used: NDArray[np.bool_], weights: NDArray[np.float64], p
 class FedSelect(PersonalizedStrategy[FedSelectParams]):
     """Server half: means over the clients that share a parameter."""
 
+    # personal values are not the client's
+    outliers = Outliers(unmasked=True)
+
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: its personal mask may have any number of ones."""
         return dataclasses.replace(super().form(state, turn), num_params=self.layout.d)
@@ -171,22 +175,6 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
         assert upload.mask is not None
         if count := np.count_nonzero(upload.model.params[masks.unpack(upload.mask, self.layout.d)]):
             raise WireError(f"{count} parameters that the mask marks as personal are not 0")
-
-    def compared(self, buffer: UploadBuffer) -> Mapping[str, Stack]:
-        """Return the shared values to compare, with those that the client was sent in place of personal ones.
-
-        It overwrites personal values in `buffer.W`, which `aggregate` does not read.
-        """
-        assert buffer.bits is not None
-        for row in buffer.rows:
-            personal = masks.unpack(buffer.bits[row], self.layout.d)
-            buffer.W[row, personal] = self.sent_to(buffer.ids[row]).params[personal]
-        return super().compared(buffer)
-
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the global model that the client was sent, as in `compared`."""
-        sent = self.sent_to(client_id)
-        return {"parameters": sent.params, "BatchNorm statistics": sent.buffers}
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return the weights of the mean: by samples, or all equal."""

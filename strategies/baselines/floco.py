@@ -50,6 +50,8 @@ from strategies.base import (
     LINEAR,
     OWN_MODEL,
     ClientState,
+    Exported,
+    Late,
     LocalUpdate,
     Method,
     Objective,
@@ -250,15 +252,13 @@ class FLOCO(FedAvg[FLOCOParams]):
     `total` float64 [1].
     """
 
-    reads_moves = True
-    # the clients that `sample` drew: in round tau - 1 all clients train, but only these are averaged
-    _averaged: frozenset[int] = frozenset()
+    late = Late(reads_moves=True)
 
     def sample_clients(self, state: State, client_ids: list[int], turn: Turn) -> list[int]:
         """Return the drawn clients, or all clients in the round before the projection."""
-        drawn = super().sample_clients(state, client_ids, turn)
-        self._averaged = frozenset(drawn)
-        return client_ids if turn.round == self.params.projection_round - 1 else drawn
+        if turn.round == self.params.projection_round - 1:
+            return client_ids
+        return super().sample_clients(state, client_ids, turn)
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the global model, and from round tau on the client's centre, zeros if it has none."""
@@ -275,7 +275,9 @@ class FLOCO(FedAvg[FLOCOParams]):
         Round tau - 1 places all its clients; later rounds place those that have no place yet.
         """
         before_projection, received = turn.round == self.params.projection_round - 1, state.model
-        rows = [k for k, i in enumerate(uploads.ids) if i in self._averaged or not before_projection]
+        # in round tau - 1 all clients train, but only the drawn ones are averaged
+        drawn = frozenset(self.drawn(turn.connected, turn.round) if before_projection else uploads.ids)
+        rows = [k for k, i in enumerate(uploads.ids) if i in drawn]
         after = state
         if rows:
             after = super().update(state, uploads if len(rows) == len(uploads.ids) else uploads.rows(rows), turn)
@@ -314,10 +316,6 @@ class FLOCO(FedAvg[FLOCOParams]):
         centres = zip(new, on_simplex(kappa, float(memory["total"][0])), strict=True)
         return state.next(clients={uploads.ids[k]: {"centre": centre.astype(np.float32)} for k, centre in centres})
 
-    def exported_layout(self, layout: Layout) -> Layout:
-        """Return the layout of the user's own model."""
-        return collapsed_layout(layout)
-
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the global model at the middle of the simplex, or at the client's centre.
 
@@ -325,18 +323,14 @@ class FLOCO(FedAvg[FLOCOParams]):
         """
         if client_id is not None and self.params.personal_epochs:
             return None
-        extras = {} if client_id is None else self.download(self.state, client_id, self.attempt).extras
+        last = Turn(self.config, self.state.round)
+        extras = {} if client_id is None else self.download(self.state, client_id, last).extras
         centre, _ = centre_of(extras, self.params.endpoints)
         return collapse(self.state.model, self.layout, centre)
 
 
 class FLOCOUpdate(LocalUpdate[FLOCOParams]):
     """Client half. State, with FLOCO+ only: the personal simplex model."""
-
-    @classmethod
-    def tested(cls, params: FLOCOParams) -> str:
-        """Return the note that both curves test the client's own model, with FLOCO+ only."""
-        return OWN_MODEL if params.personal_epochs else ""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
         """Set the point at which this message's models are evaluated; return the received model."""
@@ -374,9 +368,10 @@ class FLOCOUpdate(LocalUpdate[FLOCOParams]):
 
         return loss
 
-    def export(self, model: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
-        """Return a simplex model at the client's centre, as the user's own model."""
-        return collapse(model, ctx.layout, centre_of(ctx.extras, ctx.params.endpoints)[0])
+
+def at_centre(model: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
+    """Return a simplex model at the client's centre, as the user's own model."""
+    return collapse(model, ctx.layout, centre_of(ctx.extras, ctx.params.endpoints)[0])
 
 
 def mixtures(ctx: RoundContext[FLOCOParams], purpose: str) -> Iterator[Tensor]:
@@ -397,6 +392,11 @@ def mixtures(ctx: RoundContext[FLOCOParams], purpose: str) -> Iterator[Tensor]:
         yield from torch.from_numpy(ahead).to(ctx.trainer.weights.device)
 
 
+def tested(params: FLOCOParams) -> str:
+    """Return the note that both curves test the client's own model, with FLOCO+ only."""
+    return OWN_MODEL if params.personal_epochs else ""
+
+
 METHOD = Method(
     "floco",
     FLOCOParams,
@@ -407,6 +407,8 @@ METHOD = Method(
     needs_whole=True,
     not_private="its server compares single clients' updates",
     needs=LINEAR,
+    tested=tested,
+    exported=Exported(layout=lambda server, layout: collapsed_layout(layout), model=at_centre),
     overview=Overview(
         group="Several global models",
         travels="model, M classifiers",

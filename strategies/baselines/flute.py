@@ -39,6 +39,7 @@ from strategies.base import (
     LINEAR,
     ClientState,
     Correction,
+    InEpochs,
     LocalUpdate,
     Method,
     Objective,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FLUTEParams:
+class FLUTEParams(InEpochs):
     """Parameters of FLUTE, table `flute`. Values are those of the authors' code; the paper prints none."""
 
     body_epochs: int = key(
@@ -132,7 +133,7 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
         import torch
 
         # N of a round without missing clients, which every client can compute
-        by_plan = ctx.config.drawn(ctx.config.num_training)
+        by_plan = ctx.config.cohort_size(ctx.config.num_training)
         rate = ctx.params.head_learning_rate / by_plan
         if rate:
             slot = head_slots(ctx.layout)[0]

@@ -35,12 +35,12 @@ Deviations:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,22 +48,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MethodError, UserError
 from fl_app.keys import key
 from fl_app.layout import Layout, Model
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     LINEAR,
-    MOVED,
     SPLIT,
     ClientState,
+    Late,
     LocalUpdate,
+    Means,
     Method,
     Objective,
     Overview,
     RoundContext,
     Sent,
     State,
+    Submodel,
     Turn,
     Uploads,
     unfit,
@@ -108,17 +110,18 @@ class HeteroFLParams:
         except ValueError:
             found = []
         if not found or not all(0 < rate <= 1 for rate in found):
-            raise UserError(f"heterofl.rates: must be numbers in (0, 1], separated by commas, got {self.rates!r}")
+            raise MethodError(f"heterofl.rates: must be numbers in (0, 1], separated by commas, got {self.rates!r}")
         return found
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
         """Yield an error for rates that are no numbers in (0, 1], and for masked classes where there are none."""
         try:
             self.widths()
         except UserError as error:
-            yield str(error)
+            yield error
         if self.mask_classes and not tasks.of(config).has_classes:
-            yield f"heterofl.mask-classes: must be false for task {config.task}, which has no classes, got true"
+            rule = f"must be false for task {config.task}, which has no classes"
+            yield UserError(key="heterofl.mask-classes", rule=rule, value=True)
 
 
 def width_slices(layout: Layout, rate: float) -> dict[str, Slices]:
@@ -130,7 +133,7 @@ def width_slices(layout: Layout, rate: float) -> dict[str, Slices]:
     another rate, and for a layer with inputs that are no earlier layer's outputs, such as a concatenation's.
     """
     if not 0 < rate <= 1:
-        raise UserError(f"heterofl.rates: must be in (0, 1], got {rate!r}")
+        raise MethodError(f"heterofl.rates: must be in (0, 1], got {rate!r}")
     kept: dict[str, Slices] = {}
     outputs: dict[str, int] = {}
     # the layer below: its outputs, and whether it is a convolution; the outputs of all earlier layers
@@ -171,6 +174,7 @@ def narrow(size: int, rate: float) -> int:
     return math.ceil(rate * size - 1e-9)
 
 
+@functools.lru_cache(maxsize=16)
 def part_of(layout: Layout, rate: float) -> Part:
     """Return the elements of a model that a network of this width holds. layout: the whole network's."""
     slices = width_slices(layout, rate)
@@ -194,7 +198,7 @@ def aggregate(
     shapes as large or larger, and unless there is a rate per client.
     """
     if len(parts) != np.size(rates):
-        raise UserError(f"heterofl: there must be a rate per client, got {np.size(rates)} for {len(parts)} clients")
+        raise MethodError(f"heterofl: there must be a rate per client, got {np.size(rates)} for {len(parts)} clients")
     if not parts:
         return {name: np.asarray(before, np.float64) for name, before in previous.items()}
     n, order = len(parts), np.argsort(np.asarray(rates, np.float64), kind="stable")
@@ -207,7 +211,7 @@ def aggregate(
             value = np.asarray(parts[i][name], np.float64)
             shape = np.array(value.shape, int)
             if value.ndim != old.ndim or (shape > old.shape).any() or (shape < least).any():
-                raise UserError(
+                raise MethodError(
                     f"heterofl: tensor {name} of client {i} has the shape {list(value.shape)}, between those of smaller rates "
                     f"and {list(old.shape)} is expected"
                 )
@@ -231,9 +235,8 @@ class HeteroFL(FedAvg[HeteroFLParams]):
     """Server half. Widths follow from the seed and are not stored."""
 
     # an element may have only one client that holds it
-    robust = frozenset()
-    sends_parts = True
-    not_late = MappingProxyType({MOVED: "clients upload parts of the model, which fedbuff does not move"})
+    means = Means()
+    late = Late(moved="clients upload parts of the model, which fedbuff does not move")
 
     @cached_property
     def rates(self) -> list[float]:
@@ -244,10 +247,6 @@ class HeteroFL(FedAvg[HeteroFLParams]):
         for place, i in enumerate(order.tolist()):
             found[i] = widths[place % len(widths)]
         return found
-
-    @cached_property
-    def _parts(self) -> dict[float, Part]:
-        return {rate: part_of(self.layout, rate) for rate in set(self.rates)}
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model, and with `mask-classes` the client's classes."""
@@ -263,10 +262,6 @@ class HeteroFL(FedAvg[HeteroFLParams]):
             if told.max() != 1:
                 raise WireError(f"array {CLASSES} must be 0 or 1, with a 1 at least, got {told.tolist()}")
 
-    def held_by(self, client_id: int) -> Part:
-        """Return the elements that a client's width holds."""
-        return self._parts[self.rates[client_id]]
-
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads, less for late ones."""
         return uploads.once
@@ -277,12 +272,16 @@ class HeteroFL(FedAvg[HeteroFLParams]):
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return a client's network inside the wide one: the global model with 0 beyond its part."""
-        return self.state.model if client_id is None else within(self.state.model, self.held_by(client_id))
+        return (
+            self.state.model
+            if client_id is None
+            else within(self.state.model, part_of(self.layout, self.rates[client_id]))
+        )
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average each element over the clients that hold it, and with `mask-classes` a class's row over those that have it."""
         before, weights = state.model, self.weights(uploads)
-        parts = [self.held_by(i) for i in uploads.ids]
+        parts = [part_of(self.layout, self.rates[i]) for i in uploads.ids]
         params = np.empty_like(before.params)
         classes = class_of(self.layout) if self.params.mask_classes else None
 
@@ -310,27 +309,18 @@ def within(model: Model, part: Part) -> Model:
     return Model(np.where(part.params, model.params, zero), np.where(part.buffers, model.buffers, zero))
 
 
+def held(layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part:
+    """Return the elements that a client with these extras holds."""
+    return part_of(layout, float(extras[RATE][0]))
+
+
 class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
     """Client half: it trains its corner of the network. It keeps nothing."""
-
-    @classmethod
-    def tested(cls, params: HeteroFLParams) -> str:
-        """Return the sentence on the scaling and on masked classes."""
-        changes = ["a narrow network's hidden layers are divided by its rate, as in training"] * (
-            params.scale and min(params.widths()) < 1
-        )
-        changes += ["the logits of classes that the client does not have are 0"] * params.mask_classes
-        return f"before and after training, {', and '.join(changes)}" if changes else ""
-
-    @classmethod
-    def held(cls, layout: Layout, extras: Mapping[str, NDArray[Any]]) -> Part:
-        """Return the elements that the client holds."""
-        return part_of(layout, float(extras[RATE][0]))
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Model:
         """Return the received part inside the wide network."""
         zeros = Model(np.zeros(ctx.layout.d, np.float32), np.zeros(ctx.layout.b, np.float32))
-        return self.held(ctx.layout, ctx.extras).put(zeros, received)
+        return held(ctx.layout, ctx.extras).put(zeros, received)
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[HeteroFLParams]) -> Model:
         """Return the network that training computes with, so that it can be tested and exported without the scaling.
@@ -359,7 +349,7 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         objective = known_classes(ctx) if ctx.params.mask_classes else None
         if rate == 1:
             return ctx.trainer.train(start, objective=objective, **options)
-        part = self.held(ctx.layout, ctx.extras)
+        part = held(ctx.layout, ctx.extras)
         with scaled(ctx, _scaling(ctx)):
             after = ctx.trainer.train(start, objective=objective, frozen=~part.params, **options)
         return within(after, part)
@@ -368,7 +358,7 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         """Send the part, and with `mask-classes` the client's classes."""
         plain = super().upload(before, after, state, ctx)
         extras = {CLASSES: (ctx.trainer.class_counts > 0).astype(np.uint8)} if ctx.params.mask_classes else {}
-        return dataclasses.replace(plain, model=self.held(ctx.layout, ctx.extras).take(after), extras=extras)
+        return dataclasses.replace(plain, model=held(ctx.layout, ctx.extras).take(after), extras=extras)
 
 
 @contextmanager
@@ -436,10 +426,19 @@ def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
     if other and min(params.widths()) < 1:
         raise unfit("layers with one tensor `weight`, such as Linear layers and convolutions", f"it has {other[0]}")
     if layout.constants and min(params.widths()) < 1:
-        raise UserError(
+        raise MethodError(
             "train: heterofl narrows all layers, so all must train; leave the key unset, or set heterofl.rates = 1"
         )
     return layout.names
+
+
+def tested(params: HeteroFLParams) -> str:
+    """Return the sentence on the scaling and on masked classes."""
+    changes = ["a narrow network's hidden layers are divided by its rate, as in training"] * (
+        params.scale and min(params.widths()) < 1
+    )
+    changes += ["the logits of classes that the client does not have are 0"] * params.mask_classes
+    return f"before and after training, {', and '.join(changes)}" if changes else ""
 
 
 METHOD = Method(
@@ -451,6 +450,8 @@ METHOD = Method(
     needs_whole=True,
     not_private="its server averages each element over those clients that hold it",
     needs=lambda params: LINEAR if params.mask_classes else SPLIT,
+    tested=tested,
+    submodel=Submodel(held),
     overview=Overview(
         group="A part of the model",
         travels="own width both ways",

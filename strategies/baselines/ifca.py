@@ -31,14 +31,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app.figures import Groups
 from fl_app.keys import AT_LEAST_ONE, key
-from fl_app.layout import Layout, Model
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.layout import Model
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     FEATURES,
     ClientState,
-    Drawings,
+    Exported,
     LocalUpdate,
     Method,
+    ModelFactory,
+    Outliers,
     Overview,
     RoundContext,
     State,
@@ -86,11 +88,11 @@ def cluster_means(
     return means
 
 
-def network(drawings: Drawings, params: IFCAParams) -> nn.Module:
+def network(factory: ModelFactory, params: IFCAParams) -> nn.Module:
     """Return K models, or one body under K classifiers. The attribute `chosen` of `switch` selects which answers."""
     if params.share_body:
-        return components.classifiers_of(drawings, params.clusters)
-    return components.chosen_of([drawings(k) for k in range(params.clusters)])
+        return components.classifiers_of(factory, params.clusters)
+    return components.chosen_of([factory(k) for k in range(params.clusters)])
 
 
 def switch(module: nn.Module) -> Any:
@@ -102,7 +104,7 @@ class IFCA(FedAvg[IFCAParams]):
     """Server half: its global model holds all models side by side."""
 
     # clients of different clusters send different models
-    spread = math.inf
+    outliers = Outliers(tolerance=math.inf)
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: one of the models, and its number."""
@@ -141,18 +143,15 @@ class IFCA(FedAvg[IFCAParams]):
         turn.note_round("cluster-sizes", sizes)
         return state.next(whole)
 
-    def exported_layout(self, layout: Layout) -> Layout:
-        """Return the layout of the user's own model."""
-        return components.alone(layout, 0)
-
-    def held_models(self) -> list[Model]:
-        """Return the K models."""
-        layout = self.layout
-        return [layout.take(self.state.model, components.tensors_of(layout, k)) for k in range(self.params.clusters)]
-
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the model if there is only one."""
-        return self.held_models()[0] if client_id is None and self.params.clusters == 1 else None
+        return models(self)[0] if client_id is None and self.params.clusters == 1 else None
+
+
+def models(server: IFCA) -> list[Model]:
+    """Return the K models."""
+    layout = server.layout
+    return [layout.take(server.state.model, components.tensors_of(layout, k)) for k in range(server.params.clusters)]
 
 
 class IFCAUpdate(LocalUpdate[IFCAParams]):
@@ -181,15 +180,16 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
         """Tune the chosen model."""
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=self.others(ctx))
 
-    def export(self, model: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Model:
-        """Return the chosen model alone."""
-        return ctx.layout.take(model, ctx.layout.names - self.others(ctx))
-
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Upload:
         """Send the chosen model and its number."""
         plain = super().upload(before, after, state, ctx)
         chosen = np.array([switch(ctx.trainer.module).chosen], np.int32)
-        return dataclasses.replace(plain, model=self.export(after, state, ctx), extras={CLUSTER: chosen})
+        return dataclasses.replace(plain, model=chosen_model(after, state, ctx), extras={CLUSTER: chosen})
+
+
+def chosen_model(model: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Model:
+    """Return the chosen model alone."""
+    return ctx.layout.take(model, components.tensors_of(ctx.layout, switch(ctx.trainer.module).chosen))
 
 
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "The model that each client chose."),)
@@ -203,6 +203,7 @@ METHOD = Method(
     figures=FIGURES,
     not_private="its clients upload the number of the model that they train",
     needs=lambda params: FEATURES if params.share_body else "",
+    exported=Exported(layout=lambda server, layout: components.alone(layout, 0), model=chosen_model, choices=models),
     overview=Overview(
         group="Several global models",
         travels="one up, K down",

@@ -36,11 +36,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model, Vector
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_local_statistics
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Means,
+    Method,
+    Overview,
+    RoundContext,
+    Uploads,
+    all_but_local_statistics,
+)
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
+from strategies.kernels.averages import RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +91,7 @@ def meta_gradient(
     clip_factor: gradient [d] -> a factor of the inner step.
     """
     if variant not in VARIANTS:
-        raise UserError(f"perfedavg.variant: must be one of {', '.join(VARIANTS)}, got {variant!r}")
+        raise MethodError(f"perfedavg.variant: must be one of {', '.join(VARIANTS)}, got {variant!r}")
     inner = gradient_fn(w, x1, y1)
     g = gradient_fn(w - alpha * clip_factor(inner) * inner, x2, y2)
     if not VARIANTS[variant] or not alpha:
@@ -136,7 +146,7 @@ def mean_gradient(model: Model, ctx: RoundContext[PerFedAvgParams]) -> Vector:
 class PerFedAvg(FedAvg[PerFedAvgParams]):
     """Server half: the plain mean."""
 
-    streams = True
+    means = Means(RULES, streams=True, sets_model=True)
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads, less for late ones."""
@@ -145,13 +155,6 @@ class PerFedAvg(FedAvg[PerFedAvgParams]):
 
 class PerFedAvgUpdate(LocalUpdate[PerFedAvgParams]):
     """Client half: outer steps in training, one inner step for evaluation. It keeps nothing."""
-
-    @classmethod
-    def tested(cls, params: PerFedAvgParams) -> str:
-        """Return the sentence on the step that precedes each test."""
-        if not params.alpha:
-            return ""
-        return "before and after training, a model is tested after one gradient step on the client's own training data"
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[PerFedAvgParams]) -> Model:
         """Return the model after one step of size alpha on all training data."""
@@ -196,6 +199,13 @@ class PerFedAvgUpdate(LocalUpdate[PerFedAvgParams]):
         return trainer.read()
 
 
+def tested(params: PerFedAvgParams) -> str:
+    """Return the sentence on the step that precedes each test."""
+    if not params.alpha:
+        return ""
+    return "before and after training, a model is tested after one gradient step on the client's own training data"
+
+
 METHOD = Method(
     "perfedavg",
     PerFedAvgParams,
@@ -204,6 +214,7 @@ METHOD = Method(
     all_but_local_statistics,
     sums=True,
     global_beside_personal=True,
+    tested=tested,
     overview=Overview(
         group="One global model for all",
         epochs="E, + 2",

@@ -26,6 +26,7 @@ Deviations:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -36,16 +37,18 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app import rng
 from fl_app.keys import POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies.base import (
     SPLIT,
     ClientState,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     RoundContext,
     Sent,
     State,
+    Submodel,
     Turn,
     Uploads,
     all_but_classifier,
@@ -124,7 +127,7 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
     """Server half. Masks follow from the seed and are not stored."""
 
     # a layer may have only one client that trains it
-    robust = frozenset()
+    means = Means()
 
     def summary(self) -> None:
         """Log the run's settings; warn if nothing is personalized."""
@@ -148,10 +151,6 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the global model, and the layers to train, unless all train."""
         return Sent(state.model, {} if self.params.capacity == 1 else {LAYERS: np.packbits(self.masks[client_id])})
-
-    def held_by(self, client_id: int) -> Part:
-        """Return the tensors that a client uploads: those it trains, and all statistics."""
-        return Part.of_tensors(self.layout, sent_tensors(self.layout, self.masks[client_id]))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Average each tensor over the clients that trained it."""
@@ -178,28 +177,27 @@ def sent_tensors(layout: Layout, mask: NDArray[np.bool_]) -> frozenset[str]:
     return frozenset(params | {slot.name for slot in layout.buffers})
 
 
+def sent(body: Layout, extras: Mapping[str, NDArray[Any]]) -> frozenset[str]:
+    """Return the names of the tensors that a client with these extras uploads. body: the tensors that travel."""
+    layers = len(layers_of(body))
+    mask = np.ones(layers, bool) if LAYERS not in extras else np.unpackbits(extras[LAYERS])[:layers].astype(bool)
+    return sent_tensors(body, mask)
+
+
+def trained(body: Layout, extras: Mapping[str, NDArray[Any]]) -> Part:
+    """Return the part of a body that a client with these extras uploads."""
+    return Part.of_tensors(body, sent(body, extras))
+
+
 class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
     """Client half: it trains its layers of the body under the initial classifier, and tunes a copy for evaluation.
 
     It keeps nothing.
     """
 
-    local_from_file = False
-
-    def sent(self, ctx: RoundContext[PerFedMaskParams]) -> frozenset[str]:
-        """Return the names of the tensors that the client uploads."""
-        body = ctx.layout.subset(ctx.shared)
-        layers = len(layers_of(body))
-        mask = (
-            np.ones(layers, bool)
-            if LAYERS not in ctx.extras
-            else np.unpackbits(ctx.extras[LAYERS])[:layers].astype(bool)
-        )
-        return sent_tensors(body, mask)
-
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Model:
         """Train the client's layers of the body."""
-        return ctx.trainer.train(start, frozen=ctx.layout.names - self.sent(ctx))
+        return ctx.trainer.train(start, frozen=ctx.layout.names - sent(ctx.layout.subset(ctx.shared), ctx.extras))
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> None:
         """Keep nothing: the classifier follows from the seed."""
@@ -207,7 +205,7 @@ class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Upload:
         """Send the trained layers and all statistics."""
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, model=ctx.layout.take(after, self.sent(ctx)))
+        return dataclasses.replace(plain, model=ctx.layout.take(after, sent(ctx.layout.subset(ctx.shared), ctx.extras)))
 
 
 METHOD = Method(
@@ -219,6 +217,8 @@ METHOD = Method(
     needs_whole=True,
     not_private="its server averages each layer over those clients that train it",
     needs=SPLIT,
+    local_from_file=False,
+    submodel=Submodel(trained, sent=False),
     overview=Overview(
         group="A part of the model",
         travels="trained layers up, body down",

@@ -34,7 +34,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -42,16 +41,18 @@ from numpy.typing import NDArray
 
 from fl_app import rng
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.keys import POSITIVE, Rule, key
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     LINEAR,
     ClientState,
     LocalUpdate,
+    Means,
     Method,
+    Outliers,
     Overview,
     RoundContext,
     Sent,
@@ -272,11 +273,10 @@ def check_size(extras: Mapping[str, NDArray[Any]]) -> None:
 class PFedFDA(FedAvg[PFedFDAParams]):
     """Server half. Memory: `means` float32 [C, k], `covariance` float32 [k(k+1)/2]."""
 
-    # most clients keep the Gaussians, and one that adapts them moves far: 35 times the usual distance was seen
-    spread = 16.0
-    compared_extras = MappingProxyType({"class means": "means", "covariances": "covariance"})
     # an entry-wise median of covariances need not be a covariance
-    robust = choosing()
+    means = Means(choosing())
+    # most clients keep the Gaussians, and one that adapts them moves far: 35 times the usual distance was seen
+    outliers = Outliers(tolerance=16.0, extras={"class means": "means", "covariances": "covariance"})
 
     def __init__(
         self,
@@ -322,9 +322,6 @@ class PFedFDA(FedAvg[PFedFDAParams]):
 class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
     """Client half. An instance serves one message, and keeps its last adaptation."""
 
-    local_from_file = False
-
-    reports = ("beta-means", "beta-covariance")
     _last: tuple[Model, Gaussians, tuple[float, float]] | None = None
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Model:
@@ -337,14 +334,6 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> None:
         """Keep nothing: a head follows from the Gaussians."""
-
-    @classmethod
-    def tested(cls, params: PFedFDAParams) -> str:
-        """Return the note that both bodies are tested under computed classifiers."""
-        return (
-            "before training, the received body is tested; after training, the body that the client trained; both under a "
-            "classifier computed from its own features there"
-        )
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Model:
         """Return a body under the head of the Gaussians adapted at it."""
@@ -389,7 +378,7 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
                     if z.shape[1] == k
                     else f"{z.shape[1]} numbers, its last layer takes {k}"
                 )
-                raise UserError(f"pfedfda: the model's features are {what}")
+                raise MethodError(f"pfedfda: the model's features are {what}")
             with one_thread("scipy.linalg"):
                 self._last = model, *adapt(z.astype(np.float64), y, self.shared(ctx), ctx.params, ctx.rng("folds"))
         return self._last[1], self._last[2]
@@ -426,6 +415,14 @@ def cross_validated(
     return beta, beta
 
 
+def tested(params: PFedFDAParams) -> str:
+    """Return the note that both bodies are tested under computed classifiers."""
+    return (
+        "before training, the received body is tested; after training, the body that the client trained; both under a "
+        "classifier computed from its own features there"
+    )
+
+
 METHOD = Method(
     "pfedfda",
     PFedFDAParams,
@@ -436,6 +433,9 @@ METHOD = Method(
     needs_whole=True,
     not_private="it sends the mean and covariance of each client's features",
     needs=LINEAR,
+    tested=tested,
+    local_from_file=False,
+    reports=("beta-means", "beta-covariance"),
     overview=Overview(
         group="A part of the model",
         travels="body and Gaussians",

@@ -37,10 +37,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MethodError, UserError
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
-from strategies.base import ClientState, Drawings, LocalUpdate, Method, Overview, RoundContext
+from strategies.base import (
+    ClientState,
+    Exported,
+    InEpochs,
+    LocalUpdate,
+    Method,
+    ModelFactory,
+    Outliers,
+    Overview,
+    RoundContext,
+)
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg
 
@@ -57,7 +67,7 @@ _CHUNK = 512
 
 
 @dataclass(frozen=True)
-class PFedGateParams:
+class PFedGateParams(InEpochs):
     """Parameters of pFedGate, table `pfedgate`."""
 
     sparsity: float = key(
@@ -67,13 +77,14 @@ class PFedGateParams:
     gate_learning_rate: float = key(0.1, "Learning rate of the gate; never decays.", POSITIVE)
     alternate: bool = key(False, "Train the gate for an epoch, then the model for one, instead of both on every batch.")
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
         """Yield an error for a share of the model below that of the first blocks, which always stay."""
+        if self.alternate:
+            yield from super().problems(config)
         if self.sparsity < 1 / self.blocks:
-            yield (
-                f"pfedgate.sparsity: must be at least 1/{self.blocks}, because the first of pfedgate.blocks = {self.blocks} "
-                f"blocks of a tensor stays, got {self.sparsity!r}"
-            )
+            why = f"because the first of pfedgate.blocks = {self.blocks} blocks of a tensor stays"
+            rule = f"must be at least 1/{self.blocks}, {why}"
+            yield UserError(key="pfedgate.sparsity", rule=rule, value=self.sparsity)
 
 
 def sub_blocks(size: int, parts: int) -> list[int]:
@@ -128,7 +139,7 @@ class Blocks:
         return keep
 
 
-def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
+def gated(factory: ModelFactory, params: PFedGateParams) -> nn.Module:
     """Return the run's model behind a gate, with the parts `gate`, `g` (a buffer) and `network`.
 
     Raises UserError if the data are not images.
@@ -137,11 +148,11 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
     from torch import nn
     from torch.func import functional_call
 
-    if len(drawings.inputs) != 3:
-        raise UserError(
-            f"method pfedgate: its gate looks at images, the data's samples have shape {list(drawings.inputs)}"
+    if len(factory.inputs) != 3:
+        raise MethodError(
+            f"method pfedgate: its gate looks at images, the data's samples have shape {list(factory.inputs)}"
         )
-    channels, height, width = drawings.inputs
+    channels, height, width = factory.inputs
 
     class SwitchNorm(nn.Module):
         """Switchable normalization of images (Luo et al. 2019): a learned mixture of instance, layer and batch statistics."""
@@ -182,7 +193,7 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
             super().__init__()
             self.blocks = blocks_of(network, params.blocks)
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(rng.torch_seed(drawings.seed, "model:pfedgate"))
+                torch.default_generator.manual_seed(rng.torch_seed(factory.seed, "model:pfedgate"))
                 linear = nn.Linear(channels * height * width, self.blocks.count)
             self.gate = nn.Sequential(SwitchNorm(channels), nn.Flatten(), linear, nn.BatchNorm1d(self.blocks.count))
             self.register_buffer(GATES, torch.ones(self.blocks.count))
@@ -212,7 +223,7 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
             logits: Tensor = functional_call(self.network, used, (x,))
             return logits
 
-    return Gated(drawings(0))
+    return Gated(factory(0))
 
 
 def blocks_of(network: nn.Module, parts: int) -> Blocks:
@@ -234,11 +245,7 @@ class PFedGate(FedAvg[PFedGateParams]):
     """Server half: FedAvg on the model without gates."""
 
     # gates scale BatchNorm's inputs: of three clients, one with a single sample was seen at 39 medians
-    spread = 2.0
-
-    def exported_layout(self, layout: Layout) -> Layout:
-        """Return the layout of the user's own model."""
-        return components.part(layout, NETWORK)
+    outliers = Outliers(tolerance=2.0)
 
 
 class PFedGateUpdate(LocalUpdate[PFedGateParams]):
@@ -286,14 +293,15 @@ class PFedGateUpdate(LocalUpdate[PFedGateParams]):
         """Tune the model under a frozen gate, which still gives every batch its own g."""
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=ctx.local)
 
-    def export(self, model: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
-        """Return the model in use: theta * g."""
-        module: Any = ctx.trainer.module
-        g, p = ctx.layout.tensors(model)[GATES], ctx.params
-        used = g * module.blocks.kept(g, p.sparsity, p.blocks)
-        sizes = np.concatenate([np.array(own) for own in module.blocks.sizes])
-        bare = ctx.layout.take(model, ctx.shared)
-        return Model(bare.params * np.repeat(used, sizes), bare.buffers)
+
+def gated_model(model: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
+    """Return the model in use: theta * g."""
+    module: Any = ctx.trainer.module
+    g, p = ctx.layout.tensors(model)[GATES], ctx.params
+    used = g * module.blocks.kept(g, p.sparsity, p.blocks)
+    sizes = np.concatenate([np.array(own) for own in module.blocks.sizes])
+    bare = ctx.layout.take(model, ctx.shared)
+    return Model(bare.params * np.repeat(used, sizes), bare.buffers)
 
 
 def turns(ctx: RoundContext[PFedGateParams]) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor]]:
@@ -316,6 +324,7 @@ METHOD = Method(
     shared,
     compose=gated,
     sums=True,
+    exported=Exported(layout=lambda server, layout: components.part(layout, NETWORK), model=gated_model),
     overview=Overview(
         group="A part of the model",
         stays="gate",

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,9 @@ from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Layout, Model
 from strategies.base import (
-    AGE,
     SPLIT,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
     Overview,
@@ -138,11 +138,16 @@ def step(value: Array, slope: Array, speed: Array | None, params: PFedHNParams) 
     value -= params.learning_rate * move
 
 
+def network_bytes(server: PFedHN) -> int:
+    """Return the bytes of the hypernetwork's output layer, and of its momentum."""
+    return 4 * server.params.hidden * server.layout.d * (2 if server.params.momentum else 1)
+
+
 class PFedHN(PersonalizedStrategy[PFedHNParams]):
     """Server half. Memory: the hypernetwork by layer and `embeddings` float32 [N, e], and the momentum of both."""
 
-    reads_moves = True
-    not_late = MappingProxyType({AGE: "the server takes an equal step for every upload"})
+    late = Late(aged="the server takes an equal step for every upload", reads_moves=True)
+    holds = Holds(memory=network_bytes)
 
     @property
     def network(self) -> Network:
@@ -156,10 +161,6 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
             layers = initial_network(width, p, self.state.model.params, stream)
             memory.update({_NETWORK + name: layer for name, layer in layers.items()})
         return {name.removeprefix(_NETWORK): a for name, a in memory.items() if name.startswith(_NETWORK)}
-
-    def memory_bytes(self) -> int:
-        """Return the bytes of the hypernetwork's output layer, and of its momentum."""
-        return 4 * self.params.hidden * self.layout.d * (2 if self.params.momentum else 1)
 
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the model that the hypernetwork makes for the client."""

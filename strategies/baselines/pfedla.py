@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,8 @@ from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
 from strategies.base import (
-    AGE,
+    Holds,
+    Late,
     LocalUpdate,
     Method,
     Overview,
@@ -119,9 +119,8 @@ def unit_slopes(units: Array, toward: NDArray[np.float64], kept: NDArray[np.bool
 class PFedLA(PersonalizedStrategy[PFedLAParams]):
     """Server half. Kept per client: its last upload, `params` and `buffers`, and its hypernetwork by layer with `v`."""
 
-    reads_moves = True
-    keeps_models = True
-    not_late = MappingProxyType({AGE: "the hypernetworks weigh the clients' last models"})
+    late = Late(aged="the hypernetworks weigh the clients' last models", reads_moves=True)
+    holds = Holds(models=True)
 
     def network_of(self, client_id: int) -> Mapping[str, Array]:
         """Return a client's hypernetwork and embedding; before its first upload, the first ones."""

@@ -41,12 +41,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
 from strategies.base import (
     OWN_MODEL,
     ClientState,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     PersonalizedStrategy,
@@ -58,7 +60,7 @@ from strategies.base import (
 )
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.averages import RULES
-from strategies.kernels.folded import Folded
+from strategies.kernels.folded import SummedRows
 from strategies.kernels.robust import PLAIN, Averaging
 
 log = logging.getLogger("corolla")
@@ -79,18 +81,20 @@ class PFedMeParams:
     )
     beta: float = key(1.0, "Server step towards the clients' mean (beta); above 1 extrapolates.", POSITIVE)
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
         """Yield an error for outer steps that carry w past theta."""
         if (step := self.outer_learning_rate * self.proximal_weight) >= 1:
-            yield (
-                f"pfedme.outer-learning-rate: times pfedme.proximal-weight ({self.proximal_weight:g}) must be below 1, got "
-                f"{self.outer_learning_rate:g}, which makes {step:g}"
+            yield UserError(
+                key="pfedme.outer-learning-rate",
+                rule=f"times pfedme.proximal-weight ({self.proximal_weight:g}) must be below 1",
+                value=self.outer_learning_rate,
+                hint=f", which makes {step:g}",
             )
 
 
 def mix(
     previous: Vector,
-    W: Stack | Folded,
+    W: Stack | SummedRows,
     beta: float,
     averaging: Averaging = PLAIN,
     weights: NDArray[np.float64] | None = None,
@@ -106,9 +110,7 @@ def mix(
 class PFedMe(PersonalizedStrategy[PFedMeParams]):
     """Server half."""
 
-    robust = RULES
-    streams = True
-    averages = True
+    means = Means(RULES, streams=True, sets_model=True)
 
     def summary(self) -> None:
         """Log the run's settings; warn of step sizes that overshoot and of ignored keys."""
@@ -138,11 +140,6 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
 class PFedMeUpdate(LocalUpdate[PFedMeParams]):
     """Client half: descent on the envelope."""
 
-    @classmethod
-    def tested(cls, params: PFedMeParams) -> str:
-        """Return the note that both curves test the client's own model."""
-        return OWN_MODEL
-
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PFedMeParams]) -> Model:
         """Return w; keep theta as the personal model."""
         p = ctx.params
@@ -169,6 +166,7 @@ METHOD = Method(
     all_tensors,
     sums=True,
     global_beside_personal=True,
+    tested=OWN_MODEL,
     overview=Overview(
         group="A global model and a personal one",
         stays="own model",

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -39,9 +38,11 @@ from fl_app.figures import Matrix
 from fl_app.keys import RATIO, key
 from fl_app.layout import Model
 from strategies.base import (
-    AGE,
     LINEAR,
+    Holds,
+    Late,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     Sent,
@@ -64,7 +65,10 @@ class PFedSimParams:
     """Parameters of pFedSim, table `pfedsim`."""
 
     warmup: float = key(
-        0.5, "Part of the rounds with one global model, before the personal ones; 1 is FedAvg.", RATIO, spans_run=True
+        0.5,
+        "Part of the rounds with one global model, before the personal ones; 1 is FedAvg.",
+        RATIO,
+        schedule_dependent=True,
     )
     similarity: Literal["classifier", "rows"] = key(
         "classifier", "Cosine of whole classifiers, or mean cosine of their weights' rows (authors' code)."
@@ -106,12 +110,10 @@ class PFedSim(FedAvg[PFedSimParams]):
     """
 
     # after the warm-up there is no mean over clients
-    robust = frozenset()
-    # all last uploads together, and their mixtures; the uploads are kept
-    made_stacks = 2
-    kept_stacks = 1
-    keeps_models = True
-    not_late = MappingProxyType({AGE: "after the warm-up an upload's weights follow from its classifier"})
+    means = Means()
+    late = Late(aged="after the warm-up an upload's weights follow from its classifier")
+    # the stacks: all last uploads together, and their mixtures; the uploads are kept
+    holds = Holds(models=True, made=2, kept=1)
 
     @cached_property
     def at_head(self) -> NDArray[np.bool_]:

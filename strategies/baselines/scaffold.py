@@ -28,23 +28,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.keys import POSITIVE, key
 from fl_app.layout import Model
-from fl_app.wire import Upload, WireError
+from fl_app.transport.wire import Upload, WireError
 from strategies.base import (
-    LATE,
     ClientState,
     Correction,
+    Late,
     LocalUpdate,
+    Means,
     Method,
     Overview,
     RoundContext,
@@ -75,12 +76,14 @@ class SCAFFOLDParams(GlobalModelParams):
 
     server_learning_rate: float = key(1.0, "Step of the global model towards the clients' mean (eta_s).", POSITIVE)
 
-    def problems(self, config: RunConfig) -> Iterable[str]:
+    def problems(self, config: RunConfig) -> Iterator[UserError]:
         """Yield an error for settings under which steps are not gradients."""
         if config.optimizer != "sgd":
-            yield f"optimizer: must be sgd for scaffold, {_NEEDS_GRADIENTS}, got {config.optimizer}"
+            yield UserError(
+                key="optimizer", rule=f"must be sgd for scaffold, {_NEEDS_GRADIENTS}", value=config.optimizer
+            )
         if config.clip_norm:
-            yield f"clip-norm: must be 0 for scaffold, {_NEEDS_GRADIENTS}, got {config.clip_norm:g}"
+            yield UserError(key="clip-norm", rule=f"must be 0 for scaffold, {_NEEDS_GRADIENTS}", value=config.clip_norm)
 
 
 def effective_steps(steps: int, momentum: float) -> float:
@@ -116,26 +119,24 @@ def round_rate(config: RunConfig, round: int) -> float:
     return config.learning_rate * config.rate_factor(round)
 
 
+def control_changes(server: SCAFFOLD, upload: Upload, turn: Turn) -> Mapping[str, NDArray[np.float64]]:
+    """Return the change of a client's control variate; the round sums these up."""
+    sent, c = server.state.model.params, server.control(server.state).astype(np.float64)
+    steps, momentum = int(upload.metrics[STEPS]), server.config.momentum
+    scale = round_rate(server.config, turn.round) * effective_steps(steps, momentum)
+    return {CONTROL: control_change(sent.astype(np.float64), upload.model.params, c, scale)}
+
+
 class SCAFFOLD(FedAvg[SCAFFOLDParams]):
     """Server half. Memory: `control` float32 [d], c."""
 
     # c must be the mean of the c_i of all clients, so no upload may be left out
-    robust = frozenset()
-    streams = True
-    not_late = MappingProxyType(
-        {LATE: "a control variate's change counts from the c and the learning rate of its own round"}
-    )
+    means = Means(streams=True, summed=control_changes)
+    late = Late(never="a control variate's change counts from the c and the learning rate of its own round")
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """Return equal weights for all uploads."""
         return np.ones_like(uploads.sizes)
-
-    def summed(self, upload: Upload) -> Mapping[str, NDArray[np.float64]]:
-        """Return the change of the client's control variate; the round sums these up."""
-        sent, c = self.state.model.params, self.control(self.state).astype(np.float64)
-        steps, momentum = int(upload.metrics[STEPS]), self.config.momentum
-        scale = round_rate(self.config, self.attempt.round) * effective_steps(steps, momentum)
-        return {CONTROL: control_change(sent.astype(np.float64), upload.model.params, c, scale)}
 
     def summary(self) -> None:
         """Log the run's settings; warn of momentum."""
@@ -152,7 +153,8 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
         """
         steps, epochs, size = upload.metrics.get(STEPS), self.config.local_epochs, self.config.batch_size
         fewest, most = (
-            epochs * max(1, batches) for batches in (upload.num_examples // size, -(-upload.num_examples // size))
+            self.config.local_steps or epochs * max(1, batches)
+            for batches in (upload.num_examples // size, -(-upload.num_examples // size))
         )
         if type(steps) is not int or not fewest <= steps <= most:
             raise WireError(
@@ -191,8 +193,6 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
 
 class SCAFFOLDUpdate(LocalUpdate[SCAFFOLDParams]):
     """Client half. State: `scaffold.control` float32 [d], c_i, for the tensors that travel."""
-
-    reports = (STEPS,)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[SCAFFOLDParams]) -> Model:
         """Train with corrected steps, then update c_i."""
@@ -233,6 +233,7 @@ METHOD = Method(
     SCAFFOLDUpdate,
     all_but_local_statistics,
     not_private="its server needs each client's number of steps",
+    reports=(STEPS,),
     overview=Overview(
         group="One global model for all",
         travels="model; down + 4d",

@@ -18,10 +18,10 @@ from fl_app.server import record as records
 from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import called
-from fl_app.wire import Expected, WireError
+from fl_app.transport.wire import Expected, WireError
 from strategies.base.turn import Turn
 from strategies.base.uploads import UploadBuffer
-from strategies.engine.late import Work
+from strategies.engine.late import PendingUpload
 
 if TYPE_CHECKING:
     from fl_app.privacy.keyring import Statements
@@ -34,7 +34,7 @@ Questions = tuple[str, Mapping[int, Numbers]]
 
 
 @dataclass
-class Attempt(Turn):
+class RoundAttempt(Turn):
     """One attempt at a round, or one step that asks clients about their models: all state that ends with it.
 
     - `name`: in the display of progress.
@@ -43,12 +43,12 @@ class Attempt(Turn):
     - `buffer`: the stacks or sums that uploads are decoded into.
     - `sent`: bytes sent to each client that is asked. `received`: bytes of each client's upload, dropped ones included.
     - `failures`: all failures. `causes`: each client's last cause. `heads`: how the logged causes begin.
-    - `far`: far uploads that are used.
-    - `arrivals`: the ends of works.
-    - `connected`: the clients that it could ask.
+    - `outliers`: far uploads that are used.
+    - `arrivals`: when each client's work ended.
     - `states`: by client, the state that it is told to continue from.
     - `working`: clients that still worked for an earlier round when it began. `held`: bytes of the models that wait to arrive.
-    - `works`: by client, its work on the round. `ended`: clients whose work has ended. `missed`: works that have not.
+    - `pending`: by client, its upload of the round. `ended`: clients that have answered or failed. `missed`: pending uploads
+      of the others, when the round closed.
     - `clients`: an evaluation's entries. `hashes`: of the arrays it sent, where clients send no hashes of their models.
     - `between`: the method's notes between clients, after `record`.
     - `earlier`: attempts at the same round that do not count. `spoilt_by`: why this one does not count.
@@ -66,19 +66,18 @@ class Attempt(Turn):
     failures: list[Record] = field(default_factory=list)
     causes: dict[int, str] = field(default_factory=dict)
     heads: set[str] = field(default_factory=set)
-    far: list[Record] = field(default_factory=list)
+    outliers: list[Record] = field(default_factory=list)
     arrivals: list[Record] = field(default_factory=list)
-    connected: list[int] = field(default_factory=list)
     states: dict[int, dict[str, Scalar]] = field(default_factory=dict)
     working: frozenset[int] = frozenset()
     held: int = 0
     ended: set[int] = field(default_factory=set)
-    missed: dict[int, Work] = field(default_factory=dict)
-    works: dict[int, Work] = field(default_factory=dict)
+    missed: dict[int, PendingUpload] = field(default_factory=dict)
+    pending: dict[int, PendingUpload] = field(default_factory=dict)
     clients: dict[int, Record] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
     between: dict[str, Between] = field(default_factory=dict)
-    earlier: list[Attempt] = field(default_factory=list)
+    earlier: list[RoundAttempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
     statements: Statements | None = None
@@ -130,7 +129,7 @@ class Attempt(Turn):
         received_bytes = sum(sum(attempt.received.values()) for attempt in attempts)
         failures += self.failures
         record = records.round_record(self.round, rows, sent_bytes, received_bytes, notes.round, failures, table, own)
-        return record | {"far": self.far} if self.far else record
+        return record | {"far": self.outliers} if self.outliers else record
 
 
 def cause_of(client_id: int, error: Exception) -> str:
@@ -151,7 +150,7 @@ class TooFewResults(Exception):
         self.absent = frozenset(absent)
 
 
-def failure_lines(attempts: list[Attempt]) -> list[str]:
+def failure_lines(attempts: list[RoundAttempt]) -> list[str]:
     """Return one line for each failure in the attempts at a round, sorted by client. Equal lines appear once."""
     failures = [(attempt, failure) for attempt in attempts for failure in attempt.failures]
     failures.sort(key=lambda found: int(found[1]["client"]))

@@ -19,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.server import client_arrays
-from fl_app.wire import Expected, Upload
-from strategies.base.server_half import AGE, LATE, MOVED, ServerHalf
+from fl_app.transport.wire import Expected, Upload
+from strategies.base.server_half import ServerHalf
 from strategies.base.state import Sent
+from strategies.base.turn import Turn
 from strategies.base.uploads import SMALL
 
 # FedBuff scales an update of age t by (1 + t) ** -FEDBUFF_POWER
@@ -35,7 +36,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass
-class Work:
+class PendingUpload:
     """One client's work on one round.
 
     version: the generation of client state that it makes. sent: what the client was sent. form: the form of its upload.
@@ -65,8 +66,9 @@ class Work:
         arrays: Arrays = {"sent.params": self.sent.model.params, "sent.buffers": self.sent.model.buffers}
         arrays |= {"upload.params": upload.model.params, "upload.buffers": upload.model.buffers}
         arrays |= {} if upload.mask is None else {"mask": upload.mask}
-        for kind, extras in (("sent", self.sent.extras), ("upload", upload.extras)):
-            arrays |= {f"{kind}-extra.{name}": array for name, array in extras.items()}
+        by_kind = {"sent-extra": self.sent.extras, "sent-reference": self.sent.reference, "upload-extra": upload.extras}
+        for kind, extras in by_kind.items():
+            arrays |= {f"{kind}.{name}": array for name, array in extras.items()}
         meta = {name: getattr(self, name) for name in ("client_id", "round", "version", "cause", "nbytes")}
         # as text: JSON has no infinity
         meta |= {"arrives": repr(self.arrives)}
@@ -75,7 +77,7 @@ class Work:
         return arrays, meta | {"examples": None if self.upload is None else upload.num_examples}
 
     @classmethod
-    def restored(cls, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> Work:
+    def restored(cls, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> PendingUpload:
         """Return the work that `saved` described."""
 
         def extras(kind: str) -> Arrays:
@@ -87,7 +89,9 @@ class Work:
         form["variances"] = tuple(map(tuple, form["variances"]))
         model = Model(arrays["upload.params"], arrays["upload.buffers"])
         upload = Upload(model, arrays.get("mask"), extras("upload-extra."), metrics, examples or 0)
-        sent = Sent(Model(arrays["sent.params"], arrays["sent.buffers"]), extras("sent-extra."))
+        sent = Sent(
+            Model(arrays["sent.params"], arrays["sent.buffers"]), extras("sent-extra."), extras("sent-reference.")
+        )
         rest["arrives"] = float(rest["arrives"])
         work = cls(**rest, sent=sent, form=Expected(**form), metrics=metrics)
         work.upload = None if examples is None else upload
@@ -109,27 +113,30 @@ def held(upload: Upload, before: float, limit: float, directory: Path) -> Upload
     return dataclasses.replace(upload, model=Model(params, buffers))
 
 
-def aged(server: ServerHalf[Any], work: Work, upload: Upload, age: int) -> tuple[Upload, float]:
+def discounted(
+    server: ServerHalf[Any], turn: Turn, work: PendingUpload, upload: Upload, age: int
+) -> tuple[Upload, float]:
     """Return a late upload as the current round takes it in, and the factor on its weight.
 
-    age: rounds since its own, at least 1. With the rule `decay` the factor is staleness-decay ** age. With `fedbuff` it
-    is 1, and the upload becomes the model that the client would be sent now plus (1 + age) ** -0.5 of its own update
-    (Nguyen et al.: "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022). A method that reads the
-    differences of uploads gets the whole update in this form (`ServerHalf.reads_moves`).
+    turn: the current round. age: rounds since its own, at least 1. With the rule `decay` the factor is
+    staleness-decay ** age. With `fedbuff` it is 1, and the upload becomes the model that the client would be sent now plus
+    (1 + age) ** -0.5 of its own update (Nguyen et al.: "Federated Learning with Buffered Asynchronous Aggregation",
+    AISTATS 2022). A method that reads the differences of uploads gets the whole update in this form
+    (`Late.reads_moves`).
     """
     config = server.config
     buffered = config.staleness_rule == "fedbuff"
-    if buffered or server.reads_moves:
+    if buffered or server.late.reads_moves:
         scale = (1 + age) ** -FEDBUFF_POWER if buffered else 1.0
-        now, then = server.downloaded(work.client_id, server.attempt).model, work.sent.model
+        now, then = server.downloaded(work.client_id, turn).model, work.sent.model
         moved = Model(
             _moved(now.params, upload.model.params, then.params, scale),
             _moved(now.buffers, upload.model.buffers, then.buffers, scale),
         )
         upload = dataclasses.replace(upload, model=moved)
-        server.attempt.started_from.pop(work.client_id, None)
+        turn.started_from.pop(work.client_id, None)
     else:
-        server.attempt.started_from[work.client_id] = work.sent
+        turn.started_from[work.client_id] = work.sent
     return upload, 1.0 if buffered else config.staleness_decay**age
 
 
@@ -143,42 +150,42 @@ def _moved(
 
 
 def check(config: RunConfig, half: type[ServerHalf[Any]]) -> None:
-    """Raise UserError if a method cannot use late uploads as the run asks (`ServerHalf.not_late`)."""
+    """Raise UserError if a method cannot use late uploads as the run asks (`ServerHalf.late`)."""
     if not config.staleness:
         return
 
     def refuse(name: str, why: str) -> None:
         value = getattr(config, name.replace("-", "_"))
-        raise UserError(f"{name}: method {config.method} cannot do this: {why}; got {value!r}")
+        raise MethodError(f"{name}: method {config.method} cannot do this: {why}; got {value!r}")
 
-    buffered, reasons = config.staleness_rule == "fedbuff", half.not_late
-    if LATE in reasons:
-        refuse("staleness", reasons[LATE])
-    if buffered and MOVED in reasons:
-        refuse("staleness-rule", reasons[MOVED])
+    buffered, late = config.staleness_rule == "fedbuff", half.late
+    if late.never:
+        refuse("staleness", late.never)
+    if buffered and late.moved:
+        refuse("staleness-rule", late.moved)
     if config.staleness_decay < 1 and not buffered:
-        if AGE in reasons:
-            buffer = "" if MOVED in reasons else ", or staleness-rule = fedbuff,"
-            refuse("staleness-decay", f"{reasons[AGE]}; 1{buffer} is possible")
+        if late.aged:
+            buffer = "" if late.moved else ", or staleness-rule = fedbuff,"
+            refuse("staleness-decay", f"{late.aged}; 1{buffer} is possible")
         if config.robust != "none":
             refuse("staleness-decay", f"with robust = {config.robust} every client counts once; leave it 1")
 
 
 def check_forms(server: ServerHalf[Any]) -> None:
     """Raise UserError if a method's late uploads cannot be moved to its next model: they are more, or less, than the model."""
-    config, expected = server.config, server.formed(server.attempt)
-    if not config.staleness or not (config.staleness_rule == "fedbuff" or server.reads_moves):
+    config, expected = server.config, server.formed(Turn(server.config))
+    if not config.staleness or not (config.staleness_rule == "fedbuff" or server.late.reads_moves):
         return
     more = sorted(name for name, (dtype, _) in expected.extras.items() if np.dtype(dtype).kind == "f")
     if config.staleness_rule == "fedbuff" and more:
-        raise UserError(
+        raise MethodError(
             f"staleness-rule: method {config.method} uploads {', '.join(more)} beside its model, which fedbuff does not move; "
             "set decay"
         )
     if (expected.d, expected.b) != (server.layout.d, server.layout.b):
         what = f"method {config.method} uploads another model than it sends"
         if config.staleness_rule == "fedbuff":
-            raise UserError(f"staleness-rule: {what}, so fedbuff finds no update; set decay")
-        raise UserError(
+            raise MethodError(f"staleness-rule: {what}, so fedbuff finds no update; set decay")
+        raise MethodError(
             f"staleness: {what}, so a late upload has no difference to it; leave it 0, got {config.staleness}"
         )

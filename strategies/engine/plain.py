@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.files import explain_full_disk
-from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server import client_arrays, kept_uploads
-from fl_app.server.run_folder import called
-from fl_app.wire import Expected, Upload
+from fl_app.transport.wire import Expected, Upload
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import State
 from strategies.base.uploads import UploadBuffer, Uploads
 from strategies.engine import steps
-from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
-from strategies.engine.screening import USUAL, Outlier, Screening
+from strategies.engine.attempt import RoundAttempt, TooFewResults
+from strategies.engine.protocol import RoundProtocol
+from strategies.engine.screening import Screening
+from strategies.engine.steps.outliers import OutlierStep
 from strategies.engine.streaming import RunningMean, streams, why_kept
 
-log = logging.getLogger("corolla")
 
-
-class PlainRounds:
-    """The steps of rounds in which single models arrive (RoundProtocol in strategies/engine/rounds.py)."""
+class PlainRounds(RoundProtocol):
+    """The steps of rounds in which single models arrive (see RoundProtocol)."""
 
     def __init__(self, server: ServerHalf[Any]) -> None:
-        self.server, self.config = server, server.config
-        self.screening = Screening()
-        self.steps = steps.before(self.config)
-        # far uploads of the last round that were used
-        self.outliers: list[Outlier] = []
+        super().__init__(server)
+        self.outliers, self.steps = OutlierStep(server), steps.before(self.config)
 
     def announcements(self) -> list[str]:
         """Return log lines: the records that differential privacy covers, and why a streaming method's uploads are kept."""
@@ -45,43 +37,19 @@ class PlainRounds:
             lines.append(f"a round's uploads are kept as a stack, a row for each client: {why}")
         return lines
 
-    def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
-        """Return the clients that the method chooses."""
-        return self.server.chosen(connected, attempt)
-
-    def expected(self) -> Expected:
-        """Return the form of uploads that the method expects."""
-        return self.server.formed(self.server.attempt)
-
-    def open(self, attempt: Attempt, ids: list[int]) -> UploadBuffer:
+    def open(self, attempt: RoundAttempt, ids: list[int]) -> UploadBuffer:
         """Allocate the round's stacks, or sums if these are enough."""
+        self.turn = attempt
         attempt.expected = self.expected()
         if not streams(type(self.server)) or why_kept(self.config, attempt.expected):
             return UploadBuffer.of(
                 ids, attempt.expected, self.config.server_memory_limit * 1e9, self.server.folder.path
             )
-        sent = None if math.isinf(self.server.spread) else self._sent
-        return RunningMean.started(ids, attempt.expected, self.server, sent)
-
-    def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
-        """Return no scalars: a plain round sends none beside the model."""
-        return {}
-
-    def before(self, attempt: Attempt) -> Iterator[Questions]:
-        """Ask nothing before an attempt."""
-        return iter(())
-
-    def after(self, attempt: Attempt) -> Iterator[Questions]:
-        """Ask nothing after the uploads."""
-        return iter(())
-
-    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> bool:
-        """Take nothing."""
-        return True
+        return RunningMean.started(ids, attempt.expected, self.server, attempt, self.outliers.references(attempt))
 
     def expected_from(self, client_id: int) -> Expected:
         """Return the form of one client's upload: that of the part that it holds."""
-        form, part = self.server.attempt.expected or self.expected(), self.server.held_by(client_id)
+        form, part = super().expected_from(client_id), self.server.submodel_of(client_id, self.turn)
         if part is None:
             return form
         return dataclasses.replace(form, d=part.d, b=part.b, variances=part.among(form.variances))
@@ -89,31 +57,29 @@ class PlainRounds:
     def check(self, client_id: int, upload: Upload) -> Upload:
         """Let the method check an upload, and return it in the form of the round's stacks.
 
-        Beyond a client's part it has the values that the client was sent: it has not moved there.
+        Elements outside a client's submodel count as unchanged: they get the values that the client was sent.
         """
         self.server.check(upload)
-        part = self.server.held_by(client_id)
+        part = self.server.submodel_of(client_id, self.turn)
         if part is None:
             return upload
-        return dataclasses.replace(upload, model=part.put(self.server.attempt.sent_to(client_id).model, upload.model))
+        return dataclasses.replace(upload, model=part.put(self.turn.sent_to(client_id).model, upload.model))
 
-    def screen(self, attempt: Attempt) -> Uploads:
+    def screen(self, attempt: RoundAttempt) -> Uploads:
         """Drop far uploads by name and return the others. Raises TooFewResults below `min-results`, and has changed
         nothing then.
         """
         buffer = attempt.buffer
-        outliers = self._outliers(attempt, buffer)
+        found = self.outliers(attempt, buffer)
         require_results(attempt, self.config.min_results, 1)
-        self.outliers = [outlier for outlier in outliers if outlier.client_id in buffer.metrics]
-        refused = [outlier.client_id for outlier in outliers if outlier.client_id not in buffer.metrics]
-        self.screening.accept(attempt.round, buffer.metrics, refused)
+        self.outliers.accept(attempt, found)
         uploads = buffer.result()
         self._keep(attempt.round, uploads)
         for step in self.steps:
             uploads = step(uploads, buffer)
         return uploads
 
-    def update(self, attempt: Attempt, accepted: Any) -> State:
+    def update(self, attempt: RoundAttempt, accepted: Any) -> State:
         """Let the method make the next state."""
         attempt.uploads = accepted
         state = self.server.updated(accepted, attempt)
@@ -123,19 +89,15 @@ class PlainRounds:
 
     def suspects(self) -> list[str]:
         """Return a line for each far upload of the last round that was used: it may be why no client can train."""
-        return [
-            f"client {called(outlier.client_id, self.server.attempt.declared)} was used though {outlier}: it is the likely "
-            f"cause, and max-update-norm = {USUAL:g} drops such uploads"
-            for outlier in self.outliers
-        ]
+        return self.outliers.suspects(self.turn)
 
     def saved(self) -> Mapping[str, Any]:
         """Return the state of the screening for a checkpoint."""
-        return self.screening.saved()
+        return self.outliers.screening.saved()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that `saved` returned, from a checkpoint. {}: there is none."""
-        self.screening = Screening.restored(saved)
+        self.outliers.screening = Screening.restored(saved)
 
     def _keep(self, round: int, uploads: Uploads) -> None:
         """Write the round's uploads into the run folder, if the run keeps them.
@@ -152,44 +114,12 @@ class PlainRounds:
 
     def _model_sent(self, client_id: int) -> Model:
         """Return the model that a client was sent."""
-        model = self.server.attempt.sent_to(client_id).model
+        model = self.turn.sent_to(client_id).model
         client_arrays.release(self.server.state.clients.get(client_id, {}))
         return model
 
-    def _outliers(self, attempt: Attempt, buffer: UploadBuffer) -> list[Outlier]:
-        """Return the far uploads. They are dropped by name if `max-update-norm` is set, else noted and logged."""
-        spread = self.server.spread
-        if math.isinf(spread):
-            return []
-        limit = self.config.max_update_norm * spread
-        if isinstance(buffer, RunningMean):
-            moves = buffer.moved, buffer.lengths
-            outliers = self.screening.measure_moves(attempt.round, buffer, *moves, USUAL * spread)
-        else:
-            stacks = self.server.compared(buffer)
-            outliers = self.screening.measure(attempt.round, buffer, stacks, limit or USUAL * spread, self._sent)
-        for outlier in outliers:
-            if limit:
-                buffer.reject(outlier.client_id)
-                attempt.fail(outlier.client_id, f"round {attempt.round}", "dropped", outlier.refusal())
-            else:
-                attempt.far.append({"client": outlier.client_id, "cause": str(outlier)})
-                log.warning(
-                    "round %d: client %s is used (max-update-norm is 0), but %s",
-                    attempt.round,
-                    attempt.called(outlier.client_id),
-                    outlier,
-                )
-        return outliers
 
-    def _sent(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the values that a client was sent for the compared stacks. Those on the disk are read again when needed."""
-        sent = self.server.compared_with(client_id)
-        client_arrays.release(self.server.state.clients.get(client_id, {}))
-        return sent
-
-
-def require_results(attempt: Attempt, min_results: float, least: int) -> None:
+def require_results(attempt: RoundAttempt, min_results: float, least: int) -> None:
     """Raise TooFewResults unless at least a part `min_results` of the clients that were asked sent a usable upload, and at
     least `least` of them. Late uploads of earlier rounds do not count.
     """

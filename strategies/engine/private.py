@@ -2,7 +2,7 @@
 
 Every pair of a group's members adds and subtracts a mask that belongs to this attempt at this round, and each member adds
 one of its own. Once all have answered or dropped out, the members that are left agree on whom that is, and reveal what
-opens the sum of their uploads, and of no others (fl_app/privacy/shares.py). strategies/engine/cohorts.py limits the facts
+opens the sum of their uploads, and of no others (fl_app/privacy/shares.py). strategies/engine/group_store.py limits the facts
 that all sums of a run reveal together.
 """
 
@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 
 from fl_app import reasons, rng
 from fl_app.config import RunConfig
-from fl_app.errors import MethodFault, UserError
+from fl_app.errors import MethodError, MethodFault, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, Model
-from fl_app.privacy import companies
-from fl_app.privacy.companies import threshold
+from fl_app.privacy import aggregation_groups
+from fl_app.privacy.aggregation_groups import threshold
 from fl_app.privacy.transcript import SentHashes, Transcript
 from fl_app.run_secret import experiment_of
 from fl_app.server.properties import KEYS
-from fl_app.wire import (
+from fl_app.transport.wire import (
     AGREE,
     AGREED,
     BETWEEN,
@@ -52,11 +52,12 @@ from fl_app.wire import (
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import State
 from strategies.base.uploads import DeclaredSizes, Sums, UploadBuffer
-from strategies.engine import cohorts
-from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults
-from strategies.engine.cohorts import CohortStore
+from strategies.engine import group_store
+from strategies.engine.attempt import Numbers, Questions, RoundAttempt, TooFewResults
 from strategies.engine.distances import SumDistances
+from strategies.engine.group_store import GroupStore
 from strategies.engine.plain import privacy_budget, require_results
+from strategies.engine.protocol import RoundProtocol
 from strategies.engine.screening import USUAL
 from strategies.engine.splits import Signatures
 
@@ -257,7 +258,7 @@ def _uncancelled(members: list[int]) -> str:
     )
 
 
-def _statements(attempt: Attempt) -> Statements:
+def _statements(attempt: RoundAttempt) -> Statements:
     assert attempt.statements, "a private run's attempts have them"
     return attempt.statements
 
@@ -270,25 +271,25 @@ def opened_sums(buffer: UploadBuffer) -> list[list[int]]:
     return [buffer.survivors[label] for label in open if len(buffer.restored(label)) == len(buffer.survivors[label])]
 
 
-class PrivateRounds:
-    """The steps of rounds in which masked sums arrive (RoundProtocol in strategies/engine/rounds.py)."""
+class PrivateRounds(RoundProtocol):
+    """The steps of rounds in which masked sums arrive (see RoundProtocol)."""
 
     def __init__(self, server: ServerHalf[Any]) -> None:
-        self.server, self.config = server, server.config
+        super().__init__(server)
         self.distances = SumDistances()
         # by client and by another client's keys of the run, the sketches' key that it sealed for the other
         self.sealed: dict[int, dict[str, str]] = {}
-        server.cohorts = self
+        server.aggregation_groups = self
 
     @cached_property
-    def store(self) -> CohortStore:
-        """The run's cohorts, and the sample counts that its clients count with. Read when first needed."""
-        first = cohorts.numbered(companies.first(self.config), self.config.num_clients)
-        return CohortStore(self.server.folder.path, first)
+    def store(self) -> GroupStore:
+        """The run's aggregation groups, and the sample counts that its clients count with. Read when first needed."""
+        first = group_store.numbered(aggregation_groups.first(self.config), self.config.num_clients)
+        return GroupStore(self.server.folder.path, first)
 
     @cached_property
     def signatures(self) -> Signatures:
-        """The signatures of the cohorts' splits."""
+        """The signatures of the aggregation groups' splits."""
         return Signatures(self.store)
 
     def keep_together(
@@ -297,40 +298,44 @@ class PrivateRounds:
         """See ServerHalf.keep_together."""
         similarity = np.eye(len(labels))
         similarity[np.ix_(ids, ids)] = overlap
-        parted, labels = cohorts.grouped(self.store.cohorts, labels, similarity)
+        parted, labels = group_store.grouped(self.store.groups, labels, similarity)
         self.store.replace(parted)
         return labels
 
     # An attempt
 
-    def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
-        """Return the clients of whole cohorts, or of the remaining parts of cohorts, without clients that dropped out of the round.
+    def sample(self, attempt: RoundAttempt, connected: list[int]) -> list[int]:
+        """Return the clients of whole aggregation groups, or of remaining parts, without clients that dropped out of the round.
 
-        If an earlier attempt at the round has part of a cohort in a sum, the same part is asked, or none of the cohort.
-        With `private-absent = company` cohorts may split, if enough members are there to sign that. Raises TooFewResults if
-        no client is left.
+        If an earlier attempt at the round has part of a group in a sum, the same part is asked, or none of the group.
+        With `private-left-out = group` groups may split, if enough members are there to sign that. Raises TooFewResults
+        if no client is left.
         """
         here = set(connected) - attempt.without
-        whole = self.config.private_absent == "company"
+        whole = self.config.private_left_out == "group"
         if whole:
-            self.store.replace(cohorts.split(self.store.cohorts, here))
-        all_of = cohorts.members(self.store.cohorts)
-        able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.present(self.store.cohorts, here)
+            self.store.replace(group_store.split(self.store.groups, here))
+        all_of = group_store.members(self.store.groups)
+        able = (
+            [own for own in all_of if here.issuperset(own)] if whole else group_store.present(self.store.groups, here)
+        )
         known = [own for earlier in attempt.earlier for own in opened_sums(earlier.buffer)]
-        able = [own for own in able if not cohorts.differs(self.store.cohorts, own, known)]
+        able = [own for own in able if not group_store.differs(self.store.groups, own, known)]
         able = [own for own in able if not whole or self.signatures.can_have(own[0], here)]
         if idle := sorted(here.difference(*able) - self.config.unseen):
-            log.info("round %d: clients %s are not asked: others of their companies are away", attempt.round, idle)
+            log.info(
+                "round %d: clients %s are not asked: others of their aggregation groups are away", attempt.round, idle
+            )
         if self.config.fraction_train < 1:
             # The order does not depend on the clients that are connected.
             order = rng.generator(self.config.seed, "sampling", attempt.round).permutation(self.config.num_clients)
-            able.sort(key=lambda own: int(order[self.store.cohorts[own[0]]]))
-            able = able[: self.config.drawn(len(all_of))]
+            able.sort(key=lambda own: int(order[self.store.groups[own[0]]]))
+            able = able[: self.config.cohort_size(len(all_of))]
         if not able:
-            why = ", with no member away (private-absent)" if whole else ""
+            why = ", with no member away (private-left-out)" if whole else ""
             why += ", the same ones as in an earlier attempt" if known else ""
             raise TooFewResults(
-                f"private: a round needs {GROUP_MIN} clients of a company{why}; connected and not failed: {sorted(here)}"
+                f"private: a round needs {GROUP_MIN} clients of an aggregation group{why}; connected and not failed: {sorted(here)}"
             )
         return sorted(i for own in able for i in own)
 
@@ -343,14 +348,15 @@ class PrivateRounds:
         """The number of words in an upload: its values and its weight."""
         return self.server.layout.d + self.server.layout.b + 1
 
-    def open(self, attempt: Attempt, ids: list[int]) -> UploadBuffer:
+    def open(self, attempt: RoundAttempt, ids: list[int]) -> UploadBuffer:
         """Fix the group of each upload, hash what each client is sent, and start the sums at 0."""
+        self.turn = attempt
         if self.config.max_size_weight:
             declared = [float(attempt.declared[i]["train-samples"]) for i in ids]
             self.store.bound_sizes(declared, self.config.max_size_weight)
         groups = self.server.sum_groups(ids)
         rows = self._rows(groups)
-        n, expected, hashes = len(ids), self.expected(), SentHashes(self.config.private_absent == "company")
+        n, expected, hashes = len(ids), self.expected(), SentHashes(self.config.private_left_out == "group")
         empty = np.empty((n, 0), np.float32)
         attempt.expected = expected
         downloads = ((i, self.server.download_for(i, attempt, "train")) for i in ids)
@@ -376,7 +382,7 @@ class PrivateRounds:
         )
 
     def _transcript(
-        self, attempt: Attempt, members: Sequence[int], sent: Mapping[int, str], keys: Mapping[int, str]
+        self, attempt: RoundAttempt, members: Sequence[int], sent: Mapping[int, str], keys: Mapping[int, str]
     ) -> str:
         """Return the digest of a sum's transcript, as its members have it."""
         by = _statements(attempt)
@@ -394,7 +400,7 @@ class PrivateRounds:
             self._words,
         ).digest
 
-    def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
+    def scalars(self, attempt: RoundAttempt, client_id: int) -> Mapping[str, Scalar]:
         """Return the members of a client's group, their keys, the hashes of what they are sent, and the bound on sizes.
 
         If masks are sent, the sealed key of their sketches is added.
@@ -416,7 +422,7 @@ class PrivateRounds:
             scalars |= {SEALED: self.sealed[sealer][buffer.keys[client_id]]}
         return scalars
 
-    def before(self, attempt: Attempt) -> Iterator[Questions]:
+    def before(self, attempt: RoundAttempt) -> Iterator[Questions]:
         """Ask for signatures of splits, and for the sketches' key, sealed for the clients of an attempt.
 
         Raises TooFewResults if too few clients sign, or if the sealer is silent.
@@ -434,30 +440,30 @@ class PrivateRounds:
             raise TooFewResults(f"client {sealer} sealed no key of the sketches: the others are asked again", [sealer])
 
     def _signed_splits(self, ids: Iterable[int], here: Collection[int]) -> Iterator[Questions]:
-        """Ask clients of `here` to sign the splits of these clients' companies. Raises TooFewResults if too few do."""
-        if self.config.private_absent == "company":
+        """Ask clients of `here` to sign the splits of these clients' aggregation groups. Raises TooFewResults if too few do."""
+        if self.config.private_left_out == "group":
             yield from self.signatures.missing(ids, here)
 
     def _splits(self, client_id: int) -> dict[str, Scalar]:
-        return self.signatures.told(client_id) if self.config.private_absent == "company" else {}
+        return self.signatures.told(client_id) if self.config.private_left_out == "group" else {}
 
     def _rows(self, groups: Mapping[int, list[int]]) -> dict[int, int]:
         """Return, by client, the row of sums that its upload is added to. All clients of a row count, or none.
 
-        A row is a cohort's. The three with the lowest numbers have rows of their own if they may be left out with an absent
-        member (cohorts.split).
+        A row is an aggregation group's. The three members with the lowest numbers have rows of their own if they may be
+        left out with an absent member (group_store.split).
         """
         apart: set[int] = set()
-        if self.config.private_absent == "company":
-            able = (own for own in cohorts.members(self.store.cohorts) if len(own) >= 2 * GROUP_MIN)
+        if self.config.private_left_out == "group":
+            able = (own for own in group_store.members(self.store.groups) if len(own) >= 2 * GROUP_MIN)
             apart = {i for own in able for i in own[:GROUP_MIN]}
         parts = {
-            i: (label, -1 - i if i in apart else int(self.store.cohorts[i])) for label in groups for i in groups[label]
+            i: (label, -1 - i if i in apart else int(self.store.groups[i])) for label in groups for i in groups[label]
         }
         rows = {part: row for row, part in enumerate(dict.fromkeys(parts.values()))}
         return {i: rows[part] for i, part in parts.items()}
 
-    def after(self, attempt: Attempt) -> Iterator[Questions]:
+    def after(self, attempt: RoundAttempt) -> Iterator[Questions]:
         """Ask the members of each sum that are left to open it, and before that, if some dropped out, to agree on whom that is.
 
         Raises TooFewResults if too many clients dropped out.
@@ -472,7 +478,9 @@ class PrivateRounds:
         counted_ids = {i for own in survivors.values() for i in own}
         yield from self._signed_splits(sorted(counted_ids), buffer.metrics.keys())
         if left := sorted(buffer.metrics.keys() - counted_ids):
-            log.info("round %d: clients %s are left out: others of their companies are away", attempt.round, left)
+            log.info(
+                "round %d: clients %s are left out: others of their aggregation groups are away", attempt.round, left
+            )
             for i in left:
                 buffer.reject(i)
             require_results(attempt, self.config.min_results, GROUP_MIN)
@@ -506,7 +514,7 @@ class PrivateRounds:
         )
         self._refuse_makers(attempt, buffer)
 
-    def _refuse_makers(self, attempt: Attempt, buffer: MaskedSum) -> None:
+    def _refuse_makers(self, attempt: RoundAttempt, buffer: MaskedSum) -> None:
         """Raise TooFewResults without the clients whose shares do not open the sums that they are in."""
         for i, holders in buffer.lost.items():
             log.warning("round %d: clients %s have no share of client %d's mask", attempt.round, sorted(holders), i)
@@ -519,8 +527,8 @@ class PrivateRounds:
             why = f"the shares of clients {sorted(blamed)} do not open the sum: the others are asked again without them"
             raise TooFewResults(why, silent.union(blamed))
 
-    def _survivors(self, attempt: Attempt, buffer: MaskedSum) -> dict[int, list[int]]:
-        """Return the clients of each group whose sum may be opened: whole companies, all of which have answered.
+    def _survivors(self, attempt: RoundAttempt, buffer: MaskedSum) -> dict[int, list[int]]:
+        """Return the clients of each group whose sum may be opened: whole aggregation groups, all of which have answered.
 
         Raises TooFewResults if they are too few to open it.
         """
@@ -528,14 +536,14 @@ class PrivateRounds:
         absent = [i for i in buffer.ids if i not in here]
         if not absent:
             return {label: list(own) for label, own in buffer.groups.items()}
-        whole, parted = self.config.private_absent == "company", self.store.cohorts
+        whole, parted = self.config.private_left_out == "group", self.store.groups
         if whole:
-            parted = cohorts.split(parted, set(range(self.config.num_clients)) - set(absent))
-            able = [own for own in cohorts.members(parted) if here.issuperset(own)]
+            parted = group_store.split(parted, set(range(self.config.num_clients)) - set(absent))
+            able = [own for own in group_store.members(parted) if here.issuperset(own)]
         else:
-            able = cohorts.present(parted, here)
+            able = group_store.present(parted, here)
         known = [own for earlier in attempt.earlier for own in opened_sums(earlier.buffer)]
-        kept = {i for own in able if not cohorts.differs(parted, own, known) for i in own}
+        kept = {i for own in able if not group_store.differs(parted, own, known) for i in own}
         survivors = {label: [i for i in own if i in kept] for label, own in buffer.groups.items()}
         survivors = {label: own for label, own in survivors.items() if own}
         if not survivors or any(len(own) < threshold(len(buffer.groups[label])) for label, own in survivors.items()):
@@ -546,7 +554,7 @@ class PrivateRounds:
         self.store.replace(parted)
         return survivors
 
-    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> bool:
+    def answer(self, attempt: RoundAttempt, client_id: int, entries: Numbers) -> bool:
         """Take a client's answer to a question. Return whether no more answers are needed."""
         buffer = attempt.buffer
         assert isinstance(buffer, MaskedSum)
@@ -573,15 +581,7 @@ class PrivateRounds:
             raise WireError(f"{SEALED} must be a key for each of {len(new)} clients, got {len(found)}")
         self.sealed[client_id] |= dict(zip(new, found, strict=True))
 
-    def expected_from(self, client_id: int) -> Expected:
-        """Return the form of an upload, which is the same for all clients."""
-        return self.server.attempt.expected or self.expected()
-
-    def check(self, client_id: int, upload: Upload) -> Upload:
-        """Return the upload unchanged: it is masked, so there is nothing to check."""
-        return upload
-
-    def screen(self, attempt: Attempt) -> Sums:
+    def screen(self, attempt: RoundAttempt) -> Sums:
         """Unmask the sums and return them. Raises TooFewResults if they cannot be opened, and has changed nothing then."""
         buffer = attempt.buffer
         assert isinstance(buffer, MaskedSum)
@@ -589,7 +589,7 @@ class PrivateRounds:
         self._screen_sums(attempt, sums)
         return sums
 
-    def _screen_sums(self, attempt: Attempt, sums: Sums) -> None:
+    def _screen_sums(self, attempt: RoundAttempt, sums: Sums) -> None:
         """Warn of sums that lie far from the models that their clients were sent.
 
         With `max-update-norm` the attempt does not count: raises TooFewResults, which names their clients.
@@ -608,14 +608,14 @@ class PrivateRounds:
             raise TooFewResults(f"{'; '.join(lines.values())} (max-update-norm, allowed are {limit:g} times)")
         for label, line in lines.items():
             log.warning("round %d: %s", attempt.round, line)
-            attempt.far += [{"client": i, "cause": line} for i in sums.groups[label]]
+            attempt.outliers += [{"client": i, "cause": line} for i in sums.groups[label]]
         self.distances.note(attempt.round, apart)
 
-    def _sealer(self, attempt: Attempt) -> int:
+    def _sealer(self, attempt: RoundAttempt) -> int:
         """Return the client whose key hides the masks: the first connected one that did not fail in the round."""
         return min(i for i in attempt.connected if i in attempt.declared and i not in attempt.without)
 
-    def _refuse_sealer(self, attempt: Attempt, buffer: MaskedSum) -> None:
+    def _refuse_sealer(self, attempt: RoundAttempt, buffer: MaskedSum) -> None:
         """Raise TooFewResults without the sealer if most clients cannot open what it sealed. They are not to blame."""
         from fl_app.privacy.keyring import not_sealed
 
@@ -633,16 +633,12 @@ class PrivateRounds:
                 [sealer],
             )
 
-    def update(self, attempt: Attempt, accepted: Any) -> State:
+    def update(self, attempt: RoundAttempt, accepted: Any) -> State:
         """Let the method make the next state from sums."""
         return self.server.updated_by_sums(accepted, attempt)
 
-    def suspects(self) -> list[str]:
-        """Return nothing: the server has seen no single upload."""
-        return []
-
     def saved(self) -> Mapping[str, Any]:
-        """Return the distances of sums. The cohorts are in a file of their own."""
+        """Return the distances of sums. The aggregation groups are in a file of their own."""
         return self.distances.saved()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -655,25 +651,21 @@ class PrivateRounds:
         """Return the number of bits in the sketch of a method's mask; 0 if the method sends none."""
         from fl_app.privacy import sketch
 
-        d = self.server.formed(self.server.attempt).num_params
+        d = self.server.formed(self.turn).num_params
         return sketch.length(d, self.config.private_sketch) if d else 0
 
     def announcements(self) -> list[str]:
         """Return log lines: the facts that the server still learns about single clients."""
         config = self.config
-        groups = ["the overlap of each pair of masks", "groups"] if self._sketch_bits() else []
+        clusters = ["the overlap of each pair of masks", "clusters of similar masks"] if self._sketch_bits() else []
         noise = ["sample counts, which follow from the noise of dp-epsilon"] if config.dp_epsilon else []
         told = config.max_size_weight > 0 and weighs_by_size(type(self.server), config)
         counts = ["sample counts (not with max-size-weight = 0)"] if told else noise
         accuracies = ["losses and accuracies (not with report-accuracy = false)"] if config.report_accuracy else []
-        alone = config.private_absent == "alone"
-        away = (
-            ["roughly the model of a client that is away for a round (not with private-absent = company)"]
-            if alone
-            else []
-        )
+        left_out = "roughly the model of a client that is away for a round (not with private-left-out = group)"
+        away = [left_out] if config.private_left_out == "client" else []
         always = ["absences and the time that each client takes", *away]
-        learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
+        learns = ["sums over groups of at least three", *clusters, *counts, *accuracies, *always]
         lines = [f"private: the server learns {', '.join(learns)} (docs/privacy.md)"]
         if self.config.max_update_norm:
             lines.append("private: max-update-norm drops no single upload: it bounds the distance of each sum")
@@ -699,16 +691,16 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
     try:
         weights = np.asarray(server.weights(uploads), np.float64)
     except MethodFault as fault:
-        raise UserError(f"{broken}, got another result ({fault})") from None
+        raise MethodError(f"{broken}, got another result ({fault})") from None
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
+        raise MethodError(
             f"{refused}: its weights must follow from the uploads' ids and sizes, config and params alone, got "
             f"{type(error).__name__}: {error}"
         ) from error
     if weights.shape != (n,) or not (np.isfinite(weights).all() and (weights > 0).all()):
-        raise UserError(f"{broken}, got {weights.tolist()}")
+        raise MethodError(f"{broken}, got {weights.tolist()}")
     return weights
 
 
@@ -739,16 +731,16 @@ def alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
 def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
     """Raise UserError unless the sums of a private run can use the method's weights.
 
-    Within its cohort a client has the same relative weight in all sums of a run. So its weight must not depend on the
-    other clients of a sum, or on the round. The mean over all clients belongs to no client: the hook gets it with a
-    size and without an id.
+    Within its aggregation group a client has the same relative weight in all sums of a run. So its weight must not depend
+    on the other clients of a sum, or on the round. The mean over all clients belongs to no client: the hook gets it with
+    a size and without an id.
     """
     server = half.of_settings(config)
     whole = evaluated(server, DeclaredSizes(config.method, [0, 1, 2, 3], _SIZES))
     for chosen in ([0, 1, 2], [1, 2, 3], [0, 2, 3]):
         part = evaluated(server, DeclaredSizes(config.method, chosen, [_SIZES[i] for i in chosen]))
         if not alike(part, whole[chosen]):
-            raise UserError(
+            raise MethodError(
                 f"private: method {config.method} cannot run private: a client's weight depends on the other clients of "
                 "the round, so that sums of several rounds would reveal single models"
             )
@@ -758,19 +750,21 @@ def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
 def check(config: RunConfig, half: type[ServerHalf[Any]], why_not: str) -> None:
     """Raise UserError if a run cannot be private. why_not: why its method cannot run private, "" if it can."""
     if not why_not and half.sample_clients is not ServerHalf.sample_clients or half.sample is not ServerHalf.sample:
-        why_not = "it chooses the clients of a round itself (sample_clients), and a private run asks whole companies"
+        why_not = (
+            "it chooses the clients of a round itself (sample_clients), and a private run asks whole aggregation groups"
+        )
     if why_not:
-        raise UserError(f"private: method {config.method} cannot run private: {why_not}")
+        raise MethodError(f"private: method {config.method} cannot run private: {why_not}")
     check_weights(half, config)
     if config.robust != "none":
-        raise UserError(
+        raise MethodError(
             f"private: the server sees no single upload that {config.robust} could choose among; set robust = none"
         )
     if config.collect_personal_models:
-        raise UserError("private: collect-personal-models uploads every client's own model; leave it off")
-    drawn = config.drawn(config.num_training)
+        raise MethodError("private: collect-personal-models uploads every client's own model; leave it off")
+    drawn = config.cohort_size(config.num_training)
     if config.num_clients and drawn < GROUP_MIN:
-        raise UserError(
+        raise MethodError(
             f"private: a round needs {GROUP_MIN} clients, it has {drawn} (num-clients, fraction-train): among two, each knows the "
             "other's model"
         )

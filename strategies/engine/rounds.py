@@ -13,36 +13,36 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-from flwr.app import Message
 from numpy.typing import NDArray
 
-from fl_app import stopping, tasks, wire
+from fl_app import stopping, tasks
 from fl_app.errors import MethodFault, RoundFailed, counted, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, Metric, moments, of_training, undefined_note
-from fl_app.server import checkpoint, client_arrays, disk, kept_uploads, progress_protocol
+from fl_app.server import checkpoint, client_arrays, disk, events, kept_uploads
 from fl_app.server import record as records
 from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Replay, clock_of
 from fl_app.server.checkpoint import LATE
-from fl_app.server.clock import Answer, Clock, may_close
-from fl_app.server.exchange import Exchange, Reply
+from fl_app.server.clock import Clock, WorkEnd, may_close
 from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
 from fl_app.stopping import StopRule
 from fl_app.stopwatch import Stopwatch
-from fl_app.wire import Download, Expected, Upload, WireError
-from strategies.base import hooks
+from fl_app.transport import wire
+from fl_app.transport.exchange import Exchange, Reply
+from fl_app.transport.flower import Message
+from fl_app.transport.wire import Download, Expected, WireError
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import Sent, State
-from strategies.base.uploads import UploadBuffer
-from strategies.engine import late, steps
-from strategies.engine.attempt import Attempt, Numbers, Questions, TooFewResults, cause_of, failure_lines
-from strategies.engine.disk import needed
-from strategies.engine.late import Work
+from strategies.engine import late
+from strategies.engine.attempt import Questions, RoundAttempt, TooFewResults, cause_of, failure_lines
+from strategies.engine.estimates import disk_estimate
+from strategies.engine.late import PendingUpload
+from strategies.engine.protocol import RoundProtocol
 
 log = logging.getLogger("corolla")
 
@@ -51,70 +51,6 @@ _FORGET_SECONDS = 60.0
 CLOCK = "clock"
 # The number of a generation of client state is starts of the server times this, plus retries of the round.
 _ATTEMPTS_PER_START = 100
-
-
-class RoundProtocol(Protocol):
-    """The steps in which plain rounds (plain.py) and private rounds (private.py) differ."""
-
-    def announcements(self) -> list[str]:
-        """Return log lines for the start of the run: the facts that the server learns."""
-        ...
-
-    def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
-        """Return the clients that an attempt asks, sorted. Raises TooFewResults if there can be none."""
-        ...
-
-    def expected(self) -> Expected:
-        """Return the form that an upload must have as it travels."""
-        ...
-
-    def open(self, attempt: Attempt, ids: list[int]) -> UploadBuffer:
-        """Return the stacks or sums that the uploads of an attempt's clients are decoded into."""
-        ...
-
-    def before(self, attempt: Attempt) -> Iterator[Questions]:
-        """Yield the questions that precede an attempt's messages. When it goes on, the clients have answered."""
-        ...
-
-    def after(self, attempt: Attempt) -> Iterator[Questions]:
-        """Yield the questions that follow once all uploads have come. Raises TooFewResults."""
-        ...
-
-    def answer(self, attempt: Attempt, client_id: int, entries: Numbers) -> bool:
-        """Take a client's answer to a question. Return whether no more are needed. Raises WireError to drop it."""
-        ...
-
-    def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
-        """Return the scalars that a client is sent beside the model it trains."""
-        ...
-
-    def expected_from(self, client_id: int) -> Expected:
-        """Return the form that one client's upload must have as it travels."""
-        ...
-
-    def check(self, client_id: int, upload: Upload) -> Upload:
-        """Return a decoded upload in the form in which it is taken in. Raises WireError to drop it."""
-        ...
-
-    def screen(self, attempt: Attempt) -> Any:
-        """Return the argument of `update`, made from all uploads. Raises TooFewResults, and has changed nothing then."""
-        ...
-
-    def update(self, attempt: Attempt, accepted: Any) -> State:
-        """Let the method make its next state."""
-        ...
-
-    def suspects(self) -> list[str]:
-        """Return a line for each upload of the last round that may be why no client can train on its models."""
-        ...
-
-    def saved(self) -> Mapping[str, Any]:
-        """Return the protocol's state, as JSON can hold it."""
-        ...
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state that `saved` returned, from a checkpoint. {}: there is none."""
-        ...
 
 
 class Rounds:
@@ -126,7 +62,8 @@ class Rounds:
     last round (`stop-when`); "" if it does not. clock: simulated time; None if uploads arrive when they come.
     working: by client, the work of earlier rounds that has not arrived. spoilt: attempts at the round that do not count.
     watched: what `stop-when` reads, one record per round. recorded, between: the round's record, and the method's notes
-    between clients. asked_to_stop: whether the user ends the run after this round.
+    between clients. expected: number of clients that the round should have results of.
+    asked_to_stop: whether the user ends the run after this round.
     """
 
     def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
@@ -134,7 +71,7 @@ class Rounds:
         self.config = server.config
         self.clock = clock_of(self.config, server.full_layout.d)
         self._began = 0.0
-        self.working: dict[int, Work] = {}
+        self.working: dict[int, PendingUpload] = {}
         self.measured = tasks.measured(server.config)
         self.validation = server.config.validation_ratio > 0
         # the metrics that clients report after a round
@@ -144,19 +81,19 @@ class Rounds:
         self.spent: dict[int, float] = {}
         self.first: dict[int, dict[str, Scalar]] = {}
         self.client_files = checkpoint.client_files_of(folder.path)
-        self.attempt = Attempt(server.config)
-        self.spoilt: list[Attempt] = []
-        self.steps = steps.after(self.config)
+        self.attempt = RoundAttempt(server.config)
+        self.spoilt: list[RoundAttempt] = []
         self.watch, self.rule = Stopwatch(), stopping.rule_of(self.config)
         self.watched: list[Record] = []
         self.recorded: Record = {}
+        self.expected = 0
         self.between: Mapping[str, Between] = {}
         self.ended_early, self.asked_to_stop = "", False
 
     @cached_property
     def disks(self) -> disk.Disks:
         """The disks that the run writes, and a round's needs."""
-        return disk.Disks(self.folder.path, needed(self.server, self.protocol.expected()))
+        return disk.Disks(self.folder.path, disk_estimate(self.server, self.protocol.expected()))
 
     def _called(self, client_id: str) -> str:
         """Return the client's name from its data; its id if there is none."""
@@ -200,7 +137,7 @@ class Rounds:
         """Note that the attempt does not count. Nothing has changed."""
         attempt = self.attempt
         attempt.spoilt_by, attempt.absent = str(error), error.absent
-        self.exchange.abandon(attempt.works.keys() - attempt.ended)
+        self.exchange.abandon(attempt.pending.keys() - attempt.ended)
         for client_id in attempt.working:
             # the repetition counts the bytes of earlier rounds' uploads
             attempt.received.pop(client_id, None)
@@ -210,6 +147,9 @@ class Rounds:
     def close_round(self) -> bool:
         """Make the record of the round whose attempt counts. Return whether an evaluation follows."""
         self.recorded, self.between = self.record(), self.attempt.between
+        # of those that are there, or of all if all should train
+        every = self.config.num_clients - len(self.config.unseen | self.config.gone)
+        self.expected = max(len(self.attempt.sent), every if self.config.fraction_train == 1 else 0)
         self.watched.append(_watched(self.recorded, self.rule))
         self._end_by_rule()
         return bool(self.ended_early) or self.config.evaluates_after(self.server.state.round)
@@ -234,7 +174,7 @@ class Rounds:
             self.save_checkpoint(record)
         self.folder.append(record)
         without = partial(record, headline, self._called)
-        log.info("%s", progress_protocol.round_line(record, total, headline.name, headline.ratio, without))
+        events.tell(events.Round.of(record, total, headline.name, headline.ratio, without, self.expected))
 
     def _end_by_rule(self) -> None:
         """Set `ended_early` if the rounds so far end the run."""
@@ -250,31 +190,30 @@ class Rounds:
         """
         return self.folder.starts * _ATTEMPTS_PER_START + retry
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: RoundAttempt) -> None:
         """Begin an attempt at a round, or a step that follows the round. The method sees the attempt too."""
         registry = self.exchange.registry
         # the registry's own dictionary: clients that introduce themselves later are in it too
         attempt.declared = registry.properties
-        attempt.statements = registry.statements if self.config.private else None
+        attempt.statements = registry.statements
         self.attempt = attempt
         self.server.begin(attempt)
 
     def begin_training(self, round: int) -> None:
         """Begin an attempt at a round. Raises UserError if a disk has no room for it."""
-        self.disks.refuse_messages()
-        self.disks.warn()
+        self.disks.check()
         self.exchange.refresh()
         earlier = [attempt for attempt in self.spoilt if attempt.round == round]
         without = frozenset().union(*(attempt.absent for attempt in earlier))
         name = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {len(earlier) + 1}" if earlier else "")
         generation = self.generation(len(earlier))
-        self.begin(Attempt(self.config, round, name=name, generation=generation, earlier=earlier, without=without))
+        self.begin(RoundAttempt(self.config, round, name=name, generation=generation, earlier=earlier, without=without))
         self.watch.lap("prepare")
 
     def begin_evaluation(self, round: int, name: str = "evaluation") -> list[int]:
         """Begin a step that asks every connected client about its models. Return the clients."""
         self.exchange.refresh()
-        self.begin(Attempt(self.config, round, name=name, generation=self.attempt.generation))
+        self.begin(RoundAttempt(self.config, round, name=name, generation=self.attempt.generation))
         self.exchange.query(self.exchange.client_ids)
         ids = self.exchange.client_ids
         self.attempt.sent = dict.fromkeys(ids, 0)
@@ -366,7 +305,8 @@ class Rounds:
         attempt, shared = self.attempt, wire.SharedBytes()
         kind = "evaluate" if task == "evaluate" else "train"
         for client_id in ids:
-            download = self.server.download_for(client_id, attempt, task)
+            sent = self.server.downloaded(client_id, attempt)
+            download = self.server.message_with(sent, attempt, task)
             scalars = self.protocol.scalars(attempt, client_id) if task == "train" else {}
             content = wire.encode_download(
                 dataclasses.replace(
@@ -374,13 +314,19 @@ class Rounds:
                     attempt=attempt.generation,
                     state_version=self.versions.get(client_id, ""),
                     keep=self.kept_versions.get(client_id, ()),
-                    method={**download.method, **self.server.told, **self._first(client_id), **scalars},
+                    method={
+                        **download.method,
+                        **self.server.told,
+                        **self.exchange.registry.columns(client_id),
+                        **self._first(client_id),
+                        **scalars,
+                    },
                 ),
                 shared,
             )
             attempt.sent[client_id] = attempt.sent.get(client_id, 0) + wire.payload_bytes(content)
             if task == "train":
-                attempt.works[client_id] = self._begun(client_id, download)
+                attempt.pending[client_id] = self._begun(client_id, sent)
             if task == "evaluate" and self.config.is_confidential:
                 attempt.hashes[client_id] = wire.sent_hash(download)
             if client_id in self.server.state.clients:
@@ -391,14 +337,12 @@ class Rounds:
         """Return what only a client without a state of this run is sent."""
         return {} if self.versions.get(client_id) else self.first.get(client_id, {})
 
-    def _begun(self, client_id: int, download: Download | None = None) -> Work:
-        """Return the work that a client begins with a download. It keeps the download only if the upload may be late."""
+    def _begun(self, client_id: int, sent: Sent | None = None) -> PendingUpload:
+        """Return the work that a client begins. It keeps what the client was sent only if the upload may be late."""
         attempt = self.attempt
-        work = Work(client_id, attempt.round, wire.state_version(attempt.round, attempt.generation))
-        if self.config.staleness and download is not None:
-            # a part's download lacks the values that fill up its upload
-            model = attempt.sent_to(client_id).model if self.server.sends_parts else download.model
-            work.sent, work.form = Sent(model, download.extras), self.protocol.expected_from(client_id)
+        work = PendingUpload(client_id, attempt.round, wire.state_version(attempt.round, attempt.generation))
+        if self.config.staleness and sent is not None:
+            work.sent, work.form = sent, self.protocol.expected_from(client_id)
         return work
 
     def receive(self, reply: Reply) -> None:
@@ -409,7 +353,7 @@ class Rounds:
         attempt, client_id = self.attempt, reply.client_id
         if reply.late and client_id not in self.working:
             return
-        work = self.working[client_id] if reply.late else attempt.works.get(client_id) or self._begun(client_id)
+        work = self.working[client_id] if reply.late else attempt.pending.get(client_id) or self._begun(client_id)
         try:
             content = reply.usable()
             work.nbytes = wire.payload_bytes(content)
@@ -432,31 +376,34 @@ class Rounds:
         except MethodFault:
             raise
         except Exception as error:
-            work.upload, work.cause = None, cause_of(client_id, error)
+            more = error.more if isinstance(error, wire.OtherArrays) else ()
+            work.upload, work.cause = None, cause_of(client_id, error) + self.server.undeclared(more)
         if not self.clock:
             self._arrive(work)
         elif work.upload is not None:
             self._hold(work)
 
-    def _hold(self, work: Work) -> None:
+    def _hold(self, work: PendingUpload) -> None:
         """Keep the upload of a work until it arrives: on the disk if memory holds as much as `server-memory-limit`."""
         assert work.upload is not None, "only uploads are held"
         before, limit = self.attempt.held, self.config.server_memory_limit * 1e9
         self.attempt.held += work.size
         work.upload = late.held(work.upload, before, limit, self.folder.path)
 
-    def _take_in(self, work: Work) -> None:
+    def _take_in(self, work: PendingUpload) -> None:
         """Take the upload of a work into the round. Its age lowers its weight."""
         attempt, upload, age = self.attempt, work.upload, self.attempt.round - work.round
         assert upload is not None, "only uploads are taken in"
         if age:
-            upload, attempt.buffer.factors[work.client_id] = late.aged(self.server, work, upload, age)
+            upload, attempt.buffer.factors[work.client_id] = late.discounted(
+                self.server, self.attempt, work, upload, age
+            )
             attempt.client_notes.setdefault(work.client_id, {})["age"] = age
         else:
             work.upload = None
         attempt.buffer.add(work.client_id, upload, work.metrics, work.nbytes)
 
-    def _drop(self, work: Work, error: Exception, became: str = "dropped") -> None:
+    def _drop(self, work: PendingUpload, error: Exception, became: str = "dropped") -> None:
         """Leave out a client's upload by name."""
         self.attempt.buffer.skip(work.client_id)
         self.attempt.fail(work.client_id, f"round {self.attempt.round}", became, error)
@@ -467,20 +414,20 @@ class Rounds:
         The other clients still work. A later round may use their uploads.
         """
         attempt = self.attempt
-        for client_id, work in attempt.works.items():
+        for client_id, work in attempt.pending.items():
             samples = int(attempt.declared.get(client_id, {}).get("train-samples", 0))
             sizes = attempt.sent[client_id], work.nbytes
             end = clock.answer(client_id, attempt.round, len(attempt.earlier), samples, *sizes)
             work.arrives, work.cause = end.second, work.cause or end.cause
             if work.cause:
                 work.upload = None
-        clock.close(attempt.round, [Answer(work.arrives, work.cause) for work in attempt.works.values()])
+        clock.close(attempt.round, [WorkEnd(work.arrives, work.cause) for work in attempt.pending.values()])
         for client_id in attempt.buffer.ids:
-            work = attempt.works.get(client_id) or self.working[client_id]
+            work = attempt.pending.get(client_id) or self.working[client_id]
             if work.arrives <= clock.now:
                 self._arrive(work)
 
-    def _arrive(self, work: Work) -> None:
+    def _arrive(self, work: PendingUpload) -> None:
         """Take in the upload of a work that has ended, or leave it out by name."""
         attempt, age = self.attempt, self.attempt.round - work.round
         attempt.received[work.client_id] = work.nbytes
@@ -502,7 +449,7 @@ class Rounds:
         second = work.arrives - self.clock.began if self.clock else time.monotonic() - self._began
         attempt.arrivals.append({"client": work.client_id, "age": age, "second": second, "fate": fate})
 
-    def _too_late(self, work: Work, age: int) -> str:
+    def _too_late(self, work: PendingUpload, age: int) -> str:
         """Return why the round cannot use an upload of this age, "" if it can."""
         if age > self.config.staleness:
             allowed = f"{self.config.staleness} allowed" if self.config.staleness else "none allowed"
@@ -530,7 +477,7 @@ class Rounds:
         if self.clock:
             self.close(self.clock)
         if self.config.closes_early:
-            works = {**self.working, **attempt.works}
+            works = {**self.working, **attempt.pending}
             attempt.missed = {i: works[i] for i in attempt.buffer.ids if i not in attempt.ended}
             for client_id in attempt.missed:
                 attempt.buffer.skip(client_id)
@@ -542,15 +489,11 @@ class Rounds:
 
         Arrays beyond `server-memory-limit` go to the disk.
         """
-        before, attempt = self.server.state, self.attempt
-        after = hooks.checked_state(self.config.method, self.protocol.update(attempt, accepted))
-        for step in self.steps:
-            after = step(before, after)
-        self.server.state = dataclasses.replace(after, round=attempt.round)
-        self._settle(list(self.attempt.buffer.metrics))
+        self.protocol.advance(self.attempt, accepted)
+        self._spill(list(self.attempt.buffer.metrics))
         for client_id, reported in self.attempt.buffer.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
-        self.working, self.attempt.works = self.attempt.missed, {}
+        self.working, self.attempt.pending = self.attempt.missed, {}
         for work in self.working.values():
             if self.server.state.round + 1 - work.round > self.config.staleness:
                 # no round can use it
@@ -565,10 +508,10 @@ class Rounds:
         seconds = self.clock.lasted if self.clock else time.monotonic() - self._began
         return {"asked": sorted(attempt.sent), "away": away, "seconds": seconds, "ends": attempt.arrivals}
 
-    def _settle(self, ids: list[int]) -> None:
+    def _spill(self, ids: list[int]) -> None:
         """Keep the clients' arrays in memory while there is room. ids: the round's clients; their stacks are in memory anyway."""
         limit = self.config.server_memory_limit * 1e9
-        client_arrays.settle(self.server.state.clients, ids, limit, self.folder.path, self.client_files.moved)
+        client_arrays.spill(self.server.state.clients, ids, limit, self.folder.path, self.client_files.moved)
 
     def record(self) -> Record:
         """Return the round's record."""
@@ -597,6 +540,7 @@ class Rounds:
             self.validation,
             self.config.evaluate_global,
             self.attempt.hashes if self.config.is_confidential else None,
+            self.config.gone,
         )
         for name, ids in record.get("undefined", {}).items():
             whose = listed(list(map(self.attempt.called, ids)))
@@ -631,7 +575,9 @@ class Rounds:
         are logged.
         """
         ids = self.begin_evaluation(round, "collecting models")
-        expected = Expected.of(self.server.exported_layout(self.server.full_layout), dtype=wire.WHOLE)
+        expected = Expected.of(
+            self.server.form_of_exports.layout(self.server, self.server.full_layout), dtype=wire.WHOLE
+        )
         models: dict[int, Model] = {}
         for reply in self.replies(self.messages(ids, "collect")):
             try:
@@ -700,7 +646,7 @@ class Rounds:
         for facts in saved.meta.get(LATE, []):
             begins = f"{LATE}.{facts['client_id']}."
             own = {name.removeprefix(begins): arrays.pop(name) for name in list(arrays) if name.startswith(begins)}
-            work = self.working[facts["client_id"]] = Work.restored(own, facts)
+            work = self.working[facts["client_id"]] = PendingUpload.restored(own, facts)
             if not self.clock:
                 work.cause = "its reply was lost when the server restarted"
         model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
@@ -714,7 +660,7 @@ class Rounds:
                 clients.setdefault(int(client_id), {})[key] = arrays.pop(name)
         self.client_files.adopt(saved.meta.get(checkpoint.CLIENTS, []), clients)
         server.state = State(model, clients, memory, saved.meta["round"])
-        self._settle(list(clients))
+        self._spill(list(clients))
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.first = {int(i): scalars for i, scalars in saved.meta.get("first", {}).items()}
         self.spent = {int(i): float(spent) for i, spent in saved.meta.get("spent", {}).items()}
@@ -723,7 +669,7 @@ class Rounds:
 
     # Messages
 
-    def _why_it_failed(self, round: int, spoilt: list[Attempt]) -> str:
+    def _why_it_failed(self, round: int, spoilt: list[RoundAttempt]) -> str:
         lines = [f"  {line}" for line in failure_lines(spoilt)]
         if not spoilt[-1].failures:
             lines.append(f"  {spoilt[-1].spoilt_by}")

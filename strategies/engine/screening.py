@@ -38,8 +38,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.wire import WireError
+from fl_app.transport.wire import WireError
+from strategies.base.declared import PARAMETERS, STATISTICS, Outliers
+from strategies.base.server_half import ServerHalf
+from strategies.base.state import Sent
 from strategies.base.uploads import UploadBuffer
+from strategies.kernels import masks
 from strategies.kernels.aggregate import Stack, distances_of_pairs
 from strategies.kernels.robust import distances_to_median
 
@@ -54,8 +58,8 @@ _OF_MOST, _OF_LENGTH = 0.1, 0.01
 
 Distances = dict[str, NDArray[np.float64]]
 Squares = Mapping[str, Mapping[int, float]]
-# returns the values that a client was sent for the compared stacks, by the same names
-Sent = Callable[[int], Mapping[str, NDArray[Any]]]
+Reference = Callable[[int], Mapping[str, NDArray[Any]]]
+"""Returns the values that a client's upload is compared with, by the names of the compared stacks."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Screening:
     _now: dict[str, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def measure(
-        self, round: int, buffer: UploadBuffer, stacks: Mapping[str, Stack], limit: float, sent: Sent
+        self, round: int, buffer: UploadBuffer, stacks: Mapping[str, Stack], limit: float, sent: Reference
     ) -> list[Outlier]:
         """Note the distances of a round's uploads. Return those beyond `limit` usual distances, the farthest first.
 
@@ -184,7 +188,37 @@ class Screening:
         return cls(usual, last, _numbers(saved.get("seen", {})))
 
 
-def _moved(stacks: Mapping[str, Stack], rows: list[int], ids: list[int], sent: Sent) -> tuple[Distances, Distances]:
+def reference(outliers: Outliers, sent: Sent) -> dict[str, NDArray[Any]]:
+    """Return the values that a client's upload is compared with, by the names of the compared stacks."""
+    model = {PARAMETERS: sent.model.params, STATISTICS: sent.model.buffers} if outliers.models else {}
+    extras = {what: sent.extras.get(name, sent.model.params) for what, name in outliers.extras.items()}
+    return {**model, **extras, **sent.reference}
+
+
+def compared(server: ServerHalf[Any], buffer: UploadBuffer, sent: Reference) -> dict[str, Stack]:
+    """Return the stacks in which uploads must not lie far apart, [N, ...] by a plural name.
+
+    It overwrites elements of `buffer.W` that are not compared (`Outliers.unmasked`).
+    """
+    outliers = server.outliers
+    stacks: dict[str, Stack] = {PARAMETERS: buffer.W, STATISTICS: buffer.B} if outliers.models else {}
+    stacks |= {what: buffer.extras[name] for what, name in outliers.extras.items() if name in buffer.extras}
+    if outliers.unmasked and buffer.bits is not None:
+        for row in buffer.rows:
+            own = masks.unpack(buffer.bits[row], buffer.W.shape[1])
+            buffer.W[row, own] = sent(buffer.ids[row])[PARAMETERS][own]
+    if outliers.comparable is not None:
+        for what in outliers.extras.keys() & stacks.keys():
+            stacks[what] = server.stack_like(stacks[what])
+            for row in buffer.rows:
+                extras = {name: stack[row] for name, stack in buffer.extras.items()}
+                stacks[what][row] = outliers.comparable(extras, sent(buffer.ids[row])[what])
+    return stacks
+
+
+def _moved(
+    stacks: Mapping[str, Stack], rows: list[int], ids: list[int], sent: Reference
+) -> tuple[Distances, Distances]:
     """Return the rows' distances from the values that their clients were sent, and the lengths of these values.
 
     Both are float64 [len(rows)] by stack. A stack is left out if a client's values are missing or have another size.

@@ -18,34 +18,36 @@ from typing import IO, Any, cast
 import numpy as np
 
 from fl_app.config import RunConfig
-from fl_app.errors import MethodFault, UserError, describe
+from fl_app.errors import MethodError, MethodFault, describe
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
-from fl_app.wire import Expected, Upload
-from strategies.base.server_half import ServerHalf, declares
+from fl_app.transport.wire import Expected, Upload
+from strategies.base.declared import CHANGE_SUMS, PARAMETERS, STATISTICS, declares_means
+from strategies.base.server_half import ServerHalf
+from strategies.base.turn import Turn
 from strategies.base.uploads import UploadBuffer, Uploads
 from strategies.kernels.aggregate import distances_of_pairs
 from strategies.kernels.blocks import COLUMNS, UNIT
-from strategies.kernels.folded import Folded, RowSum
+from strategies.kernels.folded import RowSum, SummedRows
 
 log = logging.getLogger("corolla")
 
 # the most bytes of waiting uploads that are kept in memory
 _WAITING_BYTES = 64e6
-# a class that overrides one of these hooks must declare `streams` itself
-_HOOKS = ("update", "personalize", "weights", "averaging_of", "compared", "summed")
 
 Reference = Callable[[int], Mapping[str, Any]]
 
 
 def streams(half: type[ServerHalf[Any]]) -> bool:
-    """Return whether a method declares `streams`, and no later override may need a stack.
+    """Return whether a method declares `Means.streams`, and no later override may need a stack.
 
     Raises UserError, naming the class, if the declaration is neither True nor False.
     """
-    if not isinstance(half.streams, bool):
-        raise UserError(f"method class {half.__name__}: streams must be True or False, got {half.streams!r:.80}")
-    return half.streams and declares(half, "streams", _HOOKS)
+    if not isinstance(half.means.streams, bool):
+        raise MethodError(
+            f"method class {half.__name__}: streams must be True or False, got {half.means.streams!r:.80}"
+        )
+    return half.means.streams and declares_means(half, *CHANGE_SUMS)
 
 
 def why_kept(config: RunConfig, expected: Expected) -> str:
@@ -71,11 +73,12 @@ class RunningMean(UploadBuffer):
     """
 
     server: ServerHalf[Any]
+    turn: Turn
     sent: Reference | None
     moved: dict[str, dict[int, float]] = field(default_factory=dict)
     lengths: dict[str, dict[int, float]] = field(default_factory=dict)
-    _W: Folded = field(default_factory=lambda: Folded(0, UNIT))
-    _B: Folded = field(default_factory=lambda: Folded(0, UNIT))
+    _W: SummedRows = field(default_factory=lambda: SummedRows(0, UNIT))
+    _B: SummedRows = field(default_factory=lambda: SummedRows(0, UNIT))
     _summed: dict[str, RowSum] = field(default_factory=dict)
     _waiting: dict[int, Upload] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)
@@ -87,18 +90,18 @@ class RunningMean(UploadBuffer):
 
     @classmethod
     def started(
-        cls, ids: list[int], expected: Expected, server: ServerHalf[Any], sent: Reference | None = None
+        cls, ids: list[int], expected: Expected, server: ServerHalf[Any], turn: Turn, sent: Reference | None = None
     ) -> RunningMean:
         """Start with empty sums. Everything beside the models is stacked. sent: None if no moves are measured."""
         beside = UploadBuffer.of(ids, dataclasses.replace(expected, d=0, b=0))
         stacks = {f.name: getattr(beside, f.name) for f in dataclasses.fields(UploadBuffer) if f.init}
-        buffer = cls(**{**stacks, "expected": expected}, server=server, sent=sent)
-        buffer._W, buffer._B = Folded(expected.d, UNIT), Folded(expected.b, UNIT)
+        buffer = cls(**{**stacks, "expected": expected}, server=server, turn=turn, sent=sent)
+        buffer._W, buffer._B = SummedRows(expected.d, UNIT), SummedRows(expected.b, UNIT)
         return buffer
 
     def _note_moves(self, client_id: int, upload: Upload, sent: Mapping[str, Any]) -> None:
         """Note the distance of an upload from the model that its client was sent."""
-        for what, vector in (("parameters", upload.model.params), ("BatchNorm statistics", upload.model.buffers)):
+        for what, vector in ((PARAMETERS, upload.model.params), (STATISTICS, upload.model.buffers)):
             start = sent.get(what)
             if start is None or start.size != vector.size or not vector.size:
                 continue
@@ -133,7 +136,7 @@ class RunningMean(UploadBuffer):
         W.close()
         B.close()
         uploads = super().result()
-        self._W, self._B = Folded(0, UNIT), Folded(0, UNIT)
+        self._W, self._B = SummedRows(0, UNIT), SummedRows(0, UNIT)
         self._summed, self._waiting, self._sent = {}, {}, {}
         if self._file is not None:
             self._file.close()
@@ -151,13 +154,14 @@ class RunningMean(UploadBuffer):
         size = self.sizes[row : row + 1] * factor
         one = Uploads([client_id], self.W, self.B, size, None, {}, [self.metrics[client_id]], factors=factor)
         try:
-            weight, more = float(self.server.weights(one)[0]), self.server.summed(upload)
+            weight, summed = float(self.server.weights(one)[0]), self.server.means.summed
+            more = {} if summed is None else summed(self.server, upload, self.turn)
         except MethodFault:
             raise
         except Exception as error:
             raise MethodFault(
-                f"method {self.server.config.method}: weights or summed failed ({describe(error)}); with streams = True they get "
-                "one upload at a time, and no stack"
+                f"method {self.server.config.method}: weights() or `summed` failed ({describe(error)}): with Means(streams=True) "
+                "they get one upload at a time, and no stack"
             ) from error
         self._W.add(upload.model.params, weight)
         self._B.add(upload.model.buffers, weight)

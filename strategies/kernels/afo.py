@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 
 KINDS = ("none", "momentum", "adagrad", "adam", "yogi")
 MOMENTUM = 1.0
@@ -59,7 +59,7 @@ def server_step(
     before, target = np.asarray(w), np.asarray(mean)
     dtype = np.result_type(before.dtype, np.float32)
     if kind not in KINDS:
-        raise UserError(f"server-optimizer: must be one of {', '.join(KINDS)}, got {kind!r}")
+        raise MethodError(f"server-optimizer: must be one of {', '.join(KINDS)}, got {kind!r}")
     if before.shape != target.shape:
         raise ValueError(f"w and mean must have one shape, got {list(before.shape)} and {list(target.shape)}")
     if kind == "none":

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.kernels.blocks import UNIT, blocks, columns_for, for_blocks, in_order
-from strategies.kernels.folded import Folded
+from strategies.kernels.folded import SummedRows
 from strategies.kernels.masks import Bits
 
 Stack = NDArray[np.float32]
@@ -34,7 +34,7 @@ _SPARSE = 32
 _LEAST, _NORMAL = 2.0**-102, float(np.finfo(np.float32).tiny)
 
 
-def weighted_mean(W: Stack | Folded, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
+def weighted_mean(W: Stack | SummedRows, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
     """Return the mean over clients, sum_i weights_i w_i / sum_i weights_i, accumulated in float64 in row order, float32 [d].
 
     W: float32 [N, d], or its rows added up with these weights. weights: float64 [N], not negative; None: uniform.
@@ -46,7 +46,7 @@ def weighted_mean(W: Stack | Folded, weights: NDArray[np.float64] | None = None)
     if weights is None:
         weights = np.ones(n)
     checked = check_weights(weights, n)
-    if isinstance(W, Folded):
+    if isinstance(W, SummedRows):
         return W.mean(weights).astype(np.float32)
     weights, d = checked, W.shape[1]
     total = weights.sum()
@@ -59,12 +59,12 @@ def weighted_mean(W: Stack | Folded, weights: NDArray[np.float64] | None = None)
     return out
 
 
-def block_means(W: Stack | Folded) -> Callable[[slice], NDArray[np.float64]]:
+def block_means(W: Stack | SummedRows) -> Callable[[slice], NDArray[np.float64]]:
     """Return a function from a slice of columns to their unweighted mean over the rows, float64 [w].
 
     W: float32 [N, d], or its rows added up with equal weights.
     """
-    if isinstance(W, Folded):
+    if isinstance(W, SummedRows):
         return W.mean().__getitem__
     ones = np.ones(len(W))
     return lambda at: mean_block(W[:, at], ones, float(len(ones)))

@@ -40,7 +40,7 @@ class RowSum:
         return total
 
 
-class Folded:
+class SummedRows:
     """A stack of float32 rows [N, d] that have been added up. It returns nothing but the mean with the rows' weights.
 
     Rows of equal weights are averaged as rows of weight 1 (`aggregate.check_weights`). Until two weights differ, both
@@ -101,4 +101,6 @@ class Folded:
 
     def __getattr__(self, name: str) -> Any:
         """Raise TypeError: there is no stack."""
-        raise TypeError(f"uploads were added up as they came: there is no stack that has {name!r} (ServerHalf.streams)")
+        raise TypeError(
+            f"uploads were added up as they came: there is no stack that has {name!r} (`means` of the server half)"
+        )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.wire import GROUP_MIN
+from fl_app.transport.wire import GROUP_MIN
 
 ALONE = -1
 
@@ -43,8 +43,8 @@ def partition(similarity: NDArray[np.float64], threshold: float) -> NDArray[np.i
 def held(groups: Mapping[int, list[int]], labels: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sum that each client uses as its group's: int64 by client id, the sum's place among the sums, or ALONE for none.
 
-    groups: the summed clients by label. labels: int64 by client id. Clients that were only added to a sum use none, and
-    neither do clients without a group (label ALONE).
+    groups: the summed clients by label. labels: int64 by client id. Clients merged into another group's sum keep no group
+    mean. Clients without a group (label ALONE) have none.
     """
     places = np.full(len(labels), ALONE)
     for place, label in enumerate(groups):

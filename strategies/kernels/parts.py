@@ -1,6 +1,6 @@
 """A part of a model: the elements of its vectors that one client holds, trains and uploads.
 
-A server half says by `ServerHalf.held_by` which part each client holds. The base then expects uploads of that part, and
+A server half says by `Method.submodel` which part each client holds. The base then expects uploads of that part, and
 fills them up with the values of the model that the client was sent (`ServerHalf.sent_to`).
 """
 

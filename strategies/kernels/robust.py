@@ -25,7 +25,7 @@ from strategies.kernels import aggregate
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.averages import RULES, ByColumn, ByDistance, rule_of
 from strategies.kernels.blocks import blocks, for_blocks, in_order
-from strategies.kernels.folded import Folded
+from strategies.kernels.folded import SummedRows
 from strategies.kernels.trimming import ascending, width_for
 
 # with this many vectors or more, one of them can be outvoted
@@ -39,15 +39,15 @@ def choosing() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Averaging:
-    """A mean over clients: the plain one (`none`), or one by a rule that withstands liars.
+    """A mean over clients: the plain one (`none`), or one by a rule that withstands Byzantine clients.
 
-    liars: the part of clients, in [0, 0.5), that trimmed-mean and krum assume to lie. It is at least one client of
+    byzantine_ratio: the part of clients, in [0, 0.5), that trimmed-mean and krum assume to lie. It is at least one client of
     three, and never half of them. apart: squared distances between clients, float64 [N, N] for each array of their
     uploads. Krum and geometric-median choose by them (`of`). None: every mean chooses by its own rows.
     """
 
     rule: str = "none"
-    liars: float = 0.3
+    byzantine_ratio: float = 0.3
     apart: tuple[NDArray[np.float64], ...] | None = field(default=None, compare=False, repr=False)
 
     def of(self, arrays: Iterable[NDArray[np.floating]]) -> Averaging:
@@ -63,12 +63,12 @@ class Averaging:
             return self
         return replace(self, apart=tuple(distances[np.ix_(members, members)] for distances in self.apart))
 
-    def mean(self, W: Stack | Folded, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
+    def mean(self, W: Stack | SummedRows, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
         """Return the mean over clients, float32 [d]. Arguments as in `aggregate.weighted_mean`; only the rule `none` uses weights.
 
         Raises ValueError if there is no row.
         """
-        if self.rule == "none" or isinstance(W, Folded):
+        if self.rule == "none" or isinstance(W, SummedRows):
             return aggregate.weighted_mean(W, weights)
         if not len(W):
             raise ValueError("a mean needs at least one row")
@@ -101,11 +101,11 @@ class Averaging:
         if self.rule == "none":
             return aggregate.means_of(members)
         rows = [np.flatnonzero(group) for group in members]
-        rule, liars = rule_of(self.rule), [self.assumed(len(own)) for own in rows]
+        rule, num_byzantine = rule_of(self.rule), [self.assumed(len(own)) for own in rows]
         if isinstance(rule, ByColumn):
             mean = rule.mean
             return lambda block: np.array(
-                [mean(block, own, some) for own, some in zip(rows, liars, strict=True)], np.float32
+                [mean(block, own, some) for own, some in zip(rows, num_byzantine, strict=True)], np.float32
             ).reshape(len(rows), block.shape[1])
         apart = self.apart or (aggregate.squared_distances(W),)
         if len(apart[0]) != len(W):
@@ -113,10 +113,10 @@ class Averaging:
                 f"a mean over {len(W)} rows by distances between {len(apart[0])} clients: see Averaging.among"
             )
         weights = [
-            rule.weights(whole([distances[np.ix_(own, own)] for distances in apart]), some)
+            rule.weights(total_distances([distances[np.ix_(own, own)] for distances in apart]), some)
             if len(own) >= ABLE
             else np.ones(len(own))
-            for own, some in zip(rows, liars, strict=True)
+            for own, some in zip(rows, num_byzantine, strict=True)
         ]
         return lambda block: np.array(
             [aggregate.mean_block(block[own], each, each.sum()) for own, each in zip(rows, weights, strict=True)],
@@ -125,7 +125,7 @@ class Averaging:
 
     def assumed(self, n: int) -> int:
         """Return how many of n clients are assumed to lie."""
-        return min(max(1, math.floor(self.liars * n + 1e-9)), (n - 1) // 2)
+        return min(max(1, math.floor(self.byzantine_ratio * n + 1e-9)), (n - 1) // 2)
 
 
 PLAIN = Averaging()
@@ -134,7 +134,7 @@ PLAIN = Averaging()
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 
-def whole(apart: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+def total_distances(apart: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     """Return squared distances between whole uploads, float64 [n, n]: the sum over their arrays, each in its usual distances.
 
     apart: float64 [n, n] per array. An array's usual distance is the median over clients of the median distance to all

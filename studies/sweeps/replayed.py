@@ -30,7 +30,7 @@ class Replayed(FedAvg[Params]):
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Draw for all rounds up to this one, of the clients connected now."""
         draw = random.Random(SEED)
-        count = self.config.drawn(len(client_ids))
+        count = self.config.cohort_size(len(client_ids))
         chosen = [draw.sample(client_ids, count) for _ in range(round)]
         return sorted(chosen[-1])
 

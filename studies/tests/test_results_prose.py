@@ -16,7 +16,7 @@ from typing import Any
 
 from corolla import presets
 from corolla.experiments import compare, paper_metrics
-from corolla.experiments.compare import Line
+from corolla.experiments.compare import PaperLine
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.runs import below as below_folder
 from fl_app import plugins
@@ -34,7 +34,7 @@ FIGURE = re.compile(r"\d+\.\d+|\b\d+ points?\b")
 
 
 @cache
-def column(name: str) -> dict[str, Line]:
+def column(name: str) -> dict[str, PaperLine]:
     """Return the runs of a column by method."""
     return {line.runs[0].config.method: line for line in results_page.lines_of(name, RESULTS / name)}
 

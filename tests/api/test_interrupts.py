@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from client_app.client_app import app as client_app
-from corolla.api import runs
+from corolla.api import one_run
 from corolla.api.interrupts import AFTER_ROUND, AT_ONCE, answered
 from corolla.api.live import Display
 from corolla.api.waiting import waiting
@@ -19,9 +19,9 @@ from corolla.experiments.launch import LOST
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import RunFailed
-from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.progress_protocol import LOG_MARK, folder_line
+from fl_app.server.events import LOG_MARK, Started, encode
 from fl_app.server.run_folder import RUN, STOP, read_metrics
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.api.test_live import display
 from tests.conftest import Command, Run
@@ -117,11 +117,11 @@ def test_a_run_ends_after_the_round_and_goes_on_with_the_same_bits(
 
 def test_a_superlink_that_died_is_one_sentence_and_the_way_on(raw_config: dict[str, Any], tmp_path: Path) -> None:
     def submit(config: Any, on_line: Any) -> str:
-        on_line(LOG_MARK + folder_line(tmp_path / "run"))
+        on_line(LOG_MARK + encode(Started(folder=str(tmp_path / "run"))))
         return LOST
 
     with pytest.raises(RunFailed) as failed:
-        runs.run_one(raw_config, submit, verbose=False, where="--superlink lab ")
+        one_run.run_one(raw_config, submit, verbose=False, where="--superlink lab ")
     said = str(failed.value)
     assert said.startswith("the SuperLink ended or can no longer be reached; continue with: ")
     assert said.endswith(f"run --superlink lab --resume {tmp_path / 'run'}") and "{" not in said

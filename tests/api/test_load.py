@@ -66,7 +66,7 @@ def test_an_interrupted_run_has_its_rounds(start: Start) -> None:
     found = start()
     (found.path / "summary.json").unlink()
     again = corolla.load(str(found.path))
-    assert again.state == "interrupted" and len(again.metrics) == 2 and "interrupted" in again._repr_html_()
+    assert again.state == "interrupted" and len(again.rounds) == 2 and "interrupted" in again._repr_html_()
     with pytest.raises(UserError, match="the run did not finish"):
         again.summary  # noqa: B018
     with pytest.raises(UserError, match="the run did not finish"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -30,7 +31,7 @@ def test_importing_corolla_is_cheap() -> None:
     loaded = set(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     )
-    unwanted = {"torch", "pandas", "flwr", "rich", "typer", "matplotlib", "scipy", "sklearn", "IPython", "strategies"}
+    unwanted = {"torch", "pandas", "flwr", "rich", "typer", "altair", "scipy", "sklearn", "IPython", "strategies"}
     assert "corolla.api" in loaded and not unwanted & loaded
 
 
@@ -44,10 +45,10 @@ def test_a_run_is_the_commands_run(start: Start, run: RunHere, tmp_path: Path) -
     assert found.config["fedcac.beta"] == 1 and found.config["num-clients"] == 3
 
     records = list(read_metrics(found.path))
-    assert list(found.metrics.index) == [1, 2]
-    assert list(found.metrics["accuracy-before"]) == [r["accuracy-before"] for r in records]
-    assert found.metrics["evaluation-accuracy"].iloc[-1] == found.summary["final-accuracy"]
-    assert list(found.metrics["seconds-round"]) == [r["seconds"]["round"] for r in records]
+    assert list(found.rounds.index) == [1, 2]
+    assert list(found.rounds["accuracy-before"]) == [r["accuracy-before"] for r in records]
+    assert found.rounds["evaluation-accuracy"].iloc[-1] == found.summary["final-accuracy"]
+    assert list(found.rounds["seconds-round"]) == [r["seconds"]["round"] for r in records]
     assert list(found.clients.index) == [(t, i) for t in (1, 2) for i in range(3)]
     assert found.clients.loc[2, 1]["accuracy-after"] == records[1]["clients"]["1"]["accuracy-after"]
     assert (found.clients["train-samples"] == 24).all()
@@ -191,14 +192,14 @@ def test_settings_without_effect_are_named(start: Start, capsys: pytest.CaptureF
 
 
 def test_keys_that_another_key_makes_void_are_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    start(server_tau=0.1, dp_clip=2.0, private_regroup=9, staleness_rule="fedbuff", robust_liars=0.1, dp_delta=1e-5)
+    start(server_tau=0.1, dp_clip=2.0, private_regroup=9, staleness_rule="fedbuff", byzantine_ratio=0.1, dp_delta=1e-5)
     said = words(capsys.readouterr().err)
     for line in (
         "server-tau has no effect with server-optimizer = none",
         "dp-clip has no effect with dp-epsilon = 0.0",
         "private-regroup has no effect with private = false",
         "staleness-rule has no effect with staleness = 0",
-        "robust-liars has no effect with robust = none",
+        "byzantine-ratio has no effect with robust = none",
     ):
         assert line in said
     # the default value
@@ -229,7 +230,7 @@ def test_a_finished_run_goes_on_with_more_rounds(start: Start, capsys: pytest.Ca
     again = corolla.run(resume=found, in_process=True)
     assert again.path == found.path and "nothing to resume" in capsys.readouterr().out
     more = corolla.run(resume=found, in_process=True, num_server_rounds=3)
-    assert list(more.metrics.index) == [1, 2, 3]
+    assert list(more.rounds.index) == [1, 2, 3]
 
 
 def test_an_interrupt_ends_it_after_its_round_and_it_can_go_on(start: Start, tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_an_interrupt_ends_it_after_its_round_and_it_can_go_on(start: Start, tmp
         ended.set()
         thread.join()
     stopped = corolla.load(tmp_path / "runs" / "long")
-    assert stopped.state == "interrupted" and 1 <= len(stopped.metrics) < 40
+    assert stopped.state == "interrupted" and 1 <= len(stopped.rounds) < 40
     whole = corolla.run(resume=stopped, in_process=True, progress=False)
     assert whole.summary["digest"] == start(run_name="whole", num_server_rounds=40, progress=False).summary["digest"]
 
@@ -273,3 +274,17 @@ def test_a_folder_on_another_machine_is_said(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="is on the SuperLink's machine, not on this one: .*there"):
             what()
     assert "not on this one" in elsewhere._repr_html_()
+
+
+def test_a_run_leaves_the_callers_generators_as_they_were(start: Start) -> None:
+    import torch
+
+    def drawn() -> tuple[float, ...]:
+        return torch.rand(1).item(), np.random.rand(), random.random()  # noqa: NPY002 - the caller's
+
+    torch.manual_seed(1), np.random.seed(2), random.seed(3)  # noqa: NPY002
+    first, then = drawn(), drawn()
+    torch.manual_seed(1), np.random.seed(2), random.seed(3)  # noqa: NPY002
+    assert drawn() == first
+    start(in_process=True)
+    assert drawn() == then

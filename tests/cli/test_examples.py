@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from corolla.cli import app, whole
+from corolla.cli import app, build_command
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
@@ -22,20 +22,20 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
             yield from commands(below, (*path, name))
 
 
-EXAMPLES = {words: str(command.epilog or "") for words, command in commands(whole())}
+EXAMPLES = {words: str(command.epilog or "") for words, command in commands(build_command())}
 
 
 def test_each_command_has_an_example_and_a_heading() -> None:
     lacking = [words for words, text in EXAMPLES.items() if not text.startswith(f"Example: corolla {words}")]
     assert lacking == [], "the decorator's `epilog` gives an example (corolla/cli/__init__.py)"
-    top = whole().commands.items()  # type: ignore[attr-defined]
+    top = build_command().commands.items()  # type: ignore[attr-defined]
     assert [name for name, command in top if not command.hidden and not command.rich_help_panel] == []
 
 
 @pytest.mark.parametrize("words", sorted(EXAMPLES))
 def test_an_example_is_valid(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command = dict(commands(whole()))[words]
+    command = dict(commands(build_command()))[words]
     arguments = shlex.split(EXAMPLES[words].removeprefix(f"Example: corolla {words}"))
     # files that must exist
     for name in arguments:
@@ -43,14 +43,14 @@ def test_an_example_is_valid(words: str, tmp_path: Path, monkeypatch: pytest.Mon
             (tmp_path / name).write_text("")
         if name.startswith("runs"):
             (tmp_path / name).mkdir(parents=True, exist_ok=True)
-    parent = click.Context(whole(), info_name="corolla")
+    parent = click.Context(build_command(), info_name="corolla")
     context = command.make_context(words, arguments, parent=parent)
     assert context.command is command
 
 
 def test_the_list_of_commands_has_headings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        whole()(["-h"], prog_name="corolla")
+        build_command()(["-h"], prog_name="corolla")
     shown = capsys.readouterr().out
     places = [shown.index(f"─ {group} ─") for group in ("Run", "Look", "Data and state", "Deploy")]
     assert places == sorted(places)
@@ -61,7 +61,7 @@ def test_a_command_without_example_and_heading_breaks_no_other_one(capsys: pytes
         app.command("mine")(lambda: print("done"))
         for words, shown in (("--version", "corolla"), ("-h", "mine"), ("mine", "done")):
             with pytest.raises(SystemExit) as ended:
-                whole()([words], prog_name="corolla")
+                build_command()([words], prog_name="corolla")
             assert ended.value.code == 0 and shown in capsys.readouterr().out.lower()
     finally:
         del app.registered_commands[-1]

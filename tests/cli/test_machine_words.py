@@ -81,7 +81,7 @@ def test_tables_for_papers(two: Command, tmp_path: Path) -> None:
     assert code == 2 and "must be a directory" in err and "'page.html'" in err and not Path("page.html").exists()
     code, _, err = two("report", "a", "b", "--tables", "t", "--latex")
     text = Path("t/results.tex").read_text()
-    assert code == 0 and r"\toprule" in text and "fedavg" in text, err
+    assert code == 0 and r"\toprule" in text and "FedAvg" in text, err
     code, _, err = two("compare", "a", "b", "--latex", "--json")
     assert code == 2 and "--json and --latex exclude each other" in err
 

@@ -9,6 +9,7 @@ import pytest
 
 import corolla as api
 from fl_app.errors import UserError
+from fl_app.server.events import Event
 from fl_app.server.run_folder import ask_to_stop
 from tests.conftest import Command
 
@@ -25,14 +26,14 @@ def stopped(corolla: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of two rounds, runs/k3, that was stopped after its first."""
     from corolla.api import live
 
-    def stop(display: live.Display, line: str) -> None:
-        whole(display, line)
+    def stop(display: live.Display, event: Event) -> None:
+        whole(display, event)
         if display.folder:
             ask_to_stop(display.folder)
 
-    whole = live.Display.line
+    whole = live.Display.take
     with monkeypatch.context() as patch:
-        patch.setattr(live.Display, "line", stop)
+        patch.setattr(live.Display, "take", stop)
         with pytest.raises(KeyboardInterrupt):
             api.run(in_process=True, clients=2, progress=False, run_name="k3", **keywords())
     assert (Path("runs/k3") / "config.toml").is_file() and not (Path("runs/k3") / "summary.json").exists()

@@ -14,8 +14,8 @@ from rich.console import Console
 from typer.main import get_command
 
 from corolla.cli import app
-from corolla.cli.layout import Fitted, fit
-from corolla.cli.tables import show_table
+from corolla.cli.column_widths import fit, needed
+from corolla.cli.printed_tables import show_table
 from fl_app.errors import counted
 from fl_app.keys import closest
 from fl_app.server.run_folder import read_about
@@ -66,26 +66,13 @@ def test_brackets_in_a_help_text_are_shown(corolla: Command, monkeypatch: pytest
             assert part in shown, (words, part)
 
 
-def test_a_narrow_terminal_has_fewer_columns_of_results_and_none_that_is_cut() -> None:
-    lines = [
-        ["method", "final", "pooled", "best", "upload", "download", "seconds"],
-        ["fedcac", "100.00 %", "98.25 %", "91.67 %", "11.4 MB", "11 MB", "24.4"],
-    ]
-    less = ("pooled", "download", "upload", "best")
-    assert fit(lines, 0, less).lines == fit(lines, 72, less).lines == lines
-    # without lines between cells there is room for all
-    assert not fit(lines, 71, less).missing and not fit(lines, 71, less).lined
-    assert fit(lines, 61, less).lines[0] == ["method", "final", "best", "upload", "download", "seconds"]
-    assert fit(lines, 50, less).lines[1] == ["fedcac", "100.00 %", "91.67 %", "11.4 MB", "24.4"]
-    assert fit(lines, 50, less).missing == ("pooled", "download")
-    assert fit(lines, 33, less).lines[0] == ["method", "final", "seconds"]
-
-
-def drawn(fitted: Fitted, width: int) -> str:
+def drawn(lines: list[list[str]], width: int, may_be_missing: tuple[str, ...] = ()) -> tuple[str, list[str]]:
+    """Return what a terminal of a width shows, and the columns that are left out."""
+    table, missing = fit(lines, width, may_be_missing)
     console = Console(width=width, highlight=False, emoji=False)
     with console.capture() as captured:
-        console.print(fitted.drawn(), width=fitted.needed if fitted.widths else None, soft_wrap=not fitted.widths)
-    return captured.get()
+        console.print(table, soft_wrap=isinstance(table, str))
+    return captured.get(), missing
 
 
 RUNS = [
@@ -102,6 +89,7 @@ RUNS = [
     ],
     ["runs/k3", "interrupted", "5/30", "mymethod:METHOD", "fashion-mnist", "10", "9.00 %", "2026-11-26 10:25"],
 ]
+OF_RUNS = ("written", "dataset", "seed", "method")
 COMPARED = [
     ["method", "fedcac.collaboration", "n", "final-accuracy", "final-accuracy-finetuned", "best-accuracy"],
     ["fedcac", "time-varying", "3", "86.82 ± 1.18 (4 of 6 clients)", "91.67 ± 10.10", "100.00 ± 0.00"],
@@ -109,48 +97,46 @@ COMPARED = [
 ]
 
 
-@pytest.mark.parametrize("width", range(56, 84, 3))
-def test_a_number_and_of_how_many_clients_it_is_stay_on_one_line(width: int) -> None:
-    whole = "86.82 ± 1.18 (4 of 6 clients)"
-    assert whole in drawn(fit(COMPARED, width), width)
-    twice = [[*row, cell] for row, cell in zip(COMPARED, ["final-auc", whole, "n/a"], strict=True)]
-    assert drawn(fit(twice, width), width).count(whole) == 2
+def test_a_narrow_terminal_has_fewer_columns_of_results() -> None:
+    lines = [
+        ["method", "final", "pooled", "best", "upload", "download", "seconds"],
+        ["fedcac", "100.00 %", "98.25 %", "91.67 %", "11.4 MB", "11 MB", "24.4"],
+    ]
+    less = ("pooled", "download", "upload", "best")
+    for width, lined, left_out in ((72, True, 0), (71, False, 0), (62, False, 0), (61, False, 1), (50, False, 2)):
+        text, missing = drawn(lines, width, less)
+        assert ("│" in text, missing) == (lined, list(less[:left_out]))
+        assert [word for word in lines[0] if word in text] == [word for word in lines[0] if word not in missing]
 
 
 @pytest.mark.parametrize("lines", [RUNS, COMPARED], ids=["runs", "compare"])
 @pytest.mark.parametrize("width", [160, 120, 100, 80, 72, 60, 50, 40, 30, 20])
-def test_no_width_cuts_a_number_or_a_name(lines: list[list[str]], width: int) -> None:
-    # as `runs` and `compare` do
-    less = ("written", "dataset", "seed", "method") if lines is RUNS else ()
-    fitted = fit(lines, width, less)
-    text = drawn(fitted, width)
-    words = text.split()
-    shown = [row[k] for row in fitted.lines[1:] for k in range(len(row))]
-    for word in (
-        word for cell in shown for word in cell.split() if any(map(str.isdigit, word)) and "/2026" not in word
-    ):
-        assert word in words, f"{word} is cut"
-    assert "…" not in text
-    if fitted.widths:
+def test_no_width_cuts_a_cell(lines: list[list[str]], width: int) -> None:
+    text, missing = drawn(lines, width, OF_RUNS if lines is RUNS else ())
+    shown = [row[k] for row in lines[1:] for k in range(len(row)) if lines[0][k] not in missing]
+    assert all(part in text for cell in shown for part in cell.split(" "))
+    # a note stays whole
+    assert lines is RUNS or "(4 of 6 clients)" in text
+    if "run: " not in text and "method: " not in text:
         assert max(map(len, text.splitlines())) <= width
-    if width > 60 or not fitted.widths:
-        assert all(row[0] in words for row in lines[1:])
-    # a list has no need to leave anything out
-    assert fitted.widths or not fitted.missing
-    kept = {*lines[0]} - {*fitted.missing}
-    assert {*fitted.lines[0]} == kept
+
+
+def test_a_comparison_at_80_columns_is_a_table() -> None:
+    text, _ = drawn(COMPARED, 80)
+    *_, heading, row, note, _ = text.splitlines()
+    assert heading.split() == ["method", "collaboration", "n", "final-accuracy", "finetuned", "best-accuracy"]
+    assert row.split()[:6] == ["fedcac", "time-varying", "3", "86.82", "±", "1.18"] and note.split()[0] == "(4"
 
 
 def test_a_listing_at_80_columns_has_names_and_figures() -> None:
-    fitted = fit(RUNS, 80, ("written", "dataset", "seed", "method"))
-    assert list(fitted.lines[0]) == ["run", "state", "rounds", "accuracy"]
-    short = fit([[line[0].replace("20261126-092527-", ""), *line[1:]] for line in RUNS], 80, fitted.missing)
-    assert list(short.lines[0]) == ["run", "state", "rounds", "method", "seed", "accuracy"]
+    text, missing = drawn(RUNS, 80, OF_RUNS)
+    assert text.splitlines()[0].split() == ["run", "state", "rounds", "accuracy"]
+    short = [[line[0].replace("20261126-092527-", ""), *line[1:]] for line in RUNS]
+    assert drawn(short, 80, OF_RUNS)[1] == ["written", "dataset"]
 
 
 def test_wide_letters_count_as_they_are_wide() -> None:
-    lines = [["client", "accuracy"], ["東京大学病院", "50.00"]]
-    assert fit(lines, 0).widths == [12, 8]
+    assert needed([["client", "accuracy"], ["東京大学病院", "50.00"]]) == 12 + 8 + 7
 
 
 ENDING = """

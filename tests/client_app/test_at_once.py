@@ -24,16 +24,17 @@ from client_app.at_once import Lanes
 from client_app.batches import Batches
 from client_app.client_app import app
 from client_app.trainer import LocalTrainer
-from corolla.api import runs
-from fl_app import debugging, server_app, wire
+from corolla.api import one_run
+from fl_app import debugging, server_app
 from fl_app.config import parse
 from fl_app.data import ClientData
 from fl_app.debugging import reason
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Model
-from fl_app.server.inprocess import Answer, InProcessGrid, first
 from fl_app.server.run_folder import read_summary
+from fl_app.transport import wire
+from fl_app.transport.inprocess import Answer, InProcessGrid, first
 from strategies import METHOD_PARAMS
 from tests.client_app.test_train import data_of, mlp, with_batchnorm
 from tests.conftest import config
@@ -211,7 +212,7 @@ def test_messages_of_clients_that_take_turns_wait_for_each_other(
 
     monkeypatch.setattr(server_app, "run", run)
     for at_once_count in (1, 3):
-        runs.run_in_process({}, config(num_clients=4), at_once=at_once_count)
+        one_run.run_in_process({}, config(num_clients=4), at_once=at_once_count)
     assert limits == [512e6, math.inf]
 
 

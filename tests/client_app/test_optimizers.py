@@ -8,24 +8,25 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.flat import SGD, AdamW
+from client_app.flat import SGD, Adam
 from fl_app.errors import UserError
 from tests.conftest import config
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_a_hundred_steps_are_torchs(name: str, clip: float, weight_decay: float) -> None:
     torch.manual_seed(0)
     start, data, target = torch.randn(30), torch.randn(100, 20, 30), torch.randn(100, 20)
     reference, flat = nn.Parameter(start.clone()), start.clone()
     if name == "sgd":
         theirs: torch.optim.Optimizer = torch.optim.SGD([reference], lr=0.01, momentum=0.9, weight_decay=weight_decay)
-        ours: SGD | AdamW = SGD(flat, momentum=0.9, weight_decay=weight_decay, clip_norm=clip)
+        ours: SGD | Adam = SGD(flat, momentum=0.9, weight_decay=weight_decay, clip_norm=clip)
     else:
-        theirs = torch.optim.AdamW([reference], lr=0.01, weight_decay=weight_decay)
-        ours = AdamW(flat, weight_decay=weight_decay, clip_norm=clip)
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+        theirs = kind([reference], lr=0.01, weight_decay=weight_decay)
+        ours = Adam(flat, weight_decay=weight_decay, decoupled=name == "adamw", clip_norm=clip)
     for x, y in zip(data, target, strict=True):
         (x @ reference - y).square().mean().backward()
         if clip:
@@ -38,10 +39,11 @@ def test_a_hundred_steps_are_torchs(name: str, clip: float, weight_decay: float)
     assert (flat - start).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_leaves_what_is_frozen(weight_decay: float) -> None:
+def test_adam_leaves_what_is_frozen(weight_decay: float, decoupled: bool) -> None:
     flat, still = torch.ones(4), torch.tensor([True, False, True, False])
-    optimizer = AdamW(flat, weight_decay=weight_decay, fixed=still, clip_norm=1.0)
+    optimizer = Adam(flat, weight_decay=weight_decay, decoupled=decoupled, fixed=still, clip_norm=1.0)
     for _ in range(5):
         optimizer.step(torch.full((4,), 2.0), 0.1)
     assert flat[still].tolist() == [1, 1] and (flat[~still] < 1).all()
@@ -54,6 +56,27 @@ def test_the_schedule() -> None:
     assert [config(learning_rate_decay=0.5).rate_factor(t) for t in (1, 2, 3)] == [1, 0.5, 0.25]
 
 
-def test_adamw_takes_no_momentum() -> None:
-    with pytest.raises(UserError, match="momentum: adamw has its own moments; leave it 0, got 0.9"):
-        config(optimizer="adamw", momentum=0.9)
+def test_a_step_schedule() -> None:
+    step = config(schedule="step:3", num_server_rounds=8, learning_rate_decay=0.5)
+    assert [step.rate_factor(t) for t in range(1, 9)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
+    # a resumed run may have more rounds, unlike one with a cosine
+    assert not step.spanning_keys() and [spec.name for spec, _ in config(schedule="cosine").spanning_keys()] == [
+        "schedule"
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["step", "step:", "step:0", "step:-1", "step:1.5", "linear", ""])
+def test_a_schedule_that_there_is_not(schedule: str) -> None:
+    with pytest.raises(UserError, match="schedule: must be constant, cosine or step:K"):
+        config(schedule=schedule, learning_rate_decay=0.5)
+
+
+def test_a_step_schedule_needs_its_factor() -> None:
+    with pytest.raises(UserError, match="schedule: needs learning-rate-decay"):
+        config(schedule="step:3")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_adam_takes_no_momentum(optimizer: str) -> None:
+    with pytest.raises(UserError, match=f"momentum: {optimizer} has its own moments; leave it 0, got 0.9"):
+        config(optimizer=optimizer, momentum=0.9)

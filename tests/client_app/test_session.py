@@ -22,8 +22,8 @@ from fl_app import checksums, models, server_app, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
+from fl_app.transport.inprocess import InProcessGrid
 from fl_app.weights import save_safetensors
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Run, config

@@ -10,16 +10,16 @@ import pytest
 
 from client_app.client import CorollaClient
 from client_app.session import Session
-from client_app.state import State, StateStore, missing_clients, remove, state_root, stored
+from client_app.stored_state import StateStore, StoredState, missing_clients, remove, state_root, stored
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING
 from fl_app.run_secret import experiment_of
-from fl_app.site import site_directory
-from fl_app.wire import Download
+from fl_app.site_directory import site_directory
+from fl_app.transport.wire import Download
 from strategies import METHODS
 from tests.conftest import config, f32
 
-STATE = State({"local.params": f32(1, 2, 3), "mask": np.array([9, 2], np.uint8), "count": np.array(5)})
+STATE = StoredState({"local.params": f32(1, 2, 3), "mask": np.array([9, 2], np.uint8), "count": np.array(5)})
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def names(store: StateStore) -> list[str]:
     return sorted(p.name for p in store.directory.iterdir()) if store.directory.exists() else []
 
 
-def numbered(value: float) -> State:
-    return State({"w": f32(value)})
+def numbered(value: float) -> StoredState:
+    return StoredState({"w": f32(value)})
 
 
 def test_round_trip(store: StateStore) -> None:
@@ -77,7 +77,7 @@ def test_no_version_is_the_empty_state(store: StateStore) -> None:
 
 
 def test_an_empty_state_writes_nothing(store: StateStore, tmp_path: Path) -> None:
-    assert store.save(State(), 1, 0) == ""
+    assert store.save(StoredState(), 1, 0) == ""
     assert list(tmp_path.iterdir()) == []
 
 

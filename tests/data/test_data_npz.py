@@ -113,7 +113,7 @@ def test_what_unpacks_to_more_than_the_free_memory_is_not_unpacked(
 ) -> None:
     np.savez_compressed(tmp_path / "bomb.npz", x_train=np.zeros((10, 2**20), np.uint8), y_train=np.arange(10))
     monkeypatch.setattr("fl_app.npz_file.available_memory", lambda: 10e6)
-    with pytest.raises(UserError, match=r"bomb\.npz unpacks to 10 MB, but 10 MB of memory are free"):
+    with pytest.raises(UserError, match=r"bomb\.npz unpacks to 10.5 MB, but 10 MB of memory are free"):
         data.prepare(f"npz:{tmp_path / 'bomb.npz'}", tmp_path / "root")
     # numpy opens a member without the suffix .npy, too
     with zipfile.ZipFile(tmp_path / "bare.npz", "w", zipfile.ZIP_DEFLATED) as archive:

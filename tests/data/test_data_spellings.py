@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from fl_app import data
+from fl_app.data.prepared import open_or_convert, save
+from fl_app.data.spelling import spellings
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_summary
 from tests.conftest import config
+from tests.data.test_data_folder import write_folder
+from tests.data.test_data_npz import write_npz
 from tests.data.test_node_data import start
 
 ROWS = 48
@@ -113,3 +117,80 @@ def test_a_site_with_numbers_alone_fits_the_others(tmp_path: Path) -> None:
     keys = {"classes": "05,10,B", "target": "y", "method": "fedavg", "num_server_rounds": 1}
     folder = start(tmp_path, sites, **keys, categorical="ward=01|10|A1")
     assert read_summary(folder.path)["failures"] == 0
+
+
+# Names that look alike ------------------------------------------------------------------------------------------------
+
+ALIKE = [
+    ("Cat", "cat"),
+    ("cat", "cat "),
+    ("big  cat", "big cat"),
+    ("big\u00a0cat", "big cat"),
+    ("caf\u00e9", "cafe\u0301"),
+    ("\uff23at", "Cat"),
+    ("\u0421at", "cat"),
+    ("\u039fslo", "Oslo"),
+    ("x\u2010ray", "x-ray"),
+    ("x\u2212ray", "x-ray"),
+    ("don\u2019t", "don't"),
+    ("ca\u200bt", "cat"),
+    ("STRASSE", "stra\u00dfe"),
+    ("7", "07"),
+    ("\uff17", "7"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE)
+def test_names_that_look_alike_have_a_line(one: str, other: str) -> None:
+    (line,) = spellings("classes", [one, other, "dog"], "class")
+    shown = line.partition(": ")[2]
+    # a person can tell them apart in the line itself
+    assert len({*shown.split(": ")[1].partition(";")[0].split(" and ")}) == 2 and "dog" not in line
+
+
+def test_names_that_differ_to_a_person_have_none() -> None:
+    names = ["cat", "cats", "c-at", "cat_", "c\u00e4t", "kat", "1", "11", "1a", "\u043a\u043e\u0442", "a.1", "a.10"]
+    assert spellings("classes", names, "class") == []
+
+
+def test_every_kind_of_name_has_the_line(tmp_path: Path) -> None:
+    """Folders' classes, arrays' classes and clients, tables' clients and columns, features of saved data sets."""
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    write_folder(tmp_path / "images", {"Cat": 2, "cat": 2, "dog": 2})
+    words = ["Cat", "cat", "dog"] * 4
+    write_npz(
+        tmp_path / "d.npz", y_train=np.array(words), y_test=np.array(words[:6]), ward_train=words, ward_test=words[:6]
+    )
+    write(tmp_path / "t.csv", **{"age": ["1", "2"], "Age ": ["3", "5"], "y": words, "ward": words})
+    labels = Features({"x": Value("float32"), "y": ClassLabel(names=["Cat", "cat", "dog"])})
+    Dataset.from_dict({"x": [0.5] * 12, "y": [0, 1, 2] * 4}, labels).save_to_disk(str(tmp_path / "saved"))
+    for source, keys, kinds in (
+        ("folder:images", {}, {"class"}),
+        ("npz:d.npz", {"client": "ward"}, {"class", "client"}),
+        ("table:t.csv", {"target": "y", "client": "ward"}, {"class", "client", "column"}),
+        ("hf:saved", {"target": "y"}, {"class"}),
+    ):
+        partition = "by-column" if "client" in keys else "iid"
+        raw = {
+            "dataset": source.replace(":", f":{tmp_path}/"),
+            "partition": partition,
+            "train_samples": 0,
+            "test_samples": 0,
+        }
+        info = data.prepare_for(config(**raw, **keys, data_dir=str(tmp_path / "root"))).info
+        said = {line.partition("separate ")[2].partition(":")[0] for line in info.remarks if "each spelling" in line}
+        assert said == kinds, source
+
+
+def test_classes_of_a_benchmark_have_none(tmp_path: Path) -> None:
+    """EMNIST has the classes A and a."""
+    request = data.DataRequest("emnist", tmp_path, tmp_path / "root")
+
+    def convert(directory: Path) -> list[str]:
+        save(
+            directory, (np.zeros((2, 1, 8, 8), np.uint8), np.arange(2), np.zeros((0, 1, 8, 8), np.uint8), np.arange(0))
+        )
+        return ["A", "a"]
+
+    assert open_or_convert(request, "emnist", [], convert).info.remarks == []

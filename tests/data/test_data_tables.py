@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -668,3 +669,38 @@ def test_columns_that_cannot_be_used_are_named(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         opened(tmp_path, csv(FRAME.assign(**columns)), **settings)
+
+
+# Other forms of text --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["t.tsv", "t.csv.gz", "T.CSV.GZ", "v.1.tsv.gz"])
+def test_tab_separated_and_packed_text_is_read_as_csv_is(tmp_path: Path, name: str) -> None:
+    frame = FRAME.assign(site=["07", "7"] * (ROWS // 2), ward=["icu", "a,b"] * (ROWS // 2))
+    plain = opened(tmp_path, csv(frame), client="site", categorical="ward")
+    frame.to_csv(path := tmp_path / name, index=False, sep="\t" if "tsv" in name else ",", compression="infer")
+    if name.isupper():
+        path.write_bytes(gzip.compress(csv(frame).encode()))
+    raw = {"dataset": f"table:{path}", "target": "y", "client": "site", "categorical": "ward", "partition": "by-column"}
+    own = {"data_dir": str(tmp_path / "root"), "train_samples": 0, "test_samples": 0}
+    found = data.prepare_for(config(**raw, **own))
+    assert found.sha256 == plain.sha256 and found.info.remarks == plain.info.remarks
+    columns, places = read_rows(path), places_in(path)
+    assert list(columns["ward"][:2]) == ["icu", "a,b"] and places.number(0) == 2
+
+
+def test_a_site_may_have_packed_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv.gz"
+    FRAME.to_csv(path, index=False)
+    site = config(dataset="node", target="y", classes="u,v", data_dir=str(tmp_path / "root"))
+    assert data.prepare_for(site, str(path)).info.num_train == 45
+
+
+@pytest.mark.parametrize("form", ["t.csv.gz", "t.tsv"])
+def test_a_missing_prefix_or_a_wrong_cell_is_told_in_packed_text_too(tmp_path: Path, form: str) -> None:
+    separator = "\t" if form.endswith("tsv") else ","
+    FRAME.assign(a=[*FRAME["a"][:-1].astype(str), "n.a.!"]).to_csv(tmp_path / form, index=False, sep=separator)
+    with pytest.raises(UserError, match="did you mean table:"):
+        config(dataset=str(tmp_path / form))
+    with pytest.raises(UserError, match=r"'n\.a\.!' in row 61"):
+        data.prepare_for(config(dataset=f"table:{tmp_path / form}", target="y", data_dir=str(tmp_path / "root")))

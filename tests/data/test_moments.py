@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fl_app.data.moments import Scaling, Sums, added
+from fl_app.data.moments import MomentSums, Scaling, added
 
 DRAWN = np.random.default_rng(0)
 SAMPLES: dict[str, NDArray[Any]] = {
@@ -27,7 +27,7 @@ SAMPLES: dict[str, NDArray[Any]] = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_sums_are_numpys_and_parts_add_up_exactly(name: str) -> None:
     x = SAMPLES[name]
-    whole = Sums.of(x)
+    whole = MomentSums.of(x)
     axes = tuple(axis for axis in range(x.ndim) if axis != (1 if x.ndim == 4 else x.ndim - 1))
     numbers = x.astype(np.float64) / (255 if x.dtype == np.uint8 else 1)
     found = whole.moments
@@ -36,7 +36,7 @@ def test_sums_are_numpys_and_parts_add_up_exactly(name: str) -> None:
     np.testing.assert_allclose(spread, numbers.std(axes), rtol=1e-9, atol=1e-12)
     assert found.still == tuple(np.ptp(numbers, axes) == 0)
     for order in (np.arange(60), DRAWN.permutation(60)):
-        parts = [Sums.from_json(Sums.of(x[rows]).to_json()) for rows in np.split(order, [1, 7, 40])]
+        parts = [MomentSums.from_json(MomentSums.of(x[rows]).to_json()) for rows in np.split(order, [1, 7, 40])]
         assert added(parts) == added(parts[::-1]) == whole
         assert added(parts).moments == found
 
@@ -46,7 +46,7 @@ def test_far_numbers_are_scaled_as_if_they_were_not_stored_shifted() -> None:
     seconds = 1_709_251_200 + np.array([[0.0], [60.0], [30.0], [90.0]])
     sites = [(seconds[:2], 1_709_251_200.0), (seconds[2:], 1_709_251_230.0)]
     stored = [((raw - shift).astype(np.float32), shift) for raw, shift in sites]
-    found = added([Sums.of(x, (shift,), (1.0,)) for x, shift in stored]).scaling
+    found = added([MomentSums.of(x, (shift,), (1.0,)) for x, shift in stored]).scaling
     assert found.shift == (1_709_251_245.0,) and found.scale == (1.0,)
     assert found.mean == (0.0,) and found.std == pytest.approx(seconds.std(0))
     scaled = []
@@ -60,7 +60,7 @@ def test_far_numbers_are_scaled_as_if_they_were_not_stored_shifted() -> None:
 def test_tiny_numbers_keep_their_spread() -> None:
     raw = np.array([[1e-40], [3e-40], [5e-40]])
     x = (raw / 2.0**-132).astype(np.float32)
-    found = Sums.of(x, (0.0,), (2.0**-132,)).scaling
+    found = MomentSums.of(x, (0.0,), (2.0**-132,)).scaling
     back = ((raw - found.shift) / found.scale - found.mean) / found.std
     np.testing.assert_allclose(back, (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)
 
@@ -82,7 +82,7 @@ def test_tiny_numbers_keep_their_spread() -> None:
 )
 def test_what_no_samples_have_as_sums_is_refused(told: str) -> None:
     with pytest.raises(ValueError):
-        Sums.from_json(told)
+        MomentSums.from_json(told)
 
 
 def test_scaling_as_a_run_keeps_it() -> None:

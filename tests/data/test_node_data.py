@@ -16,10 +16,10 @@ from client_app.client_app import app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
-from fl_app.wire import IN_PROCESS, QUERY
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import IN_PROCESS, QUERY
 from strategies import METHOD_PARAMS
 
 

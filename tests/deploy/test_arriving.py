@@ -220,6 +220,19 @@ def test_no_application_fills_its_supernodes_memory(node: Node, attack: Any) -> 
     assert node.holds(honest) and not node.arriving.too_much
 
 
+def test_what_is_half_sent_when_the_next_message_comes_takes_nothing_from_it(node: Node) -> None:
+    """A process that an earlier application has left keeps its request open."""
+    path = b"POST /v1/runtime/push-object HTTP/1.1\r\nhost: a\r\ncontent-length: 3000000\r\n\r\n"
+    with socket.create_connection(node.address) as left:
+        left.sendall(path + bytes(2_900_000))
+        assert_soon(lambda: node.arriving._here > 2_900_000)
+        node.begin()
+        # the next application takes seconds to start
+        assert_soon(lambda: node.arriving._here == 0)
+        node.push(honest := node.reply(LIMIT // 4 - 1000))
+        assert node.holds(honest) and not node.arriving.too_much
+
+
 def test_pieces_of_one_byte_count_as_the_memory_that_they_take() -> None:
     arriving, answers = Arriving(4000), list[int]()
 

@@ -17,7 +17,7 @@ import yaml
 
 from deploy import backup, inventory
 from deploy.audit import Audit, verify
-from deploy.backup import Part
+from deploy.backup import KeptPath
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_summary
 from tests.conftest import Command, Run
@@ -132,7 +132,7 @@ def test_a_site_keeps_its_own(machine: Path, tmp_path: Path, command: Command) -
 def test_nothing_is_written_over_and_nothing_is_kept_of_nothing(machine: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing on this machine"):
         backup.write(tmp_path / "a.tar", backup.of_site())
-    part = Part("keys", machine)
+    part = KeptPath("keys", machine)
     (tmp_path / "there.tar").touch()
     with pytest.raises(UserError, match="there.tar exists already"):
         backup.write(tmp_path / "there.tar", [part])
@@ -150,7 +150,7 @@ def test_a_damaged_or_hostile_archive_changes_nothing(machine: Path, tmp_path: P
     keys, archive = machine / "keys", tmp_path / "a.tar"
     keys.mkdir()
     (keys / "ca.key").write_bytes(bytes(50_000))
-    backup.write(archive, [Part("keys", keys), Part("inventory", keys)])
+    backup.write(archive, [KeptPath("keys", keys), KeptPath("inventory", keys)])
     with tarfile.open(archive) as tar:
         members = [(m, tar.extractfile(m).read() if m.isfile() else b"") for m in tar]  # type: ignore[union-attr]
     if damage == "cut":
@@ -220,7 +220,7 @@ def test_a_forged_backup_changes_nothing(machine: Path, tmp_path: Path, parts: A
 def test_a_restore_that_fails_in_the_middle_is_undone(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, archive = [Part("keys", machine / name) for name in ("a", "b")], tmp_path / "a.tar"
+    parts, archive = [KeptPath("keys", machine / name) for name in ("a", "b")], tmp_path / "a.tar"
     for part in parts:
         part.path.mkdir()
     backup.write(archive, parts)
@@ -422,16 +422,16 @@ def test_a_link_that_cannot_be_kept_is_named(machine: Path, tmp_path: Path) -> N
     (runs / "r1").symlink_to(machine / "away")
     found = inventory.read_inventory(cluster(machine))
     with pytest.raises(UserError, match=r"runs/r1 is a link to .*away, which is not there"):
-        backup.write(archive, [Part("run folders", runs)])
+        backup.write(archive, [KeptPath("run folders", runs)])
     (machine / "away").symlink_to(archive.parent)
     with pytest.raises(UserError, match="a.tar: lies in .*runs/r1, which is kept"):
-        backup.write(archive, [Part("run folders", runs)])
+        backup.write(archive, [KeptPath("run folders", runs)])
     (machine / "more").symlink_to(machine / "not-there")
     with pytest.raises(UserError, match=r"more is a link to .*not-there, which is not there"):
         backup.of_server(found, machine / "lab.yaml", [machine / "more"])
     os.mkfifo(machine / "pipe")
     with pytest.raises(UserError, match="inventory: .*pipe is neither a file nor a directory"):
-        backup.write(archive, [Part("inventory", machine / "pipe")])
+        backup.write(archive, [KeptPath("inventory", machine / "pipe")])
     assert list(archive.parent.iterdir()) == []
 
 
@@ -439,7 +439,7 @@ def test_a_link_in_the_way_of_a_restore_is_named_before_anything_changes(machine
     keys, runs, archive = machine / "keys", machine / "runs", tmp_path / "a.tar"
     for part in (keys, runs):
         part.mkdir()
-    backup.write(archive, [Part("keys", keys), Part("run folders", runs)])
+    backup.write(archive, [KeptPath("keys", keys), KeptPath("run folders", runs)])
     for part in (keys, runs):
         part.rmdir()
     runs.symlink_to(machine / "away")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from benchmarks import confine as walls_benchmark
 from benchmarks.measure import SLACK
-from deploy import bubblewrap, confine, supernode, unanswered
+from deploy import bubblewrap, confine, supernode, system_calls, unanswered
 from deploy.audit import Audit
 from deploy.bubblewrap import Walls
 from deploy.confine import Confinement
@@ -222,6 +223,28 @@ def test_a_socket_from_inside_leads_to_no_port_but_the_named(port: int) -> None:
     inside.wait()
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n"])
+def test_silent_connections_do_not_block_the_way(port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """What an earlier application has left keeps them open. A later one still reaches its SuperNode."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    carrying = bubblewrap._in_background(lambda: bubblewrap._carry_all(listener, ("127.0.0.1", port)))
+    before = threading.active_count()
+    with contextlib.ExitStack() as left:
+        for _ in range(3 * bubblewrap._MOST_CONNECTIONS):
+            silent = left.enter_context(socket.create_connection(listener.getsockname()))
+            silent.sendall(sent)
+        address = "http://{}:{}/".format(*listener.getsockname())
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            assert answer.status == 204
+    until = time.monotonic() + 20
+    while threading.active_count() > before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    listener.shutdown(socket.SHUT_RDWR)
+    carrying.join(20)
+    assert not carrying.is_alive()
+
+
 def answers(address: tuple[str, int]) -> bool:
     with contextlib.suppress(OSError):
         socket.create_connection(address, 5).close()
@@ -411,6 +434,28 @@ def test_no_file_of_an_application_runs_as_the_nodes_account(tmp_path: Path, cap
     assert set(codes) == {errno.EPERM} and unseen == errno.ENOSYS and mode == "0o100755"
 
 
+@needs_bubblewrap
+@pytest.mark.skipif(not system_calls.is_known(), reason="no calls are refused on this architecture")
+def test_what_the_kernel_knows_of_all_processes_is_asked_by_no_call(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its log, its measurements and its programs have no namespaces; on some machines every account may use them."""
+    # syslog, perf_event_open, bpf
+    numbers = {"x86_64": (103, 298, 321), "aarch64": (116, 241, 280)}[platform.machine()]
+    ask = f"""
+import ctypes, json, sys
+libc = ctypes.CDLL(None, use_errno=True)
+json.dump([(libc.syscall(number, 10, 0, 0, -1, 0), ctypes.get_errno()) for number in {numbers}], sys.stdout)
+"""
+    walls = bubblewrap.find()
+    assert walls is not None
+    rules = Confinement(confine.installation(), (str(tmp_path),), ())
+    inside = walls.start(rules, [sys.executable, "-P", "-c", ask], str(tmp_path), confine.cleaned(os.environ))
+    assert inside.wait() == 0, capfd.readouterr()
+    inside.output.join(30)
+    assert json.loads(capfd.readouterr().err) == [[-1, errno.ENOSYS]] * 3
+
+
 def test_output_of_an_application_commands_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     evil = "\\x1b]0;title\\x07 \\x1b[92mINFO\\x1b[0m \\x9b6n \\rhidden \\u202e cut \\t caf\\xe9\\n"
     code = f"import os; [os.write(1, bytes([each])) for each in '{evil}'.encode()]; os.write(1, '{evil}'.encode())"
@@ -446,6 +491,9 @@ def start_anew(
     started, over = list[dict[str, str]](), threading.Event()
 
     class Ended:
+        def kill(self) -> None:
+            """It has ended."""
+
         def wait(self) -> int:
             at_end(len(started))
             return 0
@@ -457,19 +505,19 @@ def start_anew(
             started.append(environment)
             return Ended()
 
-    def keep_running(start: Callable[[], unanswered.Process], ended: Callable[[], None]) -> None:
-        def start_or_wait() -> unanswered.Process:
+    def kept(start: Callable[[], unanswered.WaitedProcess], ended: Callable[[], None]) -> unanswered.Kept:
+        def start_or_wait() -> unanswered.WaitedProcess:
             if over.is_set():
                 # a thread of this kind ends with the process
                 threading.Event().wait()
             return start()
 
-        unanswered.keep_running(start_or_wait, ended)
+        return unanswered.Kept(start_or_wait, ended)
 
     command, loop = map(
         importlib.import_module, ("flwr.supernode.cli.flower_supernode", "flwr.supernode.start_client_internal")
     )
-    monkeypatch.setattr(supernode, "keep_running", keep_running)
+    monkeypatch.setattr(supernode, "Kept", kept)
     for name in ("_init_connection", "subprocess", "time"):
         monkeypatch.setattr(loop, name, getattr(loop, name))
     for variable, name in (("COROLLA_STATE_DIR", "state"), ("COROLLA_DATA_DIR", "data"), ("FLWR_HOME", "flwr")):

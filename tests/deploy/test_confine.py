@@ -13,7 +13,7 @@ import pytest
 
 from deploy import confine, supernode
 from deploy.confine import Confinement
-from deploy.gate import Node
+from deploy.gate import NodeConfig
 from deploy.site import Site
 from fl_app import data
 from fl_app.config import RunConfig
@@ -89,7 +89,7 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
         "COROLLA_STATE_DIR": site / "state",
         "COROLLA_SITE_DIR": tmp_path / "site",
     }
-    found = supernode.confinement_of(rules, Node(0, 2, "/own"), places.values(), "127.0.0.1:7777")
+    found = supernode.confinement_of(rules, NodeConfig(0, 2, "/own"), places.values(), "127.0.0.1:7777")
     assert (
         set(found.write) == set(map(str, places.values()))
         and {"/data", "/own"} <= set(found.read)
@@ -109,13 +109,24 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
         supernode.writable_directories(site, str(site / "state" / "site.toml"))
 
 
+@pytest.mark.parametrize("readable", ["lab", "state", "state/sites"])
+def test_a_node_does_not_start_whose_applications_would_read_its_keys_or_audit(tmp_path: Path, readable: str) -> None:
+    directory, key = tmp_path / "state" / "sites" / "a", tmp_path / "lab" / "keys" / "supernode-0.key"
+    own = [directory / "tmp", tmp_path / "data", *confine.installation()]
+    secrets = (directory, *supernode.key_in(["--insecure", "--auth-supernode-private-key", str(key)]))
+    supernode.refuse_secrets(own, secrets)
+    with pytest.raises(UserError, match="^confine: applications would read .*(sites/a|supernode-0.key), which lies in"):
+        supernode.refuse_secrets([*own, tmp_path / readable], secrets)
+    assert supernode.key_in(["--insecure"]) == ()
+
+
 def test_what_a_confined_node_prepares_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of the account read its data directory without walls."""
     monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "data"))
     before = data.prepare("digits", tmp_path / "data").directory
     (tmp_path / "data" / "organamnist.npz").touch()
     places = supernode.writable_directories(tmp_path / "sites" / "a", "/etc/site.toml")
-    found = supernode.confinement_of(Site(confine=True), Node(0, 2), places.values(), "127.0.0.1:7777")
+    found = supernode.confinement_of(Site(confine=True), NodeConfig(0, 2), places.values(), "127.0.0.1:7777")
     assert {str(tmp_path / "data" / name) for name in ("downloads", "organamnist.npz")} <= set(found.read)
     for name, value in supernode.own_variables(places).items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from client_app.counting import train_samples
-from deploy import bubblewrap, confine, counting
+from deploy import bubblewrap, confine, sample_counting
 from deploy.confine import Confinement
 from fl_app.errors import UserError
 from fl_app.files import lock
@@ -29,24 +29,24 @@ needs_bubblewrap = pytest.mark.skipif(
 DIGITS: dict[str, Scalar] = {"dataset": "digits", "train-samples": 30, "test-samples": 10, "method": "fedavg"}
 
 
-def saying(code: str) -> counting.Start:
+def saying(code: str) -> sample_counting.Start:
     """A process that runs this code in place of the count; `say(bytes)` answers."""
     head = "import os, sys, time\ndef say(text): os.write(int(sys.argv[1]), text)\nwhile os.read(int(sys.argv[1]), 9999): pass\n"
 
-    def start(command: Sequence[str], file: int) -> counting.Process:
-        return counting.Unconfined([sys.executable, "-c", head + code, str(file)], file)
+    def start(command: Sequence[str], file: int) -> sample_counting.CountingProcess:
+        return sample_counting.Unconfined([sys.executable, "-c", head + code, str(file)], file)
 
     return start
 
 
 def test_the_process_counts_as_the_client_does() -> None:
-    assert counting.count(DIGITS, 0, 4, "") == train_samples(DIGITS, 0, 4, "") == 30
+    assert sample_counting.count(DIGITS, 0, 4, "") == train_samples(DIGITS, 0, 4, "") == 30
 
 
 def test_its_error_is_the_error(tmp_path: Path) -> None:
     for config, given in ((DIGITS | {"batch-size": -1}, ""), ({"dataset": "node"}, str(tmp_path / "none.npz"))):
         texts = []
-        for count in (counting.count, train_samples):
+        for count in (sample_counting.count, train_samples):
             with pytest.raises(UserError) as raised:
                 count(config, 0, 4, given)
             texts.append(str(raised.value))
@@ -68,22 +68,22 @@ def test_its_error_is_the_error(tmp_path: Path) -> None:
 )
 def test_anything_but_a_number_is_refused(code: str) -> None:
     with pytest.raises(UserError, match="failed"):
-        counting.count(DIGITS, 0, 4, "", saying(code))
+        sample_counting.count(DIGITS, 0, 4, "", saying(code))
 
 
 def test_an_endless_answer_is_refused() -> None:
     with pytest.raises(UserError, match=str(1 << 16)):
-        counting.count(DIGITS, 0, 4, "", saying("while True: say(b'1' * 60000)"))
+        sample_counting.count(DIGITS, 0, 4, "", saying("while True: say(b'1' * 60000)"))
 
 
 @pytest.mark.parametrize(
     "code", ["time.sleep(600)", "while True:\n say(b'1'); time.sleep(0.05)", "os.fork(); time.sleep(600)"]
 )
 def test_the_gate_waits_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr(counting, "SECONDS", 0.5)
+    monkeypatch.setattr(sample_counting, "SECONDS", 0.5)
     begun = time.monotonic()
     with pytest.raises(UserError, match=r"0\.5 seconds"):
-        counting.count(DIGITS, 0, 4, "", saying(code))
+        sample_counting.count(DIGITS, 0, 4, "", saying(code))
     assert time.monotonic() - begun < 30
 
 
@@ -91,20 +91,20 @@ def test_a_lock_that_an_application_holds_ends_the_count_and_not_the_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path))
-    assert counting.count(DIGITS, 0, 4, "") == 30
+    assert sample_counting.count(DIGITS, 0, 4, "") == 30
     (locked,) = (tmp_path / "datasets").glob(".*.lock")
     shutil.rmtree(locked.with_name(locked.stem[1:]))
-    monkeypatch.setattr(counting, "SECONDS", 5.0)
+    monkeypatch.setattr(sample_counting, "SECONDS", 5.0)
     with lock(locked, wait=False), pytest.raises(UserError, match="5 seconds"):
-        counting.count(DIGITS, 0, 4, "")
+        sample_counting.count(DIGITS, 0, 4, "")
 
 
 def test_a_process_that_cannot_start_is_no_answer() -> None:
-    def start(command: Sequence[str], file: int) -> counting.Process:
+    def start(command: Sequence[str], file: int) -> sample_counting.CountingProcess:
         raise OSError("confine: a named path leads elsewhere")
 
     with pytest.raises(UserError, match="named path"):
-        counting.count(DIGITS, 0, 4, "", start)
+        sample_counting.count(DIGITS, 0, 4, "", start)
 
 
 @needs_bubblewrap
@@ -121,15 +121,15 @@ def test_it_counts_behind_the_walls_of_applications(tmp_path: Path, monkeypatch:
     writable = {"COROLLA_SITE_DIR": str(tmp_path / "site"), "COROLLA_DATA_DIR": str(tmp_path / "data")}
     inside = Confinement((*confine.installation(), str(tmp_path / "own.npz")), tuple(writable.values()), ())
 
-    def starting(change: Callable[[Sequence[str]], Sequence[str]]) -> counting.Start:
-        def start(command: Sequence[str], file: int) -> counting.Process:
+    def starting(change: Callable[[Sequence[str]], Sequence[str]]) -> sample_counting.Start:
+        def start(command: Sequence[str], file: int) -> sample_counting.CountingProcess:
             environment = confine.cleaned(os.environ) | writable
             return walls.start(inside, change(command), str(tmp_path / "data"), environment, [file])
 
         return start
 
     config: dict[str, Scalar] = {"dataset": "node", "classes": "0,1"}
-    count = functools.partial(counting.count, config, 0, 1, str(tmp_path / "own.npz"))
+    count = functools.partial(sample_counting.count, config, 0, 1, str(tmp_path / "own.npz"))
     assert count(starting(lambda command: command)) == 20
     tries = f"import os, sys; n = int(sys.argv[1]); os.read(n, 9999); os.write(n, b'%d' % os.path.exists({secret!r}))"
     assert count(starting(lambda command: [sys.executable, "-c", tries, command[-1]])) == 0
@@ -146,5 +146,5 @@ def test_a_method_that_trains_on_some_samples_declares_the_key_that_says_on_whic
 
 def test_a_socket_is_not_left_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    counting.count(DIGITS, 0, 4, "", saying("say(b'3')"))
+    sample_counting.count(DIGITS, 0, 4, "", saying("say(b'3')"))
     assert len(os.listdir("/proc/self/fd")) == before

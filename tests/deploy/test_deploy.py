@@ -13,7 +13,7 @@ import yaml
 
 from deploy import commands, connection, inventory, lifecycle, node
 from deploy.cluster import Cluster, load, record_path, save_new
-from deploy.commands import Place
+from deploy.commands import HostPlaces
 from deploy.inventory import Inventory
 from deploy.lifecycle import _key_files
 from fl_app import files
@@ -259,7 +259,7 @@ def test_hostile_files_are_refused_in_a_few_words(tmp_path: Path, text: str, exp
 
 # Command lines --------------------------------------------------------------------------------------------------------
 
-PLACE = Place("/state/lab", "/venv/bin", tuple(range(5001, 5020)))
+PLACE = HostPlaces("/state/lab", "/venv/bin", tuple(range(5001, 5020)))
 
 
 def test_superlink_command_with_tls() -> None:

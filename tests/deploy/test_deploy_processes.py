@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import log_size, node, processes
+from deploy import detached, log_size, node
 from deploy.inventory import LOCAL
 from fl_app.errors import UserError
 from fl_app.processes import start_mark
@@ -23,7 +23,7 @@ from fl_app.processes import start_mark
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
-    directory = processes.cluster_directory("lab")
+    directory = detached.cluster_directory("lab")
     directory.mkdir(parents=True)
     return directory
 
@@ -36,32 +36,32 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_stop_ends_a_process_and_its_record_goes(directory: Path) -> None:
-    record = processes.start(directory, "t", "sleeper", ["sleep", "60"], {})
-    assert processes.alive(record) and processes.read_record(directory, "sleeper") == record
-    assert processes.stop(directory, "t", "sleeper")
-    assert not processes.alive(record) and processes.records(directory) == []
-    assert processes.stop(directory, "t", "sleeper")  # again: nothing to do
+    record = detached.start(directory, "t", "sleeper", ["sleep", "60"], {})
+    assert detached.alive(record) and detached.read_record(directory, "sleeper") == record
+    assert detached.stop(directory, "t", "sleeper")
+    assert not detached.alive(record) and detached.records(directory) == []
+    assert detached.stop(directory, "t", "sleeper")  # again: nothing to do
 
 
 def test_a_recycled_pid_is_not_touched(directory: Path, bystander: subprocess.Popen[bytes]) -> None:
     # start times count in hundredths of a second
     time.sleep(0.05)
-    record = processes.start(directory, "t", "sleeper", ["true"], {})
+    record = detached.start(directory, "t", "sleeper", ["true"], {})
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(record.pid).wait(30)
     # the pid lives, its start time is another
     recycled = dataclasses.replace(record, pid=bystander.pid)
     (directory / "sleeper.json").write_text(json.dumps(dataclasses.asdict(recycled)))
-    assert not processes.alive(recycled)
-    assert processes.stop(directory, "t", "sleeper")
+    assert not detached.alive(recycled)
+    assert detached.stop(directory, "t", "sleeper")
     assert bystander.poll() is None
 
 
 def test_another_clusters_process_is_not_touched(directory: Path) -> None:
-    record = processes.start(directory, "mine", "sleeper", ["sleep", "60"], {})
-    assert processes.stop(directory, "yours", "sleeper")
-    assert processes.alive(record)
-    assert processes.stop(directory, "mine", "sleeper")
+    record = detached.start(directory, "mine", "sleeper", ["sleep", "60"], {})
+    assert detached.stop(directory, "yours", "sleeper")
+    assert detached.alive(record)
+    assert detached.stop(directory, "mine", "sleeper")
 
 
 def test_children_are_ended_also_those_that_left_the_family(directory: Path) -> None:
@@ -72,62 +72,60 @@ def test_children_are_ended_also_those_that_left_the_family(directory: Path) -> 
         "open('ready', 'w').close()\n"
         "time.sleep(60)\n"
     )
-    processes.start(directory, "t", "parent", [sys.executable, "-c", code], {})
-    other = processes.start(directory, "t", "other", ["sleep", "60"], {})
+    detached.start(directory, "t", "parent", [sys.executable, "-c", code], {})
+    other = detached.start(directory, "t", "other", ["sleep", "60"], {})
     deadline = time.monotonic() + 30
     while not (directory / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     orphan = int((directory / "orphan").read_text())
-    record = processes.read_record(directory, "parent")
+    record = detached.read_record(directory, "parent")
     assert record is not None
     family = [p.pid for p in psutil.Process(record.pid).children(recursive=True)] + [orphan]
-    assert processes.stop(directory, "t", "parent")
+    assert detached.stop(directory, "t", "parent")
     assert [pid for pid in family if start_mark(pid)] == []
-    assert processes.alive(other)  # same token, another name
-    assert processes.stop(directory, "t", "other")
+    assert detached.alive(other)  # same token, another name
+    assert detached.stop(directory, "t", "other")
 
 
 def test_a_process_that_ignores_sigterm_is_killed(directory: Path) -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w').close(); time.sleep(60)"
     )
-    record = processes.start(directory, "t", "stubborn", [sys.executable, "-c", code], {})
+    record = detached.start(directory, "t", "stubborn", [sys.executable, "-c", code], {})
     deadline = time.monotonic() + 30
     while not (directory / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes.stop(directory, "t", "stubborn", seconds=0.5)
-    assert not processes.alive(record)
+    assert detached.stop(directory, "t", "stubborn", seconds=0.5)
+    assert not detached.alive(record)
 
 
 def test_a_second_start_of_the_same_name_is_refused(directory: Path) -> None:
-    processes.start(directory, "t", "sleeper", ["sleep", "60"], {})
+    detached.start(directory, "t", "sleeper", ["sleep", "60"], {})
     with pytest.raises(UserError, match="sleeper is already running here"):
-        processes.start(directory, "u", "sleeper", ["sleep", "60"], {})
+        detached.start(directory, "u", "sleeper", ["sleep", "60"], {})
     with pytest.raises(UserError, match="sleeper of a cluster 'lab' is running already"):
         node.handle(
             {"action": "prepare", "cluster": "lab", "token": "u", "paths": [], "free": [], "files": {}, "ports": 0}
         )
-    processes.stop(directory, "t", "sleeper")
+    detached.stop(directory, "t", "sleeper")
 
 
 def test_a_command_that_is_not_there(directory: Path) -> None:
     with pytest.raises(UserError, match="x: cannot start /no/such: No such file or directory"):
-        processes.start(directory, "t", "x", ["/no/such"], {})
+        detached.start(directory, "t", "x", ["/no/such"], {})
 
 
 def test_log_and_environment(directory: Path) -> None:
     code = "import os; print(os.environ['A'], os.environ['FLWR_HOME'], os.environ['FLWR_TELEMETRY_ENABLED'])"
-    record = processes.start(directory, "t", "talker", [sys.executable, "-c", code], {"A": "b"})
+    record = detached.start(directory, "t", "talker", [sys.executable, "-c", code], {"A": "b"})
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(record.pid).wait(30)
-    assert processes.log_end(directory, "talker", 5) == f"b {directory / 'flwr'} 0"
-    assert processes.log_end(directory, "nobody", 5) == ""
+    assert detached.log_end(directory, "talker", 5) == f"b {directory / 'flwr'} 0"
+    assert detached.log_end(directory, "nobody", 5) == ""
 
 
 def test_a_killed_nodes_log_says_that_it_ended(directory: Path) -> None:
-    record = processes.start(
-        directory, "t", "supernode-0", ["sh", "-c", "echo Connection attempt failed; sleep 60"], {}
-    )
+    record = detached.start(directory, "t", "supernode-0", ["sh", "-c", "echo Connection attempt failed; sleep 60"], {})
     logs = {"action": "logs", "cluster": "lab", "token": "t", "name": "supernode-0", "lines": 5}
     deadline = time.monotonic() + 30
     while not node.handle(logs)["text"] and time.monotonic() < deadline:
@@ -161,7 +159,7 @@ def test_prepare_reports_all_problems_and_writes_nothing(directory: Path) -> Non
         "/no/such/site: there is no such file or directory",
         f"port {port}: cannot listen on 127.0.0.1: Address already in use",
     ]
-    assert not processes.cluster_directory("other").exists()
+    assert not detached.cluster_directory("other").exists()
 
 
 def test_prepare_writes_private_files(directory: Path) -> None:
@@ -181,20 +179,20 @@ def test_a_node_id_is_not_read_from_a_log(directory: Path) -> None:
     log.write_text("INFO : SuperNode ID: 1234567\nmore\n")
     assert node._node_id(directory, "supernode-0") == ""
     for name, noted, found in (("0", "1234567", "1234567"), ("1", "", ""), ("2", "\u0661", ""), ("3", "12\n", "")):
-        processes.node_id_file(directory, f"supernode-{name}").write_text(noted)
+        detached.node_id_file(directory, f"supernode-{name}").write_text(noted)
         assert node._node_id(directory, f"supernode-{name}") == found
     log_size.rotate(log, most=1)
     assert node._node_id(directory, "supernode-0") == "1234567"
 
 
 def test_a_started_process_has_no_node_id_yet(directory: Path) -> None:
-    file = processes.node_id_file(directory, "supernode-0")
+    file = detached.node_id_file(directory, "supernode-0")
     file.write_text("1")
-    code = f"import os; print(os.environ['{processes.NODE_ID}'] == '{file}', os.path.exists('{file}'))"
-    record = processes.start(directory, "t", "supernode-0", [sys.executable, "-c", code], {})
+    code = f"import os; print(os.environ['{detached.NODE_ID}'] == '{file}', os.path.exists('{file}'))"
+    record = detached.start(directory, "t", "supernode-0", [sys.executable, "-c", code], {})
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(record.pid).wait(30)
-    assert processes.log_end(directory, "supernode-0", 9) == "True False"
+    assert detached.log_end(directory, "supernode-0", 9) == "True False"
 
 
 def test_ssh_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +236,9 @@ def test_half_a_record_and_an_unfinished_one_are_none(directory: Path) -> None:
     (directory / ".superlink.json").touch()
     (directory / "supernode-0.json").write_text('{"name": "super')
     (directory / "supernode-1.json").write_text("[]")
-    assert processes.records(directory) == []
-    record = processes.start(directory, "t", "supernode-0", ["sleep", "60"], {})
-    assert processes.records(directory) == [record]
+    assert detached.records(directory) == []
+    record = detached.start(directory, "t", "supernode-0", ["sleep", "60"], {})
+    assert detached.records(directory) == [record]
     # its process is found by its token
     (directory / "supernode-0.json").write_text("")
-    assert processes.stop(directory, "t", "supernode-0") and not processes.alive(record)
+    assert detached.stop(directory, "t", "supernode-0") and not detached.alive(record)

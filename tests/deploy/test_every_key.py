@@ -16,11 +16,11 @@ from client_app import client_app
 from client_app.counting import train_samples
 from deploy import site
 from deploy.site import Site
-from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs, table_of
 from fl_app.sources import path_prefixes
+from fl_app.transport import wire
 from strategies import METHOD_PARAMS, METHODS
 
 KEYS = [*specs(RunConfig), *(spec for name in METHODS for spec in specs(METHOD_PARAMS[name], table_of(name)))]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from corolla.api import runs
+from corolla.api import one_run
 from deploy import certificates, expiry, inventory
 from deploy.connection import address_of, bad_certificate
-from deploy.metrics import Exporter, Watched
+from deploy.prometheus import Exporter, Watched
 from fl_app.errors import UserError
 from fl_app.processes import free_ports
 
@@ -54,9 +54,9 @@ def test_an_expired_certificate_is_told_from_a_network_that_does_not_work(
     def refused(*arguments: object) -> None:
         raise UserError("Flower did not accept the run:\nConnection to the SuperLink is unavailable.")
 
-    monkeypatch.setattr(runs, "run_one", refused)
+    monkeypatch.setattr(one_run, "run_one", refused)
     with pytest.raises(UserError, match="superlink lab: .* certificate has expired; .*`corolla cluster keys --renew"):
-        runs.run_deployed({}, "lab", False)
+        one_run.run_deployed({}, "lab", False)
 
 
 def test_nobody_shows_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

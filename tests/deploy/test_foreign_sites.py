@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
-from client_app import state
+from client_app import stored_state
 from deploy import approval, node_cli, supernode
 from deploy.approval import Request
 from deploy.audit import FILE, Audit
-from deploy.gate import Gate, Node
+from deploy.gate import Gate, NodeConfig
 from deploy.site import Site
 from fl_app.errors import UserError
 from fl_app.privacy import pins
+from fl_app.toml import flatten, read_toml
+from fl_app.transport.app_bundle import project_file
 from tests.deploy.test_gate import SuperLink
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,11 +53,31 @@ def test_a_false_site_is_none(site: Path, inside: str, capsys: pytest.CaptureFix
 def test_a_long_value_looks_like_no_other_key(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     padded = "x" + " " * 500 + "  private = True"
     approval.ask(site, Request("7", HASH, {"run-name": padded, "private": False}))
-    node_cli.approve(None, False, None)
+    node_cli.approve(None, False, None, whole=True)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[1:])) <= 80
     assert [line for line in lines if line.lstrip().startswith("private")] == ["  private = False"]
     assert "".join(line.removeprefix("    | ") for line in lines if "    | " in line).endswith("private = True")
+
+
+def test_a_person_reads_what_is_not_default(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = flatten(read_toml(project_file())["tool"]["flwr"]["app"]["config"])
+    config = {**known, "run-name": "july", "local-epochs": 7, "fedcac.beta": 3, "private": 0, "own.key": "x"}
+    approval.ask(site, Request("7", HASH, config, "anna\x1b[2K\n  private = True"))
+    node_cli.approve(None, False, None)
+    first, *lines, rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("run 7 at lab/bern, submitted by anna") and first.endswith(HASH)
+    assert sorted(lines) == [
+        "  fedcac.beta = 3",
+        "  local-epochs = 7",
+        "  method = fedcac",
+        "  own.key = x",
+        "  private = 0",
+        "  run-name = july",
+    ]
+    assert f"{len(config) - len(lines)} keys" in rest
+    node_cli.approve(None, False, None, whole=True)
+    assert len(capsys.readouterr().out.splitlines()) >= len(config) + 1
 
 
 @pytest.mark.parametrize(
@@ -69,6 +91,7 @@ def test_a_long_value_looks_like_no_other_key(site: Path, capsys: pytest.Capture
         json.dumps({"run": "8", "application": HASH, "config": {}}),
         json.dumps({"run": 7, "application": HASH, "config": {}}),
         json.dumps({"run": "7", "application": HASH, "config": []}),
+        json.dumps({"run": "7", "application": HASH, "config": {}, "submitter": 7}),
         json.dumps({"run": "7", "application": HASH, "config": {"a": {"b": 1}}}),
     ],
 )
@@ -102,12 +125,12 @@ def test_state_is_listed_and_removed_without_links_or_waiting(tmp_path: Path) ->
     os.mkfifo(root / "ff")
     (root / "aa" / "client-0001").symlink_to(outside / "client-0000")
     (root / "aa" / "client-0000" / "more").symlink_to(outside)
-    (found,) = state.stored(root)
+    (found,) = stored_state.stored(root)
     assert (found.experiment, found.clients, found.nbytes) == ("aa", 1, 9) and found.modified < 1e10
     for name in ("bb", "cc", "dd", "..", "."):
         with pytest.raises(UserError):
-            state.remove(root, name)
-    state.remove(root, "aa")
+            stored_state.remove(root, name)
+    stored_state.remove(root, "aa")
     assert not (root / "aa").exists() and (outside / "client-0000" / "000001-0.state").read_bytes() == b"x" * 9
 
 
@@ -163,7 +186,7 @@ def test_no_command_and_no_judgement_reaches_what_applications_write_past_the_do
     Audit(site / "tmp" / "zurich").append("start")
     link = SuperLink({7: {"private": True}})
     rules = Site(min_samples=30, max_evaluations=5, approval="ask")
-    made = Gate(rules, Audit(tmp_path / "gate"), tmp_path / "gate", Node(0, 4), InMemoryObjectStore())
+    made = Gate(rules, Audit(tmp_path / "gate"), tmp_path / "gate", NodeConfig(0, 4), InMemoryObjectStore())
     opened = made.around(link.connection())
     link.ask("get_properties", 7)
     monkeypatch.setattr(sys.modules[__name__], "WATCHED", [str(p) for p in (root, prepared, site_dir, site / "tmp")])
@@ -175,7 +198,7 @@ def test_no_command_and_no_judgement_reaches_what_applications_write_past_the_do
     node_cli.audit(None, "")
     pins.accept(site_dir, "own", "new")
     assert pins.agreed(site_dir, "own") == "new"
-    state.remove(root, state.stored(root)[0].experiment)
+    stored_state.remove(root, stored_state.stored(root)[0].experiment)
     assert SEEN == [] and list(prepared.glob("datasets/*/info.json"))
     # the hook sees such a way: the search above was one
     assert SEEN

@@ -38,12 +38,12 @@ from client_app.counting import train_samples
 from deploy import approval, audit, evaluations, node_cli, supernode
 from deploy.arriving import Arriving
 from deploy.audit import Audit
-from deploy.gate import Connection, Gate, Node
+from deploy.gate import Connection, Gate, NodeConfig
 from deploy.site import Site
-from fl_app import wire
-from fl_app.app_bundle import application_hash
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
+from fl_app.transport import wire
+from fl_app.transport.app_bundle import application_hash
 
 PROJECT = """
 [project]
@@ -142,13 +142,13 @@ def link() -> Iterator[SuperLink]:
     yield SuperLink({7: {}, 8: {"local-epochs": 20}, 9: {"no-such-key": 1}})
 
 
-def made_gate(rules: Site, directory: Path, node: Node) -> Gate:
+def made_gate(rules: Site, directory: Path, node: NodeConfig) -> Gate:
     """A gate that counts samples in this process: another one takes a second (tests/deploy/test_counting.py)."""
     return Gate(rules, Audit(directory), directory, node, InMemoryObjectStore(), count=train_samples)
 
 
 def gate(directory: Path, link: SuperLink, **rules: Any) -> tuple[Gate, Connection]:
-    made = made_gate(Site(**rules), directory, Node(0, 4))
+    made = made_gate(Site(**rules), directory, NodeConfig(0, 4))
     return made, made.around(link.connection())
 
 
@@ -226,7 +226,7 @@ def test_nodes_of_a_machine_account_have_one_count(tmp_path: Path) -> None:
     answered = []
     for name, path in (("lab/a", str(data)), ("field/a", str(data)), ("lab/b", ""), ("lab/c", str(data / "rows.csv"))):
         link = SuperLink({2: {"private": True}})
-        made = made_gate(Site(max_evaluations=2), sites / name, Node(0, 4, path))
+        made = made_gate(Site(max_evaluations=2), sites / name, NodeConfig(0, 4, path))
         made.evaluations_in = evaluations.place(sites)
         link.ask("evaluate", 2)
         answered.append(made.around(link.connection()).receive() is not None)
@@ -317,7 +317,7 @@ def test_a_cell_leaves_only_where_the_site_tells_and_the_run_promises_nothing(
         path.write_text(path.read_text() + '"61,3,well')
         told = "EOF inside string"
     link.overrides[7] = {"dataset": f"table:{path}", "target": "state", "classes": "well,ill", **promise}
-    made = made_gate(Site(min_samples=30, tell=tell), tmp_path, Node(0, 1))
+    made = made_gate(Site(min_samples=30, tell=tell), tmp_path, NodeConfig(0, 1))
     opened = made.around(link.connection())
     for kind in ("get_properties", "train", "evaluate"):
         link.ask(kind)
@@ -398,7 +398,7 @@ def test_samples_are_counted_as_the_client_counts_them(
     name = hashlib.sha256(fab).hexdigest()
     link.fab = Fab(name, fab, {})
     monkeypatch.setattr(f"{__name__}.HASH", name)
-    node = Node(0, 4, str(tmp_path / "own.npz"))
+    node = NodeConfig(0, 4, str(tmp_path / "own.npz"))
     made = made_gate(Site(min_samples=101), tmp_path, node)
     opened = made.around(link.connection())
     link.ask("get_properties")
@@ -662,7 +662,7 @@ def test_the_code_of_many_runs_is_kept_once_and_of_refused_runs_not_at_all(tmp_p
         return fab
 
     link.overrides = {k: {"method": "fedcac" if k < 20 else "fedobp"} for k in range(40)}
-    made = Gate(Site(methods=("fedcac",)), Audit(tmp_path), tmp_path, Node(0, 4), InMemoryObjectStore())
+    made = Gate(Site(methods=("fedcac",)), Audit(tmp_path), tmp_path, NodeConfig(0, 4), InMemoryObjectStore())
     opened = made.around(dataclasses.replace(link.connection(), get_fab=send))
     for run_id in range(40):
         link.ask("get_properties", run_id)
@@ -743,9 +743,11 @@ def test_a_message_that_is_not_held_is_answered(
 ) -> None:
     monkeypatch.setattr("deploy.gate._MAX_HELD", 2)
     _, opened = gate(tmp_path, link, approval="ask")
-    asked = [link.ask(kind) for kind in ("get_properties", "train", "evaluate")]
+    asked = [link.ask(kind, run) for kind, run in (("get_properties", 7), ("train", 7), ("evaluate", 8))]
     assert [opened.receive() for _ in asked] == [None] * 3
     assert link.errors == ["refused//approval"]
+    # a server may start any number of runs
+    assert [request.run for request in approval.waiting(tmp_path)] == ["7"]
     assert link.sent[0][0].metadata.reply_to_message_id == asked[2].metadata.message_id
     approval.decide(tmp_path, "7", True)
     assert ask(opened, link) is asked[0]
@@ -797,7 +799,7 @@ def test_a_waiting_run_cannot_hide_a_line_of_its_config(
         "y": "\u202etxt",
     }
     approval.ask(directory, approval.Request("7", HASH, config))
-    node_cli.approve(None, False, None)
+    node_cli.approve(None, False, None, whole=True)
     assert capsys.readouterr().out.splitlines() == [
         f"run 7 at clinic: application {HASH}",
         "  dp-epsilon = 0.0",

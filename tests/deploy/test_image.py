@@ -1,4 +1,4 @@
-"""What the container image is built from: pinned packages with hashes, and a pinned base."""
+"""What the container image and `make run` are built from: pinned packages with hashes, and a pinned base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from deploy.requirements import chosen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONSTRAINTS = ROOT / "constraints"
-NAMES = (CONSTRAINTS / "image.txt").read_text().split()
 LOCK = """# a comment
 numpy==2.0 \\
     --hash=sha256:aa
@@ -37,17 +36,20 @@ def test_the_named_packages_with_all_their_lines() -> None:
     assert re.findall(r"^\w+", chosen(LOCK, names, torch=False), re.MULTILINE) == ["numpy", "torchmetrics"]
 
 
+@pytest.mark.parametrize("file", ["image.txt", "run.txt"])
 @pytest.mark.parametrize("lock", sorted(CONSTRAINTS.glob("flwr-*.txt")), ids=lambda path: path.stem)
-def test_every_package_of_the_image_is_locked_with_hashes(lock: Path) -> None:
-    command = [sys.executable, "deploy/requirements.py", str(lock), "constraints/image.txt"]
+def test_every_package_that_runs_is_locked_with_hashes(lock: Path, file: str) -> None:
+    names = (CONSTRAINTS / file).read_text().split()
+    command = [sys.executable, "deploy/requirements.py", str(lock), f"constraints/{file}"]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     blocks = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
     assert all(re.match(r"[a-z0-9.-]+==", block) and "--hash=sha256:" in block for block in blocks)
     found = {block.partition("==")[0] for block in blocks}
     # a package of one Flower alone
-    assert len(found) >= len(NAMES) - 5 and {"flwr", "torch", "prometheus-client", "opacus"} <= found <= set(NAMES)
-    # what tests and lints need is in no container
-    assert not {"pytest", "mypy", "ruff", "mkdocs", "hatchling", "onnx"} & found
+    assert len(found) >= len(names) - 5 and {"flwr", "torch", "prometheus-client", "opacus"} <= found <= set(names)
+    # what tests and lints need runs nothing; an editable installation is built
+    assert not {"pytest", "mypy", "ruff", "mkdocs", "onnx"} & found
+    assert {"hatchling", "editables"} & found == ({"hatchling", "editables"} if file == "run.txt" else set())
 
 
 def test_the_base_is_pinned_and_the_last_stage_copies_no_tool() -> None:

@@ -17,42 +17,44 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy import certificates, commands, inventory, metrics
-from deploy.commands import Place
-from deploy.metrics import TABLE, Exporter, Watched
+from deploy import certificates, commands, inventory, prometheus
+from deploy.commands import HostPlaces
+from deploy.prometheus import TABLE, Exporter, Watched
 from fl_app.errors import UserError
-from fl_app.server import causes
+from fl_app.server import causes, events
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOWHERE = {"address": "127.0.0.1:1", "insecure": True}
 
 
+def line(event: events.Event) -> str:
+    return events.encode(event) + "\n"
+
+
 def record(number: int, failures: list[dict[str, Any]] | None = None, clients: int = 3, **more: Any) -> str:
-    return (
-        json.dumps(
-            {
-                "round": number,
-                "accuracy-before": 0.25 * number,
-                "accuracy-after": 0.5,
-                "loss": 1.5 / number,
-                "download-bytes": 100,
-                "upload-bytes": 70,
-                "failures": failures or [],
-                "clients": {str(k): {} for k in range(clients)},
-                "seconds": {"round": 3.0, "wait": 2.0, "prepare": 1.0},
-                **more,
-            }
-        )
-        + "\n"
-    )
+    written = {
+        "round": number,
+        "accuracy-before": 0.25 * number,
+        "accuracy-after": 0.5,
+        "loss": 1.5 / number,
+        "download-bytes": 100,
+        "upload-bytes": 70,
+        "failures": failures or [],
+        "clients": {str(k): {} for k in range(clients)},
+        "seconds": {"round": 3.0, "wait": 2.0, "prepare": 1.0},
+        **more,
+    }
+    return line(events.Round.of(written, 4))
 
 
-def write(runs: Path, lines: str, name: str = "one", rounds: int = 4) -> Path:
+def started(round: int = 0) -> str:
+    return line(events.Started(folder="/runs/one", round=round, rounds=4))
+
+
+def write(runs: Path, lines: str, name: str = "one") -> Path:
     folder = runs / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(f"num-server-rounds = {rounds}\n")
-    (folder / "run.json").write_text('{"metrics": [{"name": "accuracy"}]}')
-    (folder / "metrics.jsonl").write_text(lines)
+    (folder / "events.jsonl").write_text(started() + lines)
     return folder
 
 
@@ -74,28 +76,38 @@ def test_a_run_folder_becomes_numbers(tmp_path: Path) -> None:
     assert found["superlink_up"] == {(): 0} and found["disk_free_bytes"][("runs",)] > 0
 
     # only what is new is read: half a line waits for its end
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(record(3)[:-9])
+    third = record(3)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(third[:-9])
         file.flush()
         assert exporter.samples()["rounds_total"] == {("one",): 2}
-        file.write(record(3)[-9:])
-    (folder / "summary.json").write_text("{}")
+        file.write(third[-9:] + line(events.Finished(summary={"rounds": 3})))
     found = exporter.samples()
     assert found["rounds_total"] == {("one",): 3} and found["replies_total"] == {("one",): 8}
     assert found["run_finished"] == {("one",): 1}
 
 
-def test_a_resumed_run_is_read_from_its_start(tmp_path: Path) -> None:
-    write(tmp_path, "".join(map(record, (1, 2, 3))))
+def test_a_resumed_run_repeats_rounds(tmp_path: Path) -> None:
+    folder = write(tmp_path, "".join(map(record, (1, 2, 3))) + '{"event":"round","rou\n')
     exporter = Exporter(Watched(tmp_path, NOWHERE))
     assert exporter.samples()["rounds_total"] == {("one",): 3}
-    # cut to its checkpoint
-    write(tmp_path, record(1))
-    assert exporter.samples()["rounds_total"] == {("one",): 1}
-    # cut, and longer than before at the next look
-    write(tmp_path, record(1, FAILED) + "".join(map(record, (2, 3, 4))))
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(started(1))
+        file.flush()
+        assert exporter.samples()["rounds_total"] == {("one",): 1}
+        file.write("".join(map(record, (2, 3, 4))))
     found = exporter.samples()
-    assert found["rounds_total"] == {("one",): 4} and sum(found["failures_total"].values()) == 2
+    assert found["rounds_total"] == {("one",): 4} and found["replies_total"] == {("one",): 18}
+
+
+def test_a_run_that_replaced_another_is_read_from_its_start(tmp_path: Path) -> None:
+    folder = write(tmp_path, record(1, FAILED))
+    exporter = Exporter(Watched(tmp_path, NOWHERE))
+    assert sum(exporter.samples()["failures_total"].values()) == 2
+    (folder / "events.jsonl").rename(folder / "before.jsonl")
+    write(tmp_path, record(1) + record(2))
+    found = exporter.samples()
+    assert found["rounds_total"] == {("one",): 2} and not found["failures_total"]
 
 
 @pytest.mark.parametrize(
@@ -105,19 +117,25 @@ def test_a_resumed_run_is_read_from_its_start(tmp_path: Path) -> None:
         "null\n",
         "{}\n",
         "\xff\n",
-        '{"round": 1}\n',
+        '{"event":"round","round":1}\n',
         record(1).replace("100", '"x"'),
         record(1).replace("1.5", '"x"'),
-        record(1).replace("1.5", "9" * 400),
     ],
 )
-def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path, lines: str) -> None:
+def test_lines_that_are_no_events_are_skipped(tmp_path: Path, lines: str) -> None:
     write(tmp_path, lines, "bad")
     write(tmp_path, record(1), "good")
     (tmp_path / "a-file").write_text("")
     exporter = Exporter(Watched(tmp_path, NOWHERE))
-    assert exporter.samples()["rounds_total"] == {("good",): 1}
-    assert exporter.samples()["rounds_total"] == {("good",): 1}
+    for _ in range(2):
+        assert exporter.samples()["rounds_total"] == {("good",): 1, ("bad",): 0}
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    write(tmp_path, record(1).replace("1.5", "9" * 400), "bad")
+    write(tmp_path, record(1), "good")
+    (tmp_path / "worse" / "events.jsonl").mkdir(parents=True)
+    assert Exporter(Watched(tmp_path, NOWHERE)).samples()["loss"] == {("good",): 1.5}
 
 
 def test_a_clients_text_is_no_label(tmp_path: Path) -> None:
@@ -125,7 +143,7 @@ def test_a_clients_text_is_no_label(tmp_path: Path) -> None:
     write(tmp_path, record(1, [{"client": 0, "cause": cause} for cause in causes_]), 'run "a"\\')
     found = Exporter(Watched(tmp_path, NOWHERE)).samples()
     assert {labels[2] for labels in found["failures_total"]} == {"ended", "other"}
-    families = {f.name: f for f in text_string_to_metric_families(metrics.text_of(found).decode())}
+    families = {f.name: f for f in text_string_to_metric_families(prometheus.text_of(found).decode())}
     assert [sample.value for sample in families["corolla_superlink_up"].samples] == [0]
     assert families["corolla_rounds"].samples[0].labels == {"run": 'run "a"\\'}
 
@@ -135,7 +153,7 @@ def test_a_folder_whose_name_is_no_text_hides_no_other(tmp_path: Path) -> None:
     write(tmp_path, record(1, seconds={"\ud800": 1.0}), "phase")
     write(tmp_path, record(1), "good")
     found = Exporter(Watched(tmp_path, NOWHERE)).samples()
-    families = {f.name: f for f in text_string_to_metric_families(metrics.text_of(found).decode())}
+    families = {f.name: f for f in text_string_to_metric_families(prometheus.text_of(found).decode())}
     assert {sample.labels["run"] for sample in families["corolla_rounds"].samples} == {"caf?", "phase", "good"}
 
 
@@ -172,7 +190,7 @@ def test_days_of_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     write(tmp_path, record(1))
-    server = metrics.server(("127.0.0.1", 0), Exporter(Watched(tmp_path, NOWHERE)))
+    server = prometheus.server(("127.0.0.1", 0), Exporter(Watched(tmp_path, NOWHERE)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -215,9 +233,11 @@ def test_an_address_that_is_none(given: str) -> None:
 
 def test_the_clusters_process(tmp_path: Path) -> None:
     raw = {"tls": True, "superlink": {"database": "/db/f.db"}, "hosts": [{"host": "local"}]}
-    process = commands.metrics(inventory.parse(raw, "lab", tmp_path), Place("/d", "/s", ()), "0.0.0.0:9101", "/runs")
+    process = commands.metrics(
+        inventory.parse(raw, "lab", tmp_path), HostPlaces("/d", "/s", ()), "0.0.0.0:9101", "/runs"
+    )
     words = " ".join(process.command)
-    assert "-m deploy.metrics --listen 0.0.0.0:9101 --runs /runs --control 127.0.0.1:8000" in words
+    assert "-m deploy.prometheus --listen 0.0.0.0:9101 --runs /runs --control 127.0.0.1:8000" in words
     assert "--root-certificates /d/keys/ca.crt" in words and "--database /db/f.db" in words
     assert process.health == "http://127.0.0.1:9101/health"
 
@@ -241,7 +261,7 @@ def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_exist() -> None:
     assert len(asked) > 20
     for query in asked:
         assert named_in(query) and named_in(query) <= NAMES, query
-        known = {label for name in named_in(query) for label in TABLE[name.removeprefix(metrics.PREFIX)].labels}
+        known = {label for name in named_in(query) for label in TABLE[name.removeprefix(prometheus.PREFIX)].labels}
         used = re.findall(r"by \(([^)]*)\)", query) + re.findall(r"(\w+)=~?\"", query)
         assert {label.strip() for labels in used for label in labels.split(",")} <= known, query
     # a metric that nobody looks at

@@ -47,7 +47,7 @@ def test_a_shell_starts_what_the_launcher_would(tmp_path: Path) -> None:
     assert link[0] == "env" and "deploy.superlink" in link and f"{tmp_path}/lab-keys/server.key" in link
     place = render._place(lab, "me@node2", "/opt/my corolla/bin/python")
     assert place.directory == f"{shell.variable('HOME')}/.local/state/corolla/clusters/lab"
-    there = commands.Place("/home/me/.local/state/corolla/clusters/lab", place.scripts, place.ports)
+    there = commands.HostPlaces("/home/me/.local/state/corolla/clusters/lab", place.scripts, place.ports)
     process = commands.supernode(lab, lab.supernodes[2], there, 0)
     assert third[-len(process.command) :] == list(process.command) and 'data-path="/data/x y"' in third[-1]
     assert {"OMP_NUM_THREADS=4", "FLWR_HOME=/home/me/.local/state/corolla/clusters/lab/flwr"} <= set(third)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from client_app.session import _session
 from deploy import certificates, cluster, joining, lifecycle, revoked, superlink_nodes
@@ -192,6 +194,25 @@ def test_status_names_keys_that_no_entry_has(running: Cluster, link: Link, tmp_p
     assert [row["key"] for row in json.loads(out)].count(revoked.fingerprint(key)) == 1
     link.nodes[-1].status = "unregistered"
     assert command("cluster", "status", "lab")[0] == 0
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_site_of_a_later_entry_is_known_to_the_running_cluster(
+    running: Cluster, link: Link, tmp_path: Path, command: Command
+) -> None:
+    written = yaml.safe_load((tmp_path / "lab.yaml").read_text())
+    written["hosts"].append({"host": "joins"})
+    (tmp_path / "lab.yaml").write_text(yaml.safe_dump(written))
+    public = joining.make_key(tmp_path / "winsen")
+    shutil.copy(public, tmp_path / "winsen.pub")
+    assert command("cluster", "admit", tmp_path / "lab.yaml", "4", tmp_path / "winsen.pub")[0] == 0
+    for found in link.nodes:
+        found.status = "online"
+    code, out, err = command("cluster", "status", "lab", "--json", "--allow-offline", "2")
+    assert code == 0 and ("4", "winsen", "online") in {
+        (row["client"], row["name"], row["superlink-says"]) for row in json.loads(out)
+    }, err
+    assert command("cluster", "revoke", "lab", "4")[0] == 0
 
 
 def test_up_starts_a_superlink_that_has_ended(running: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

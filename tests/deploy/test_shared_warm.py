@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from deploy import cluster, commands, confine, inventory, processes, shared_warm, supernode
+from deploy import cluster, commands, confine, detached, inventory, shared_warm, supernode
 from deploy.confine import Confinement
 from deploy.inventory import read_inventory
 from deploy.shared_warm import OWN, SHARED
@@ -227,10 +227,10 @@ def test_a_confined_application_cannot_fork_an_unconfined_one() -> None:
     free = [sys.executable, "-c", TRIES, str(where), found.name]
     # with no more rights than a node's applications have; the last one may go to the directory, and knows the name
     rules = Confinement((*confine.installation(), str(Path.cwd())), (), ())
-    supernode.refuse_secrets([*confine.installation(), "/dev", where / "elsewhere"])
+    supernode.refuse_secrets([*confine.installation(), "/dev", where / "elsewhere"], (where,))
     for place in (where, where.parent):
         with pytest.raises(UserError, match=rf"^confine: applications would read {where}, which lies in {place}; "):
-            supernode.refuse_secrets(["/data", place])
+            supernode.refuse_secrets(["/data", place], (where,))
     confined = confine.confined_command(rules, free)
     answers = [subprocess.run(words, capture_output=True, text=True).stdout for words in (free, confined)]
     assert answers == ["forked\n", "refused\n"]
@@ -268,7 +268,7 @@ def test_the_key_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (None, False, True, "shared"):
         path.write_text(yaml.safe_dump({"hosts": [{"host": "local", "warm": given}]}))
         (node,) = read_inventory(path).supernodes
-        words = commands.supernode(read_inventory(path), node, commands.Place("/d", "/s", (9000,)), 0).command
+        words = commands.supernode(read_inventory(path), node, commands.HostPlaces("/d", "/s", (9000,)), 0).command
         found[given] = words[words.index("--warm") + 1] if "--warm" in words else ""
     assert found == {None: "", False: "", True: OWN, "shared": SHARED}
     path.write_text("hosts: [{host: local, warm: own}]")
@@ -282,7 +282,7 @@ def test_the_record_of_an_older_cluster_is_read(tmp_path: Path, monkeypatch: pyt
     path.write_text("hosts: [{host: local, supernodes: 3, warm: shared}]")
     cluster.save_new(cluster.Cluster(read_inventory(path), "token", "config", "now"))
     assert [node.warm for node in cluster.load("cluster").inventory.supernodes] == [SHARED] * 3
-    record = processes.cluster_directory("cluster") / "cluster.json"
+    record = detached.cluster_directory("cluster") / "cluster.json"
     old = json.loads(record.read_text())
     for node, warm in zip(old["inventory"]["supernodes"], (True, False, None), strict=True):
         node["warm"] = warm

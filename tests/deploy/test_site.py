@@ -14,7 +14,7 @@ from deploy import site, supernode
 from deploy.site import Site
 from fl_app.errors import UserError
 from fl_app.paths import path_keys
-from fl_app.site import site_directory
+from fl_app.site_directory import site_directory
 
 HASH = "ab" * 32
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy import commands, inventory
-from deploy.commands import Place
+from deploy.commands import HostPlaces
 
 UNITS = Path(__file__).resolve().parent.parent.parent / "deploy" / "systemd"
 NAMES = {
@@ -54,7 +54,7 @@ def test_a_supernodes_unit_lets_bubblewrap_make_its_walls() -> None:
 
 def test_the_superlink_has_the_launchers_options(tmp_path: Path) -> None:
     raw = {"superlink": {"fleet-address": "lab.example.org", "database": "/db"}, "hosts": [{"host": "local"}]}
-    launched = commands.superlink(inventory.parse(raw, "lab", tmp_path), Place("/d", "/s", ()))
+    launched = commands.superlink(inventory.parse(raw, "lab", tmp_path), HostPlaces("/d", "/s", ()))
     unit = (UNITS / "corolla-superlink.service").read_text().replace("\\\n", " ")
     started = re.search(r"^ExecStart=(.*)$", unit, re.MULTILINE)
     assert started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from flwr.supernode import start_client_internal as loop
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from deploy import unanswered
-from deploy.unanswered import Answering
+from deploy.unanswered import Answering, Kept
 
 RUN = 7
 
@@ -146,6 +147,9 @@ def test_what_starts_applications_is_started_again(monkeypatch: pytest.MonkeyPat
     started, ended, enough = list[str](), list[str](), threading.Event()
 
     class Ended:
+        def kill(self) -> None:
+            """It has ended."""
+
         def wait(self) -> int:
             if len(started) > 3:
                 enough.set()
@@ -158,7 +162,77 @@ def test_what_starts_applications_is_started_again(monkeypatch: pytest.MonkeyPat
             raise OSError("no memory")
         return Ended()
 
-    unanswered.keep_running(start, lambda: ended.append("ended"))
+    unanswered.Kept(start, lambda: ended.append("ended"))
     assert enough.wait(30)
     # by one thread, with whose end the kernel would end the process
     assert len(set(started)) == 1 and len(ended) == 3
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which tests set."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, list[threading.Event]]:
+    """Return a node whose processes end when they are killed, and for each process when that is."""
+    monkeypatch.setattr(unanswered, "_PATIENCE", 10.0)
+    monkeypatch.setattr(unanswered, "_FIRST_WAIT", 0.0)
+    ended = list[threading.Event]()
+
+    class Stopped:
+        def __init__(self) -> None:
+            ended.append(threading.Event())
+
+        def kill(self) -> None:
+            ended[-1].set()
+
+        def wait(self) -> int:
+            ended[-1].wait()
+            return -9
+
+    node = Node()
+    assert node.answering is not None
+    node.answering.end_superexec = Kept(Stopped, node.answering.give_up).end
+    return node, ended
+
+
+def test_a_process_that_takes_no_task_is_ended_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, now: list[float]
+) -> None:
+    """An application may stop it, and a stopped process never ends."""
+    node, ended = stopped(monkeypatch)
+    assert node.answering is not None
+    for _ in range(3):
+        assert node.replies() == [] and not ended[0].is_set()
+        now[0] += 3.0
+    # this node itself was stopped for an hour
+    now[0] += 3600.0
+    assert node.replies() == [] and ended[0].is_set()
+    assert ended[0].wait(10)
+    while len(ended) < 2:
+        time.sleep(0.01)
+    assert node.answering.working()
+    node.begin()
+    now[0] += 3600.0
+    assert node.replies() == [] and not ended[1].is_set()
+
+
+def test_a_process_that_works_on_an_expired_message_is_ended_and_answered_for(
+    monkeypatch: pytest.MonkeyPatch, now: list[float]
+) -> None:
+    """It may hang and send heartbeats all the same. No server waits any longer, and other runs wait for the node."""
+    node, ended = stopped(monkeypatch)
+    assert node.answering is not None
+    node.begin()
+    now[0] += node.message.metadata.ttl - 1.0
+    assert node.replies() == [] and not ended[0].is_set()
+    now[0] += 2.0
+    node.replies()
+    assert ended[0].is_set()
+    while node.answering.working():
+        time.sleep(0.01)
+    (reply,) = node.replies()
+    assert reply.has_error()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import subprocess
+import sys
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -228,3 +230,12 @@ def test_an_application_in_a_new_python_is_unpacked_in_the_same_way() -> None:
     assert started[1] == ["flwr-serverapp"]
     with pytest.raises(AttributeError):
         superexec.start_safely(types.SimpleNamespace())
+
+
+def test_an_application_imports_its_own_copies_of_corollas_packages() -> None:
+    code = (
+        "import sys, types; from deploy import superexec; from fl_app.known_names import PACKAGES\n"
+        "superexec.unpack_safely(types.SimpleNamespace(install_from_fab=None))\n"
+        "print([name for name in sys.modules if name.partition('.')[0] in PACKAGES])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -23,7 +23,7 @@ from client_app.client_app import app as client_app
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, script
-from fl_app.server.inprocess import InProcessGrid
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.e2e.browser import find as find_browser
 from tests.e2e.network import network as network

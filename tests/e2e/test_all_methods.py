@@ -12,7 +12,7 @@ from corolla.experiments.launch import COMPLETED, simulation
 from fl_app import plugins, server_app
 from fl_app.config import parse
 from fl_app.keys import Scalar, table_of
-from fl_app.server.inprocess import InProcessGrid
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS, PLUGINS
 from tests.e2e.conftest import Cluster, corolla, settings, summary

@@ -17,11 +17,11 @@ import pytest
 
 from corolla.experiments.launch import COMPLETED, flwr_run
 from deploy import audit
-from fl_app.app_bundle import application_hash
 from fl_app.keys import Scalar
 from fl_app.processes import end_processes, flower_environment
 from fl_app.run_secret import experiment_of
 from fl_app.server.run_folder import secret_of
+from fl_app.transport.app_bundle import application_hash
 from tests.e2e.conftest import Lab, with_test_models
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

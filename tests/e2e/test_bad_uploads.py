@@ -45,7 +45,7 @@ SPOILER = f"""
 import json, os
 import numpy as np
 from client_app.client import CorollaClient
-from fl_app import outgoing, wire
+from fl_app.transport import outgoing, wire
 
 # an honest client would keep such entries at its site
 outgoing.leaving = lambda kind, content, way: content

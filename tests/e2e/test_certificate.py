@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy import certificates, inventory
-from tests.e2e.conftest import BackgroundRun, Lab, rounds
+from tests.e2e.conftest import BackgroundRun, Lab, rounds, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -38,7 +38,8 @@ def test_a_certificate_that_ends_in_a_run_is_named(lab: Lab, monkeypatch: pytest
         assert "certificate has expired" in said and "keys --renew" in said and "--resume" in said, run.log
         done = rounds(run.folder)
         assert done and all(r["failures"] == [] and sorted(r["clients"]) == ["0", "1"] for r in done)
-        log = (lab.directory / "state" / "clusters" / "lab" / "superlink.log").read_text(errors="replace")
-        assert "server.crt expires on" in log and "server.crt expired on" in log
+        log = lab.directory / "state" / "clusters" / "lab" / "superlink.log"
+        for line in ("server.crt expires on", "server.crt expired on"):
+            assert wait_for(lambda line=line: line in log.read_text(errors="replace"), 60), line
     finally:
         lab.cluster("down")

@@ -84,8 +84,8 @@ def test_containers_with_keys_run_private_and_those_without_say_so(cluster: Clus
     config = {
         "method": "fedavg",
         "private": True,
-        # otherwise no one answers while a member of the company is away
-        "private-absent": "alone",
+        # otherwise no one answers while a member of the aggregation group is away
+        "private-left-out": "client",
         "num-server-rounds": 1,
         "train-samples": 40,
         "min-available-clients": 3,

@@ -166,7 +166,7 @@ def test_what_is_in_the_image(image: str) -> None:
         .strip()
         .endswith("No module named pip")
     )
-    assert "usage: deploy.metrics" in inside("python -P -m deploy.metrics --help")
+    assert "usage: deploy.prometheus" in inside("python -P -m deploy.prometheus --help")
 
 
 def test_the_gpu_file_gives_each_supernode_a_gpu() -> None:

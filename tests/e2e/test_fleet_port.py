@@ -21,9 +21,9 @@ import pytest
 
 from deploy import certificates, commands, inventory
 from deploy.superlink import MOST_BYTES, serves_grpc
-from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.exit_codes import BAD_INPUT
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with
+from fl_app.transport.app_bundle import APP_DIRECTORY
 from tests.e2e.conftest import wait_for
 from tests.e2e.network import Network, inside, listeners
 
@@ -189,7 +189,7 @@ class Link:
         assert self.process.poll() is None, log.read_text()
 
     def start_as_the_launcher(self) -> None:
-        place = commands.Place(str(self.directory), str(Path(self.python).parent), (), str(self.keys))
+        place = commands.HostPlaces(str(self.directory), str(Path(self.python).parent), (), str(self.keys))
         _, *words = commands.superlink(self.inventory, place).command
         self.start([self.python, *words], self.fleet)
 

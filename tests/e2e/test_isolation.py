@@ -20,8 +20,8 @@ import pytest
 from client_app.client_app import RAY
 from corolla.experiments import namespace
 from corolla.experiments.superlink_supervisor import NETWORK
-from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.processes import end_processes, flower_environment, processes_with, script
+from fl_app.transport.app_bundle import APP_DIRECTORY
 from tests.e2e.conftest import COROLLA, settings, wait_for
 from tests.e2e.network import IP, NUMBERS, inside, ip, listeners
 from tests.experiments.test_namespace import ended_well, fork

@@ -71,6 +71,19 @@ def test_the_next_month_starts_from_this_months_models(cluster: Cluster, tmp_pat
     for card in (held, own):
         assert (card["client"], card["parameters-sha256"]) == ("celle", row["sha256"])  # type: ignore[typeddict-item]
 
+    # the server's trail and the sites' audits tell the same
+    audits = [str(tmp_path / "nodes" / "sites" / f"site-{k}") for k in range(3)]
+    done = corolla("audit", "join", str(june), *audits, "--json")
+    joined = json.loads(done.stdout)
+    assert (done.returncode, joined["differences"]) == (0, []), done.stdout
+    first, count = joined["clients"][0], json.loads((june / "clients.json").read_text())["0"]["train-samples"]
+    assert (first["name"], first["train-samples"]) == ("celle", count) and len(first["runs"]) == 2
+    assert {(row["round"], row["message"]) for row in joined["messages"]} >= {
+        (1, "train"),
+        (2, "train"),
+        (2, "evaluate"),
+    }
+
     # a fourth site is new
     start(cluster, tmp_path, 3, "winsen")
     cluster.wait_for_nodes()

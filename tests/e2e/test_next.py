@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.app_bundle import APP_DIRECTORY
+from fl_app.transport.app_bundle import APP_DIRECTORY
 from tests.e2e.conftest import settings, summary
 
 pytestmark = [pytest.mark.next, pytest.mark.timeout(900)]

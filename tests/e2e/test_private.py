@@ -10,7 +10,7 @@ from flwr.app import Error, Message
 
 from fl_app.privacy.keyring import text_of
 from fl_app.server.properties import KEYS
-from fl_app.wire import AGREED
+from fl_app.transport.wire import AGREED
 from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary, wait_for
 from tests.hostile.supernode import Reply, SuperNode
 from tests.privacy.keys import make
@@ -27,7 +27,7 @@ def test_a_killed_client_costs_no_repeat(cluster: Cluster, tmp_path: Path) -> No
     config = {
         "method": "fedcac",
         "private": True,
-        "private-absent": "alone",
+        "private-left-out": "client",
         "model": "gated:mlp",
         "num-server-rounds": 3,
         "min-results": 0.5,
@@ -49,7 +49,7 @@ def test_a_site_that_is_killed_after_its_upload_is_in_the_sum(cluster: Cluster, 
     for client_id, key in enumerate(make(tmp_path / "keys", 4)):
         cluster.start_supernode(client_id, 4, private_keys=str(key))
     cluster.hold(3, training=1)
-    config = {"method": "fedavg", "private": True, "private-absent": "alone", "model": "gated:mlp"}
+    config = {"method": "fedavg", "private": True, "private-left-out": "client", "model": "gated:mlp"}
     run = BackgroundRun(cluster, tmp_path / "killed", 4, {**config, "num-server-rounds": 1})
     # of the round's uploads; the same numbers occur while clients connect
     wait_for(lambda: "round 1/1: 3/4" in run.log)
@@ -63,8 +63,8 @@ def test_a_site_that_is_killed_after_its_upload_is_in_the_sum(cluster: Cluster, 
 
 
 @pytest.mark.usefixtures("warm_cluster")
-def test_a_company_is_split_where_a_client_is_absent(cluster: Cluster, tmp_path: Path) -> None:
-    """Of nine clients one is killed in a round: two go with it into a company of their own, and six are summed up."""
+def test_a_group_is_split_where_a_client_is_absent(cluster: Cluster, tmp_path: Path) -> None:
+    """Of nine clients one is killed in a round: two go with it into an aggregation group of their own, and six are summed up."""
     cluster.start_superlink()
     for client_id, key in enumerate(make(tmp_path / "keys", 9)):
         cluster.start_supernode(client_id, 9, private_keys=str(key))
@@ -72,7 +72,7 @@ def test_a_company_is_split_where_a_client_is_absent(cluster: Cluster, tmp_path:
     config = {
         "method": "fedavg",
         "private": True,
-        "private-absent": "company",
+        "private-left-out": "group",
         "model": "gated:mlp",
         "num-server-rounds": 3,
         "min-results": 0.5,
@@ -84,7 +84,7 @@ def test_a_company_is_split_where_a_client_is_absent(cluster: Cluster, tmp_path:
     rest = [i for i in everybody if i not in "014"]
     assert [sorted(r["clients"]) for r in records] == [everybody, rest, everybody]
     assert [(f["client"], f.get("attempt")) for record in records for f in record["failures"]] == [(4, None)]
-    ((parts, signatures),) = json.loads((run.folder / "companies.json").read_text())["splits"]
+    ((parts, signatures),) = json.loads((run.folder / "aggregation-groups.json").read_text())["splits"]
     assert parts == [[0, 1, 4], [2, 3, 5, 6, 7, 8]] and len(signatures) == 8
     digest = summary(run.folder)["digest"]
     assert digest is not None and digest == replay(run, tmp_path)
@@ -115,7 +115,7 @@ def test_a_site_that_signs_falsely_is_named(cluster: Cluster, tmp_path: Path) ->
         for client_id, key in enumerate(make(tmp_path / "keys", 7)):
             partition = {"partition-id": client_id, "num-partitions": 7, "private-keys": str(key)}
             nodes.append(SuperNode(cluster.fleet, partition, lies.get(client_id)))
-        config = {"method": "fedavg", "private": True, "private-absent": "alone", "num-server-rounds": 1}
+        config = {"method": "fedavg", "private": True, "private-left-out": "client", "num-server-rounds": 1}
         config |= {"min-available-clients": 6, "min-results": 0.5}
         run = BackgroundRun(cluster, tmp_path / "lies", 7, config)
         run.finish()

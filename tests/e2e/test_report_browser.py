@@ -27,28 +27,39 @@ from tests.report.test_many_clients import many
 PROBE = """<script>
 const errors = [];
 addEventListener("error", e => errors.push(String(e.message || e.target.src).slice(0, 200)), true);
-addEventListener("load", () => {
-  const images = [...document.images].map(i => ({
-    complete: i.complete, width: i.naturalWidth, height: i.naturalHeight,
-    shape: i.naturalWidth / i.naturalHeight / (i.clientWidth / i.clientHeight), shown: i.clientWidth, alt: i.alt}));
-  const found = {errors, images, overflow: document.documentElement.scrollWidth - innerWidth,
-    resources: performance.getEntriesByType("resource").map(r => r.name.slice(0, 60)), title: document.title};
-  const out = document.createElement("pre");
-  out.id = "probe";
-  out.textContent = JSON.stringify(found);
-  document.body.append(out);
+addEventListener("unhandledrejection", e => errors.push(String(e.reason).slice(0, 200)));
+</script>"""
+# runs after the pictures are drawn
+AFTER = """<script type="module">
+await corolla.all();
+// what is folded has no width
+document.querySelectorAll("details").forEach(d => d.open = true);
+const script = async () => { SCRIPT };
+await script();
+const pictures = [...document.querySelectorAll("figure")].map(figure => {
+  const canvas = figure.querySelector("canvas"), context = canvas.getContext("2d");
+  const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
+  return {name: figure.id, width: canvas.clientWidth, colours: new Set(new Uint32Array(pixels.buffer)).size};
 });
+const found = {errors, pictures, overflow: document.documentElement.scrollWidth - innerWidth,
+  resources: performance.getEntriesByType("resource").map(r => r.name.slice(0, 60)), title: document.title};
+const out = document.createElement("pre");
+out.id = "probe";
+out.textContent = JSON.stringify(found);
+document.body.append(out);
 </script>"""
 
 
 def look_at(page: Path, browser: str, tmp_path: Path, script: str = "", *options: str) -> tuple[dict[str, Any], str]:
     """Open a report and run a script in it; what the browser says about it, and its DOM.
 
-    Fails unless all images are shown and nothing complained.
+    Fails unless all pictures are drawn and nothing complained.
     """
     probed = tmp_path / "probed.html"
-    text = page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}")
-    probed.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}", 1)
+    # the pictures' library has this word too
+    start, end = text[: text.rindex("</body>")], text[text.rindex("</body>") :]
+    probed.write_text(start + AFTER.replace("SCRIPT", script) + end, encoding="utf-8")
     opened = subprocess.run(
         [browser, *OPTIONS, *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
         capture_output=True,
@@ -61,15 +72,14 @@ def look_at(page: Path, browser: str, tmp_path: Path, script: str = "", *options
     assert probe["errors"] == []
     assert not [line for line in opened.stderr.splitlines() if "CONSOLE" in line]
     assert [r for r in probe["resources"] if not r.startswith("data:")] == []
-    for image in probe["images"]:
-        assert image["complete"] and image["width"] > 0 and image["height"] > 0, image
-        assert image["alt"] and image["shown"] > 300 and abs(image["shape"] - 1) < 0.02, image
+    for picture in probe["pictures"]:
+        assert picture["width"] > 200 and picture["colours"] > 16, picture
     assert probe["overflow"] <= 0, "the page is wider than the window"
     return probe, opened.stdout
 
 
 @pytest.mark.e2e
-def test_all_images_decode_and_the_console_is_silent(browser: str, command: Command, tmp_path: Path) -> None:
+def test_all_pictures_are_drawn_and_the_console_is_silent(browser: str, command: Command, tmp_path: Path) -> None:
     common = {
         "num-server-rounds": 4,
         "evaluate-every": 2,
@@ -90,7 +100,7 @@ def test_all_images_decode_and_the_console_is_silent(browser: str, command: Comm
     assert code == 0, err
     probe, dom = look_at(tmp_path / "out" / "report.html", browser, tmp_path)
     pictures = list((tmp_path / "out" / "report-figures").iterdir())
-    assert len(probe["images"]) == len(pictures) == 8
+    assert len(probe["pictures"]) == len(pictures) == 9
     assert probe["title"] == "2 runs: fedavg, fedcac"
     assert "is not finished" in dom
 
@@ -104,8 +114,7 @@ document.title = JSON.stringify({
   order: [...document.querySelector("table:has(tbody)").tBodies].map(b => Number(b.rows[0].cells[0].dataset.value)),
   shown: [...document.querySelectorAll("tr.single")].filter(r => r.offsetParent).length,
   background: getComputedStyle(document.querySelector("main")).backgroundColor,
-  picture: document.images[0].currentSrc === document.images[0].src,
-  widest: Math.max(...[...document.images].map(i => i.clientWidth))});
+  paper: corolla.views.get("accuracy").background()});
 """
 
 
@@ -137,8 +146,51 @@ def test_tables_sort_and_open_on_light_dark_and_small_screens(
     assert found["order"] == [int(k) + 1 for k in np.argsort(finals, kind="stable")]
     assert found["shown"] == 2, "the runs of one row"
     assert found["background"] == ("rgb(23, 24, 26)" if dark else "rgb(255, 255, 255)")
-    assert found["picture"] is not dark
-    assert found["widest"] > 700, "a picture too small to read"
+    assert found["paper"] == ("#17181a" if dark else "#ffffff")
+    room = 500 if options and not dark else 1104
+    assert all(
+        picture["width"] < room for picture in probe["pictures"] if picture["name"] in ("accuracy", "clients", "loss")
+    )
+
+
+ASK = """
+const view = name => corolla.views.get(name), drawn = name => view(name).toCanvas().then(c => c.toDataURL());
+const [before, other] = [await drawn("overlap-1-1"), await drawn("clients")];
+corolla.set("client", "3");
+const field = document.getElementById("tool-client");
+const chosen = [await drawn("overlap-1-1") !== before, await drawn("clients") !== other, field.value];
+corolla.set("client", "");
+const back = await drawn("overlap-1-1") === before;
+const figure = document.getElementById("overlap-1-1");
+const slider = figure.querySelector("input[type=range]");
+slider.value = slider.min;
+slider.dispatchEvent(new Event("input"));
+await view("overlap-1-1").runAsync();
+const moved = await drawn("overlap-1-1") !== before;
+const select = figure.querySelector("select");
+await corolla.show(figure, select.options[1].value);
+const sorted = await drawn("overlap-1-1") !== before;
+document.getElementById("tool-paper").click();
+await view("clients").runAsync();
+const turned = [view("clients").background(), getComputedStyle(document.querySelector("main")).backgroundColor];
+let saved = null;
+HTMLAnchorElement.prototype.click = function () { saved = this; };
+document.querySelector("#clients .actions button").click();
+document.title = JSON.stringify({chosen, back, moved, sorted, turned, saved: [saved.download, saved.href.slice(0, 5)]});
+"""
+
+
+@pytest.mark.e2e
+def test_a_reader_asks_the_pictures(browser: str, tmp_path: Path, six_runs: tuple[list[Path], Path]) -> None:
+    found = json.loads(look_at(six_runs[1], browser, tmp_path, ASK)[0]["title"])
+    assert found == {
+        "chosen": [True, True, "3"],
+        "back": True,
+        "moved": True,
+        "sorted": True,
+        "turned": ["#17181a", "rgb(23, 24, 26)"],
+        "saved": ["clients.csv", "blob:"],
+    }
 
 
 FILTER = """
@@ -155,7 +207,7 @@ const found = [shown("final<10"), shown("final>90 mostly=3"), shown("nobody"), s
 const press = name => [...all.querySelectorAll("th button")].find(b => b.textContent === name).click();
 press("final (%)");
 document.title = JSON.stringify({found, first: all.querySelector("tbody").rows[0].cells[0].textContent,
-  filters: document.querySelectorAll("input").length});
+  filters: document.querySelectorAll(".filter input").length});
 """
 
 
@@ -224,6 +276,7 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
         "accuracy-seeds",
         "loss",
         "clients",
+        "client-by-client",
         "communication",
         "seconds",
         "partition-1",
@@ -238,7 +291,7 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
     for run in runs:
         assert_every_panel_has_data(run)
     probe, _ = look_at(tmp_path / "out" / "report.html", browser, tmp_path)
-    assert len(probe["images"]) == len(names) and probe["title"].startswith("10 runs: ")
+    assert len(probe["pictures"]) == len(names) and probe["title"].startswith("10 runs: ")
 
 
 def stamps(directory: Path) -> dict[str, tuple[int, int]]:

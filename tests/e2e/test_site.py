@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy import audit, confine
-from fl_app.app_bundle import application_hash
 from fl_app.processes import script
+from fl_app.transport.app_bundle import application_hash
 from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -47,6 +47,23 @@ def cancer(path: Path, rows: slice, columns: Sequence[int] = tuple(range(8))) ->
     return path
 
 
+def month_of(path: Path, plant: int, plants: int, month: int, kinds: Sequence[str] = ("malignant", "benign")) -> Path:
+    """Write a plant's rows of a month: its part of the breast cancer data, drifted by 5 % each month, with days 1 to 28.
+
+    A third kind is the name of the benign rows with the largest mean area.
+    """
+    x, y = load_breast_cancer(return_X_y=True, as_frame=True)
+    order = np.random.default_rng(month).permutation(len(x))[plant::plants]
+    frame = (x.iloc[order, :8] * (1 + 0.05 * month)).reset_index(drop=True)
+    frame["day"] = np.arange(len(frame)) % 28 + 1
+    frame["kind"] = np.array(kinds[:2])[y.iloc[order].to_numpy()]
+    if len(kinds) > 2:
+        benign = frame.index[frame["kind"] == kinds[1]]
+        frame.loc[frame.loc[benign, "mean area"].nlargest(len(benign) // 3).index, "kind"] = kinds[2]
+    frame.to_csv(path, index=False)
+    return path
+
+
 SETTING: dict[str, Any] = {
     "target": "kind",
     "client": "plant",

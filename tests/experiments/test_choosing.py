@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from corolla.experiments import choosing, compare
+from corolla.experiments.result_table import Row
 from corolla.experiments.runs import RecordedRun
-from corolla.experiments.table import Row
 from fl_app.metrics import Metric
 from fl_app.tasks import ACCURACY
 from strategies import METHOD_PARAMS

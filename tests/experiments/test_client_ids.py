@@ -15,7 +15,7 @@ from fl_app.errors import UserError
 def run(*names: str) -> Any:
     """A run whose clients have these names; "" is none."""
     clients = {str(i): {"name": name} if name else {} for i, name in enumerate(names)}
-    return SimpleNamespace(summary={"num-clients": len(names)}, clients=clients)
+    return SimpleNamespace(settings={"num-clients": len(names)}, clients=clients)
 
 
 NUMBERED = run("1", "2", "3")

@@ -16,8 +16,8 @@ from corolla import load
 from corolla.experiments import compare, grouping, significance
 from corolla.experiments import runs as folders
 from corolla.experiments.collect import collect, packed, rounded
+from corolla.experiments.result_table import text_table
 from corolla.experiments.runs import RecordedRun, find
-from corolla.experiments.table import text_table
 from corolla.report import arrays
 from fl_app.errors import UserError
 from fl_app.server import run_folder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corolla import cli, presets
-from corolla.experiments import compare, paper_table, sweep, table
+from corolla.experiments import compare, paper_table, result_table, sweep
 from corolla.experiments.sweep import Point
 from corolla.report.arrays import read_runs
 from corolla.report.groups import grouped
@@ -42,7 +42,7 @@ def run_folder(
     return folder
 
 
-def lines(*paths: Path, dataset: str = "") -> list[compare.Line]:
+def lines(*paths: Path, dataset: str = "") -> list[compare.PaperLine]:
     runs, _ = compare.load(paths, METHOD_PARAMS)
     return [line for group in compare.group(runs) for line in compare.beside(group, METHOD_PARAMS, dataset)]
 
@@ -297,7 +297,7 @@ def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:
     assert [[run.path.name for run in group] for group in compare.group(runs)] == together
     assert [[run.path.name for run in group.runs] for group in grouped(read_runs([tmp_path]))] == together
     points = [Point(run.path.name, {"seed": run.config.seed}, {}, run.config) for run in runs]
-    rows = table.sweep_rows(points, {sweep.identity(run.config): run for run in runs})
+    rows = result_table.sweep_rows(points, {sweep.identity(run.config): run for run in runs})
     assert [len(row.runs) for row in rows] == [4, 2, 1]
 
 

@@ -16,7 +16,7 @@ from fl_app import data, model_card
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.server.run_folder import PLUGINS, read_config, read_metrics
-from fl_app.site import site_directory
+from fl_app.site_directory import site_directory
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
 from tests.experiments.months import SETTING, cancer, wine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from corolla.experiments import sweep
-from corolla.experiments.forecast import Forecast, Pace, RecordedPaces, duration, evaluations, pace, seconds_of
+from corolla.experiments.forecast import Forecast, RecordedPaces, RoundSeconds, duration, evaluations, pace, seconds_of
 from corolla.experiments.runs import RecordedRun
 from corolla.presets import read_preset
 from fl_app import machine
@@ -30,7 +30,7 @@ def folder(path: Path, seconds: Sequence[dict[str, float]], clients: dict[str, A
 
 def test_the_first_round_is_left_out_and_evaluations_stand_apart(tmp_path: Path) -> None:
     seconds = [{"round": 60.0}, {"round": 2.0}, {"round": 14.0, "evaluate": 10.0}, {"round": 3.0}]
-    assert pace(folder(tmp_path / "a", seconds), config()) == Pace(3.0, 10.0)
+    assert pace(folder(tmp_path / "a", seconds), config()) == RoundSeconds(3.0, 10.0)
     assert pace(folder(tmp_path / "b", seconds[:1]), config()) is None
 
 
@@ -46,7 +46,7 @@ def test_an_evaluation_that_was_not_yet_is_reckoned_from_a_rounds_clients(tmp_pa
     assert plain is not None and plain.evaluation == pytest.approx(10 * (1 + 1) / 2)
     tuned = pace(run, config(num_clients=10, local_epochs=5, finetune_epochs=3))
     assert tuned is not None and tuned.evaluation == pytest.approx(10 * (1 + 2 + 3) / 2)
-    assert pace(folder(tmp_path / "b", [{"round": 9.0}, {"round": 8.0}]), config()) == Pace(8.0, 0.0)
+    assert pace(folder(tmp_path / "b", [{"round": 9.0}, {"round": 8.0}]), config()) == RoundSeconds(8.0, 0.0)
 
 
 def test_evaluations_that_are_left() -> None:
@@ -118,8 +118,8 @@ def test_a_recorded_round_is_that_of_runs_which_do_the_same_work(tmp_path: Path)
     demo = parse(read_preset("demo"), METHOD_PARAMS)
     for name, changes in {"seed": {"seed": 3}, "rounds": {"num-server-rounds": 7, "evaluate-every": 2}}.items():
         paces = RecordedPaces([recorded(tmp_path / name, machine.cpu(), 2.0, **changes)])
-        assert paces.of(demo) == Pace(2.0, 0.0), name
-    assert seconds_of(demo, Pace(2.0, 5.0)) == 15 * 2 + 5
+        assert paces.of(demo) == RoundSeconds(2.0, 0.0), name
+    assert seconds_of(demo, RoundSeconds(2.0, 5.0)) == 15 * 2 + 5
     for name, cpu, changes in (("epochs", machine.cpu(), {"local-epochs": 1}), ("elsewhere", "another", {})):
         assert RecordedPaces([recorded(tmp_path / name, cpu, 2.0, **changes)]).of(demo) is None
     assert RecordedPaces([folder(tmp_path / "old", [{"round": 1.0}] * 3)]).of(demo) is None

@@ -25,9 +25,9 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.forking import Warm
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
-from fl_app.wire import QUERY
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import QUERY
 from strategies import METHOD_PARAMS
 from tests.conftest import PLUGINS, SMALL, Command
 
@@ -211,8 +211,8 @@ ASKER = """
 import sys
 from client_app import worker
 from corolla.experiments.pool import Pool, PoolGrid
-from fl_app import wire
-from fl_app.wire import QUERY
+from fl_app.transport import wire
+from fl_app.transport.wire import QUERY
 from flwr.app import Message
 setup = worker.Setup.of({"method": "fedavg", "model": "mlp"}, 2)
 with Pool(2, worker.COMMAND, setup.to_json()) as pool:

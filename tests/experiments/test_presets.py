@@ -431,8 +431,8 @@ def test_every_preset_starts_by_its_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Typer builds its commands anew at every call, which takes as long as pricing a preset.
-    built = cli.whole()
-    monkeypatch.setattr(cli, "whole", lambda: built)
+    built = cli.build_command()
+    monkeypatch.setattr(cli, "build_command", lambda: built)
     for name, preset in ALL.items():
         if paper_of(name) != paper:
             continue

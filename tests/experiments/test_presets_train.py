@@ -16,10 +16,10 @@ from client_app.client_app import app
 from corolla import presets
 from fl_app.config import parse
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.server_app import run
 from fl_app.sources import named_data
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]

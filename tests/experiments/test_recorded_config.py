@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from corolla.experiments import compare, sweep
 from corolla.experiments.collect import collect
 from corolla.experiments.runs import find
@@ -56,21 +54,3 @@ def test_a_run_of_an_earlier_version_goes_on(run: Run) -> None:
     run(method="fedcac", keep_state=True, num_server_rounds=3, resume=str(folder))
     assert [record["round"] for record in read_metrics(folder)] == [1, 2, 3]
     assert tables(folder) == {"fedcac"} and "tensorboard" not in read_config(folder)
-
-
-@pytest.mark.parametrize(
-    ("decay", "schedule", "rate"),
-    [(1.0, "constant", 0.0), (0.5, "constant", 0.05), (1.0, "cosine", 0.05), (0.5, "cosine", 0.025)],
-)
-def test_a_run_of_an_earlier_version_fine_tuned_at_its_last_rounds_rate(
-    run: Run, decay: float, schedule: str, rate: float
-) -> None:
-    """Its config lacks the key; T = 2: 0.1 times 0.5 for the decay, times (1 + cos(pi / 2)) / 2 for cosine."""
-    settings = {"learning_rate": 0.1, "learning_rate_decay": decay, "schedule": schedule, "finetune_epochs": 1}
-    now, before = (run(run_name=name, seed=seed, **settings).path for seed, name in enumerate("ab"))
-    saved = read_config(before)
-    assert saved.pop("finetune-learning-rate") == 0.0
-    (before / CONFIG).write_text(to_toml(saved))
-    assert read_config(before)["finetune-learning-rate"] == pytest.approx(rate)
-    found, _ = compare.load([now, before], METHOD_PARAMS)
-    assert len(compare.group(found)) == (1 if rate == 0.0 else 2)

@@ -18,9 +18,9 @@ from tests.disks import full_disk
 WAY_OUT = "make room there, set TMPDIR to another folder, or run with --in-process"
 
 
-@pytest.mark.parametrize("free", [4096, 300_000])
+@pytest.mark.parametrize(("free", "left"), [(4096, "0 B"), (300_000, "303 kB")])
 def test_temporary_files_without_room_name_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, left: str
 ) -> None:
     with full_disk(tmp_path, free) as there:
         if free == 4096:
@@ -29,7 +29,9 @@ def test_temporary_files_without_room_name_the_folder(
         with pytest.raises(UserError) as caught:
             SimulationSuperLink()
         told = str(caught.value)
-        assert told.startswith(f"TMPDIR: {there} has 0.") and told.endswith(f"{WAY_OUT}, which needs none")
+        assert told.startswith(
+            f"TMPDIR: {there} has {left} left, a simulation needs 50 MB or more; "
+        ) and told.endswith(f"{WAY_OUT}, which needs none")
 
 
 def test_a_folder_for_temporary_files_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import corolla
 from corolla import cli
-from corolla.experiments import compare, cost_to_target, significance
+from corolla.experiments import choosing, compare, cost_to_target, significance
 from corolla.experiments.runs import RecordedRun
 from corolla.report.page import write_report
 from fl_app.config import parse
@@ -22,7 +22,7 @@ from fl_app.errors import UserError
 from fl_app.metrics import Metric
 from fl_app.tasks import ACCURACY
 from fl_app.toml import to_toml
-from strategies import METHOD_PARAMS
+from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command
 
 
@@ -192,9 +192,9 @@ def test_a_row_of_seeds_is_not_named_after_the_first_of_them(tmp_path: Path) -> 
     for method, seed, made in (("fedavg", 0, "765715"), ("fedavg", 1, "0fa14d"), ("local", 0, "a1360a")):
         name = f"{method},seed={seed}-{made}"
         write_run(tmp_path / "runs", name, [0.5, 0.6], method=method, seed=seed, run_name=name)
-    write_report([tmp_path / "runs"], tmp_path, {}, tables=tmp_path / "tables", latex=True)
+    write_report([tmp_path / "runs"], tmp_path, {}, tables=tmp_path / "tables", title=METHODS.title)
     text = (tmp_path / "tables" / "results.tex").read_text()
-    assert "fedavg & fedavg & 2 &" in text and "local,seed=0-a1360a & local & 1 &" in text
+    assert "FedAvg & FedAvg & 2 &" in text and "local,seed=0-a1360a & Local & 1 &" in text
 
 
 def test_clients_are_listed_by_their_names_where_all_runs_have_the_same(tmp_path: Path) -> None:
@@ -208,6 +208,68 @@ def test_clients_are_listed_by_their_names_where_all_runs_have_the_same(tmp_path
     for run in tmp_path.iterdir():
         (run / "clients.json").unlink()
     assert "client-names" not in corolla.compare(tmp_path).columns
+
+
+def test_several_comparisons_are_corrected_together(tmp_path: Path) -> None:
+    """Holm's p: the least of three times 3, the next times 2, the last as it is, and none below the one before."""
+    assert significance.holm([0.02, None, 0.03, 0.01]) == [0.04, None, 0.04, 0.03]
+    assert (
+        significance.holm([0.5, 0.6]) == [1.0, 1.0]
+        and significance.holm([0.04]) == [0.04]
+        and significance.holm([]) == []
+    )
+    # p of Student's test over clients is .025: alone a verdict, beside two other tests none. Equal differences have no test.
+    gains: dict[str, list[float]] = {
+        "local": [0.004, 0.02, 0.01, 0.03, 0.001, 0.02],
+        "fedper": [0.01, -0.01] * 3,
+        "fedrep": [0.02, -0.03] * 3,
+        "fedbn": [0] * 6,
+    }
+    for seed in range(3):
+        write_run(tmp_path, f"a{seed}", [0.5] * 6, method="fedavg", seed=seed)
+        for method, values in gains.items():
+            more = [0.5 + gain + 0.0001 * seed for gain in values]
+            write_run(tmp_path, f"{method}{seed}", more, method=method, seed=seed)
+    one, *rest = compare.with_reference(groups(tmp_path), "fedavg")
+    other = rest.pop([runs[0].method for runs in rest].index("local"))
+    alone = significance.compared([one, other])[1]
+    among = significance.compared([one, other, *rest])[1]
+    assert alone is not None and among is not None and alone.by_client == among.by_client
+    assert (
+        alone.clients_p == pytest.approx(0.0248, abs=1e-3)
+        and alone.holm == alone.wilcoxon
+        and alone.verdict == "better"
+    )
+    assert among.clients_p == pytest.approx(3 * alone.clients_p) and among.verdict.startswith("not told apart")
+    header = significance.differences_table([one, other, *rest])[0]
+    assert (
+        header[header.index("Wilcoxon") + 1] == "Holm" and "Holm" not in significance.differences_table([one, other])[0]
+    )
+
+
+def test_rows_are_compared_within_their_data(tmp_path: Path) -> None:
+    for alpha in (0.1, 1.0):
+        for method, gain in (("fedavg", 0.0), ("local", 0.1), ("fedper", 0.2)):
+            for seed in range(3):
+                final = [alpha / 2 + gain + 0.01 * i + 0.001 * seed * gain for i in range(4)]
+                keys = {"partition": "dirichlet", "dirichlet_alpha": alpha, "method": method, "seed": seed}
+                write_run(tmp_path, f"{method}{alpha}{seed}", final, **keys)
+    found = compare.with_reference(groups(tmp_path), "local")
+    assert [(runs[0].method, runs[0].config.dirichlet_alpha) for runs in found] == [
+        (method, alpha) for alpha in (0.1, 1.0) for method in ("local", "fedavg", "fedper")
+    ]
+    assert compare.references(found) == [0, 0, 0, 3, 3, 3]
+    means = [one and round(one.mean, 2) for one in significance.compared(found)]
+    assert means == [None, -0.1, 0.1, None, -0.1, 0.1]
+    assert [line[-1] for line in significance.differences_table(found)[1:]].count("(first)") == 2
+    # one row is named: where the data differ, that of the same settings stands for it
+    assert [runs[0].method for runs in compare.with_reference(groups(tmp_path), "fedper1.01")[::3]] == [
+        "fedper",
+        "fedper",
+    ]
+    lines = choosing.best_lines(compare.result_rows(found), "test")
+    best = [line for line in lines if "best of all" in line]
+    assert len(best) == 2 and all(line.startswith("dirichlet-alpha") and "fedper" in line for line in best)
 
 
 def test_two_pairs_that_differ_equally_decide_nothing(tmp_path: Path) -> None:
@@ -336,11 +398,12 @@ def test_printed_rows_have_only_columns_with_values(tmp_path: Path) -> None:
         write_run(tmp_path, name, [0.5, 0.6, 0.7], method=method)
     frame = corolla.compare(tmp_path)
     assert frame["low-over-seeds"].isna().all() and "low-over-seeds" in frame.columns
-    with pandas.option_context("display.width", 1000, "display.max_columns", 100):
-        table, _, last = repr(frame).rpartition("\n")
-    assert "final-accuracy " in table and "final-accuracy-std" not in table and "-over-seeds" not in table
-    assert last == "no values: final-accuracy-std, low, high, wilcoxon, low-over-seeds, high-over-seeds"
-    assert "final-accuracy-std</th>" not in frame._repr_html_() and last in frame._repr_html_()
+    *table, without, last = repr(frame).splitlines()
+    assert any(line.startswith("final-accuracy ") for line in table) and all(len(line) <= 80 for line in table)
+    assert not any("final-accuracy-std" in line or "-over-seeds" in line or "{" in line for line in table)
+    assert without == "no values: final-accuracy-std, low, high, wilcoxon, holm, low-over-seeds, high-over-seeds"
+    assert last == "by client, not shown: by-client"
+    assert "final-accuracy-std</th>" not in frame._repr_html_() and without in frame._repr_html_()
     pandas.testing.assert_frame_equal(pickle.loads(pickle.dumps(frame)), frame)
     assert "no values" not in repr(frame[["method", "n"]])
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from corolla import cli
-from corolla.api import runs
+from corolla.api import one_run
 from corolla.experiments import sweep
 from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError
@@ -302,6 +303,8 @@ def test_a_pattern_is_measured_first_and_goes_on_from_there(
     directory = tmp_path / "runs" / "dem"
     (folder,) = (path.parent for path in directory.glob("*/config.toml"))
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2 and not stamps(directory)
+    # the first rounds are none of the sweep's runs
+    assert not re.search(r"^\d+/\d+ ", out, re.MULTILINE) and f"first rounds: {folder.name}" in out
     code, out, err = command("sweep", "--preset", "dem?", "--seeds", "0,1", *own)
     assert code == 0 and "2 runs, 0 finished before, 2 to do" in out, err
     assert f"resumes {folder} after round 2" in out and len(stamps(directory)) == 2
@@ -500,14 +503,14 @@ def test_a_failed_run_does_not_end_the_sweep(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
-    real = runs.run_in_process
+    real = one_run.run_in_process
 
     def fails_for_fedavg(config: Any, parsed: Any, until: int) -> Path:
         if parsed.method == "fedavg":
             raise RuntimeError("no such luck")
         return real(config, parsed, until)
 
-    monkeypatch.setattr(runs, "run_in_process", fails_for_fedavg)
+    monkeypatch.setattr(one_run, "run_in_process", fails_for_fedavg)
     code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")
     assert code == 1 and "RuntimeError: no such luck" in err
     results = (tmp_path / "runs" / "s" / "results.md").read_text()

@@ -6,21 +6,23 @@ from typing import Any
 
 import pytest
 
+from fl_app import plugins
 from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.keys import Rule, specs
 from strategies import METHOD_PARAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def problems(**raw: Any) -> list[str]:
-    """Parse keys written with _ for - and __ for the dot of a table; return the lines of the error."""
-    with pytest.raises(UserError) as info:
+def problems(**raw: Any) -> tuple[UserError, ...]:
+    """Parse keys written with _ for - and __ for the dot of a table; return the error of each bad value."""
+    with pytest.raises(ConfigurationError) as info:
         good(**raw)
-    first, *lines = str(info.value).splitlines()
-    assert first == "invalid configuration:"
-    return [line.strip() for line in lines]
+    error, found = info.value, info.value.problems
+    assert [line.strip() for line in str(error).splitlines()[1:]] == [str(problem) for problem in found]
+    assert (error.key, error.rule, error.value) == (found[0].key, found[0].rule, found[0].value)
+    return found
 
 
 def good(**raw: Any) -> RunConfig:
@@ -71,54 +73,91 @@ def test_the_chosen_methods_parameters(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "meant"),
     [
-        ("learning_rat", 0.1, "learning-rat: unknown key; did you mean learning-rate?"),
-        ("fedcac__tua", 0.1, "fedcac.tua: unknown key; did you mean fedcac.tau?"),
-        ("zzz", 1, "zzz: unknown key"),
-        ("fedcac__tau", "abc", "fedcac.tau: expected a number, got 'abc'"),
-        ("num_server_rounds", 1.0, "num-server-rounds: expected an integer, got 1.0"),
-        ("num_server_rounds", "3", "num-server-rounds: expected an integer, got '3'"),
-        ("num_server_rounds", True, "num-server-rounds: expected an integer, got True"),
-        ("learning_rate", True, "learning-rate: expected a number, got True"),
-        ("collect_personal_models", 1, "collect-personal-models: expected true or false, got 1"),
-        ("model", 3, "model: expected a string, got 3"),
-        ("num_server_rounds", 0, "num-server-rounds: must be >= 1, got 0"),
-        ("learning_rate", 0, "learning-rate: must be > 0, got 0.0"),
-        ("learning_rate", float("nan"), "learning-rate: must be > 0, got nan"),
-        ("learning_rate", float("inf"), "learning-rate: must be > 0 and finite, got inf"),
-        ("fraction_train", 0.0, "fraction-train: must be in (0, 1], got 0.0"),
-        ("fraction_train", 1.01, "fraction-train: must be in (0, 1], got 1.01"),
-        ("momentum", 1.0, "momentum: must be in [0, 1), got 1.0"),
-        ("seed", -1, "seed: must be >= 0, got -1"),
-        ("fedcac__tau", 1.5, "fedcac.tau: must be in [0, 1], got 1.5"),
-        ("fedcac__beta", 0, "fedcac.beta: must be >= 1, got 0"),
-        ("normalize", "half", "normalize: must be one of auto, unit, mean-std, symmetric, got 'half'"),
-        ("fedcac__weighting", "sample", "fedcac.weighting: must be one of samples, uniform, got 'sample'"),
-        ("run_name", "../x", "run-name: letters, digits and _.+=,@- only, not starting with a dot, got '../x'"),
-        ("run_name", ".hidden", "run-name: "),
-        ("initial_weights", "a.safetensors", "initial-weights: must be an absolute path, got 'a.safetensors'"),
-        ("initial_weights_partial", True, "initial-weights-partial: needs initial-weights"),
-        ("classes", "cat,dog,cat", "classes: every name once, got 'cat,dog,cat'"),
+        ("learning_rat", "learning-rate"),
+        ("fedcac__tua", "fedcac.tau"),
+        ("zzz", ""),
+        ("rounds", "num-server-rounds"),
+        ("clients", "num-clients"),
+        ("lr", "learning-rate"),
+        ("alpha", "dirichlet-alpha"),
+        ("join_ratio", "fraction-train"),
+        ("retries", "round-retries"),
     ],
 )
-def test_a_problem(name: str, value: Any, words: str) -> None:
-    (line,) = problems(**{name: value})
-    assert line.startswith(words), line
+def test_an_unknown_key(name: str, meant: str) -> None:
+    (problem,) = problems(**{name: 1})
+    assert (problem.key, problem.rule) == (name.replace("__", ".").replace("_", "-"), "unknown key")
+    assert str(problem).endswith(f"did you mean {meant}?" if meant else problem.rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("fedcac__tau", "abc", "expected a number"),
+        ("num_server_rounds", 1.0, "expected an integer"),
+        ("num_server_rounds", "3", "expected an integer"),
+        ("num_server_rounds", True, "expected an integer"),
+        ("num_server_rounds", 2**70, "63 bits"),
+        ("learning_rate", True, "expected a number"),
+        ("collect_personal_models", 1, "true or false"),
+        ("model", 3, "expected a string"),
+        ("num_server_rounds", 0, ">= 1"),
+        ("learning_rate", 0, "> 0"),
+        ("learning_rate", float("nan"), "> 0"),
+        ("learning_rate", float("inf"), "finite"),
+        ("fraction_train", 0.0, "(0, 1]"),
+        ("fraction_train", 1.01, "(0, 1]"),
+        ("momentum", 1.0, "[0, 1)"),
+        ("seed", -1, ">= 0"),
+        ("fedcac__tau", 1.5, "[0, 1]"),
+        ("fedcac__beta", 0, ">= 1"),
+        ("normalize", "half", "auto, unit, mean-std, symmetric"),
+        ("fedcac__weighting", "sample", "samples, uniform"),
+        ("run_name", "../x", "letters"),
+        ("run_name", ".hidden", "letters"),
+        ("initial_weights", "a.safetensors", "absolute"),
+        ("classes", "cat,dog,cat", "once"),
+        ("speeds", "slow", "lognormal:"),
+        ("quorum", 0.1, "min-results"),
+    ],
+)
+def test_a_problem(name: str, value: Any, rule: str) -> None:
+    (problem,) = problems(**{name: value})
+    assert problem.key == name.replace("__", ".").replace("_", "-") and rule in problem.rule
+    assert problem.value == value or value != value  # NaN
+
+
+def test_a_key_without_the_one_that_it_needs() -> None:
+    (problem,) = problems(initial_weights_partial=True)
+    assert problem.key == "initial-weights-partial" and "initial-weights" in problem.rule
 
 
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [
         ("method", "fedcaq", "did you mean fedcac?"),
+        ("method", "FedAvg", "did you mean fedavg?"),
         ("dataset", "cifar-10", "did you mean cifar10?"),
         ("model", "resnet81", "did you mean resnet8?"),
         ("partition", "dirichlet-clients", "did you mean dirichlet-client?"),
     ],
 )
 def test_unknown_words(name: str, value: str, hint: str) -> None:
-    (line,) = problems(**{name: value})
-    assert line.startswith(f"{name}: must be one of ") and f"got '{value}'" in line and line.endswith(hint)
+    (problem,) = problems(**{name: value})
+    assert (problem.key, problem.value) == (name, value) and str(problem).endswith(hint)
+
+
+def test_a_file_of_the_users_own_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from corolla.method import Method\nOURS = Method('mine')\n")
+    (tmp_path / "net.py").write_text("this is no Python")
+    plugins.reset(tmp_path)
+    try:
+        assert str(problems(method="mine")[0]).endswith("did you mean mine:OURS?")
+        assert str(problems(model="net")[0]).endswith("did you mean net:NAME?")
+    finally:
+        plugins.reset()
 
 
 def test_a_name_is_meant_rather_than_a_folder_of_this_directory(
@@ -126,10 +165,10 @@ def test_a_name_is_meant_rather_than_a_folder_of_this_directory(
 ) -> None:
     (tmp_path / "digits-sweep").mkdir()
     monkeypatch.chdir(tmp_path)
-    (line,) = problems(dataset="digit")
-    assert line.endswith("did you mean digits?")
-    (line,) = problems(dataset="digits-sweeq/")
-    assert "did you mean folder:digits-sweep" in line
+    (problem,) = problems(dataset="digit")
+    assert str(problem).endswith("did you mean digits?")
+    (problem,) = problems(dataset="digits-sweeq/")
+    assert "did you mean folder:digits-sweep" in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -151,28 +190,27 @@ def test_a_name_is_meant_rather_than_a_folder_of_this_directory(
     ],
 )
 def test_incomplete_words(name: str, value: str) -> None:
-    (line,) = problems(**{name: value})
-    assert line.startswith(f"{name}: "), line
+    (problem,) = problems(**{name: value})
+    assert (problem.key, problem.value) == (name, value)
 
 
 def test_node_needs_classes() -> None:
-    (line,) = problems(dataset="node")
-    assert line == "classes: dataset node needs at least two class names, got ''"
-    (line,) = problems(dataset="node", classes="cat,")
-    assert line.startswith("classes: dataset node needs at least two")
+    for classes in ("", "cat,"):
+        (problem,) = problems(dataset="node", classes=classes)
+        assert (problem.key, problem.value) == ("classes", classes)
     assert good(dataset="node", classes="cat, dog").classes == "cat, dog"
 
 
 def test_more_clients_to_wait_for_than_there_are() -> None:
-    (line,) = problems(num_clients=4, min_available_clients=5)
-    assert line == "min-available-clients: must be at most num-clients (4), got 5"
+    (problem,) = problems(num_clients=4, min_available_clients=5)
+    assert (problem.key, problem.value) == ("min-available-clients", 5)
     # num-clients is not known yet
     assert good(min_available_clients=5).min_available_clients == 5
 
 
 def test_all_problems_are_reported_together() -> None:
-    lines = problems(num_server_rounds=0, learning_rate="x", momentum=2.0, method="fedx", fedcac__tau=-1.0, unknown=1)
-    assert [line.split(":")[0] for line in lines] == [
+    found = problems(num_server_rounds=0, learning_rate="x", momentum=2.0, method="fedx", fedcac__tau=-1.0, unknown=1)
+    assert [problem.key for problem in found] == [
         "unknown",
         "num-server-rounds",
         "learning-rate",
@@ -227,4 +265,4 @@ def test_rules() -> None:
     ("fraction", "clients", "n"), [(1.0, 3, 3), (0.1, 100, 10), (0.5, 3, 2), (0.01, 3, 1), (0.25, 10, 3)]
 )
 def test_a_round_draws_a_share_with_halves_up_and_at_least_one(fraction: float, clients: int, n: int) -> None:
-    assert RunConfig(num_clients=clients, fraction_train=fraction).drawn(clients) == n
+    assert RunConfig(num_clients=clients, fraction_train=fraction).cohort_size(clients) == n

@@ -10,7 +10,7 @@ import pytest
 
 from fl_app import debugging, plugins
 from fl_app.errors import Diverged, UserError
-from fl_app.tasks.scores import aucs
+from fl_app.tasks.scoring import aucs
 
 OWN = """
 def train(given):
@@ -47,7 +47,7 @@ def test_an_exception_is_told_from_the_users_frame_on(own: Callable[..., Callabl
     error = raised(lambda: own("train")(lambda: aucs(None, None)))  # type: ignore[arg-type]
     trace = debugging.trace_of(error)
     lines = [line for line in trace.splitlines() if line.startswith("  File")]
-    assert "own_debugged.py" in lines[0] and "in train" in lines[0] and "scores.py" in lines[-1]
+    assert "own_debugged.py" in lines[0] and "in train" in lines[0] and "scoring.py" in lines[-1]
     assert debugging.place_of(error).startswith(("tests/fl_app/test_debugging.py:", "own_debugged.py:"))
 
 

@@ -20,8 +20,8 @@ from fl_app import files
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 
 

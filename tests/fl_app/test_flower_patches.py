@@ -10,11 +10,11 @@ from flwr.app import RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-from fl_app import flower_patches as receiving
-from fl_app import wire
-from fl_app.flower_patches import ReceivedArray
 from fl_app.layout import Model
-from fl_app.wire import Expected, Upload
+from fl_app.transport import flower_patches as receiving
+from fl_app.transport import wire
+from fl_app.transport.flower_patches import ReceivedArray
+from fl_app.transport.wire import Expected, Upload
 from tests.conftest import f32
 from tests.fl_app.test_wire import npy, refuse, reply
 

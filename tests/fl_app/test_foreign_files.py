@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fl_app import foreign_files
-from fl_app.foreign_files import Entry, Refused
+from fl_app.foreign_files import FoundFile, Refused
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -140,7 +140,7 @@ def test_a_walk_finds_files_and_directories_alone(root: Path) -> None:
     found = [entry.path for entry in foreign_files.walk(root)]
     files = ["a hole", "no mode", "too many bytes"]
     assert found == [*files, "a directory", "a directory/below", "a directory/below/file"]
-    assert foreign_files.entries(root, "a directory") == [Entry("a directory/below", True)]
+    assert foreign_files.entries(root, "a directory") == [FoundFile("a directory/below", True)]
     (size,) = [entry.nbytes for entry in foreign_files.entries(root) if entry.path == "a hole"]
     assert size == 1 << 40
 

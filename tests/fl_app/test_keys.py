@@ -14,7 +14,7 @@ import pytest
 from corolla.experiments import compare, sweep
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.keys import KeySpec, Rule, Scalar, bears_on, key, own, specs
+from fl_app.keys import KeySpec, Rule, Scalar, affects, key, own, specs
 from fl_app.known_names import OWN_TEST_PART, PARTITIONS
 from fl_app.server.run_folder import CONFIG, check_unchanged
 from fl_app.sources import NODE, SOURCES
@@ -31,11 +31,14 @@ RUNNING = {
     "checkpoint-every",
     "keep-state",
     "track",
+    "callbacks",
     "collect-personal-models",
     "discover",
     "record-matrices",
     "keep-uploads",
 }
+# what a run that goes on may change, although it changes what comes out
+EXTENDING = {"num-server-rounds", "min-available-clients", "without"}
 PLACES = {"data-dir", "overwrite", "run-name", "output-dir", "state-dir", "resume", "strict"}
 OTHER_WORDS: dict[str, Scalar] = {
     "method": "local",
@@ -47,10 +50,13 @@ OTHER_WORDS: dict[str, Scalar] = {
     "initial-weights": "/w.safetensors",
     "task": "multi-label",
     "track": "mlflow",
+    "callbacks": "tests.tracking.watching:Watch",
     "keep-uploads": "every 3",
     "speeds": "lognormal:1",
+    "schedule": "cosine",
     "replay": "/run",
     "heterofl.rates": "0.5",
+    "without": "1",
 }
 
 
@@ -130,7 +136,7 @@ def test_a_run_is_resumed_with_another_value_only_where_its_rounds_stay_what_the
 ) -> None:
     before, after = configs(method, spec)
     (tmp_path / CONFIG).write_text(to_toml(before.resolved))
-    if spec.name in RUNNING | PLACES | {"num-server-rounds"}:
+    if spec.name in RUNNING | PLACES | EXTENDING:
         check_unchanged(tmp_path, after)
     else:
         with pytest.raises(UserError, match=f"must not change:\n  {spec.name}: "):
@@ -163,13 +169,13 @@ def test_which_keys_span_a_run() -> None:
     every = [
         spec for specs_of in (specs(RunConfig), *(specs(c, m) for m, c in METHOD_PARAMS.items())) for spec in specs_of
     ]
-    assert {spec.name for spec in every if spec.spans_run} == {"schedule", "dp-epsilon", "pfedsim.warmup"}
+    assert {spec.name for spec in every if spec.schedule_dependent} == {"schedule", "dp-epsilon", "pfedsim.warmup"}
     assert parse({"method": "fedavg", "num-clients": 4}, METHOD_PARAMS).spanning_keys() == []
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    share: float = key(0.25, "Part of all rounds that warm up.", spans_run=True)
+    share: float = key(0.25, "Part of all rounds that warm up.", schedule_dependent=True)
 
 
 def test_a_key_of_ones_own_may_span_the_run_at_its_default(tmp_path: Path) -> None:
@@ -230,8 +236,8 @@ def test_what_is_counted_in_rounds() -> None:
 
 
 def test_whose_a_key_is() -> None:
-    assert bears_on("seed", "fedcac") and bears_on("fedcac.tau", "fedcac")
-    assert not bears_on("fedcac.tau", "fedavg") and not bears_on("fedcac.tau", "fedcac2")
+    assert affects("seed", "fedcac") and affects("fedcac.tau", "fedcac")
+    assert not affects("fedcac.tau", "fedavg") and not affects("fedcac.tau", "fedcac2")
     flat = flatten({"seed": 1, "fedcac": {"tau": 0.5}, "feddac": {"tau": 0.3}})
     assert own(flat, "feddac") == {"seed": 1, "feddac.tau": 0.3}
 

@@ -15,8 +15,8 @@ import pytest
 from fl_app import debugging, log_format
 from fl_app.errors import UserError
 from fl_app.log_format import JsonFormatter, TextFormatter, about
-from fl_app.server import progress_protocol, run_log
-from fl_app.server.progress_protocol import JsonLines, LeftOut, Round, own_text, read_line
+from fl_app.server import run_log
+from fl_app.server.events import JsonLines, LeftOut, Round, Started, Warned, read, tell
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "operations.md"
 
@@ -54,25 +54,19 @@ LOG = logging.getLogger("corolla")
 
 
 def test_a_display_reads_what_it_reads_without_json(lines: list[str]) -> None:
-    texts = [
-        progress_protocol.folder_line(Path("/runs/demo")),
-        progress_protocol.round_line(RECORD, 5),
-        progress_protocol.left_out_line("client 3", "refused by its site: methods"),
-        'a client said "corolla: error: {}\\"\u202e\x1b[31m',
+    told = [
+        Started(folder="/runs/demo"),
+        Round.of(RECORD, 5),
+        LeftOut(who="client 3", why="refused by its site: methods"),
     ]
-    for text in texts:
-        LOG.warning("%s", text)
-    assert [own_text(line) for line in lines] == texts
-    assert isinstance(read_line(own_text(list(lines)[1]) or ""), Round)
-    assert isinstance(read_line(own_text(list(lines)[2]) or ""), LeftOut)
+    for event in told:
+        tell(event)
+    LOG.warning("%s", odd := 'a client said "corolla: error: {}\\"\u202e\x1b[31m')
+    assert [read(line) for line in lines] == [*told, Warned(message=odd)]
     found = [json.loads(line) for line in lines]
     assert all(line.isascii() and line.isprintable() for line in lines)
     assert [entry.get("run") for entry in found] == ["demo"] * 4
-    assert (
-        found[1]["round"] == 2
-        and found[1]["message"].startswith("round 2/5: accuracy")
-        and "data" not in found[1]["message"]
-    )
+    assert found[1]["round"] == 2 and found[1]["message"] == told[1].sentence
     assert found[2]["client"] == 3 and found[2]["level"] == "warning" and found[2]["component"] == "serverapp"
 
 
@@ -93,14 +87,14 @@ def test_a_traceback_is_one_line_and_no_line_of_a_display(lines: list[str]) -> N
     assert (
         first["trace"] == "Traceback:\n  x" and second["message"] == "it failed" and "ValueError: y" in second["trace"]
     )
-    assert [own_text(line) for line in lines] == [None, None]
+    assert [read(line) for line in lines] == [None, None]
 
 
 @pytest.mark.parametrize(
     "line", ['{"time":', '{"time":1}', '{"time":"x","component":"superlink","message":"error: x"}', "[]", "corolla", ""]
 )
 def test_another_programs_line(line: str) -> None:
-    assert own_text(line) is None
+    assert read(line) is None
 
 
 def test_fields_of_a_call_and_of_every_line() -> None:
@@ -121,20 +115,22 @@ def test_fields_of_a_call_and_of_every_line() -> None:
 
 def test_the_run_folder_has_the_log_as_json_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(log_format.VARIABLE, "json")
+    monkeypatch.setattr(LOG, "level", logging.INFO)
     logs = run_log.begin(tmp_path)
-    LOG.error("%s", progress_protocol.round_line(RECORD, 5))
+    tell(Round.of(RECORD, 5))
     for log in logs:
         log.ended_by(UserError("the end"))
         log.close()
     text = (tmp_path / run_log.NAME).read_text().splitlines()
     found = [json.loads(line) for line in (tmp_path / run_log.JSON_NAME).read_text().splitlines()]
     assert [line.partition(" ")[2].partition(" ")[2] for line in text] == [entry["message"] for entry in found]
-    assert [(entry["level"], entry["run"]) for entry in found] == [("error", tmp_path.name)] * 2
-    assert found[0]["round"] == 2 and "line" not in found[0]
+    assert [(entry["level"], entry["run"]) for entry in found] == [("info", tmp_path.name), ("error", tmp_path.name)]
+    assert found[0]["round"] == 2 and found[0]["event"]["event"] == "round"
 
     monkeypatch.delenv(log_format.VARIABLE)
-    (again,) = run_log.begin(tmp_path)
-    again.close()
+    for again in run_log.begin(tmp_path):
+        assert again.file != run_log.JSON_NAME
+        again.close()
 
 
 def test_other_loggers_write_the_same_lines(
@@ -157,7 +153,7 @@ def test_the_page_lists_the_fields() -> None:
     listed = set(re.findall(r"^\| `([a-z_`, ]+)` \|", section, re.MULTILINE))
     names = {name.strip(" `") for cell in listed for name in cell.split(",")}
     always: dict[str, Any] = {"time", "level", "component", "message"}  # type: ignore[assignment]
-    assert names == {*always, "logger", "node", "run", "round", "client", "message_type", "line", "trace"}
+    assert names == {*always, "logger", "node", "run", "round", "client", "message_type", "event", "trace"}
 
 
 def test_flowers_text_lines_obey_no_name_that_a_server_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fl_app import known_names
 from fl_app import partition as part
 from fl_app.config import RunConfig, parse
 from fl_app.data import index_files, named
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.keys import NoParams, specs
 from fl_app.rng import generator
 
@@ -548,19 +548,21 @@ def test_a_client_without_samples_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "key", "rule"),
     [
-        ({"partition": "iid", "test-samples": -1}, "test-samples: must be >= 0 with partition iid, got -1"),
-        ({"test-samples": -1}, "test-samples: must be >= 0 with partition dirichlet-client, got -1"),
+        ({"partition": "iid", "test-samples": -1}, "test-samples", ">= 0"),
+        ({"test-samples": -1}, "test-samples", ">= 0"),
         (
             {"partition": "pathological", "pathological-assignment": "blocks-unbalanced", "train-samples": 0},
-            "it needs train-samples = 0 and test-samples = -1, got train-samples = 0, test-samples = 40",
+            "pathological-assignment",
+            "train-samples = 0, test-samples = 40",
         ),
     ],
 )
-def test_sizes_that_a_partition_cannot_give(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_sizes_that_a_partition_cannot_give(keys: dict[str, Any], key: str, rule: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
         parse(keys, {"fedcac": NoParams})
+    assert refused.value.key == key and rule in refused.value.rule
 
 
 CHANGED: dict[str, Any] = {

@@ -18,7 +18,7 @@ from torchmetrics.functional import regression as tmr
 from fl_app import plugins, tasks
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_metrics, read_summary
-from fl_app.tasks import Classification, Metric, MultiLabel, Regression, scores
+from fl_app.tasks import Classification, Metric, MultiLabel, Regression, scoring
 from strategies import METHODS
 from tests.conftest import Run, config
 
@@ -127,7 +127,7 @@ def test_auc_ranks_logits_where_probabilities_are_all_one() -> None:
     assert MultiLabel().measure(logits[:, 1:], y[:, None].float(), ("auc",))["auc"] == 1.0
     # of three classes a sample's rank is by its probability, not by one logit: 5 - 5 < 1 - 0
     third = torch.tensor([[5.0, 5.0, 0.0], [1.0, 0.0, -9.0]])
-    odds = scores.log_odds(third.double().numpy())
+    odds = scoring.log_odds(third.double().numpy())
     assert odds[0, 0] < odds[1, 0]
     assert odds == pytest.approx(third.double().softmax(1).logit().numpy())
 
@@ -135,8 +135,8 @@ def test_auc_ranks_logits_where_probabilities_are_all_one() -> None:
 def test_equal_scores_count_half() -> None:
     truth = np.array([[True], [True], [False], [False]])
     # of four pairs: two right, one equal, one wrong
-    assert scores.aucs(truth, np.array([[2.0], [1.0], [1.0], [1.5]])) == [(2 + 0.5) / 4]
-    assert np.isnan(scores.aucs(truth, np.array([[math.nan], [1.0], [1.0], [0.0]]))).all()
+    assert scoring.aucs(truth, np.array([[2.0], [1.0], [1.0], [1.5]])) == [(2 + 0.5) / 4]
+    assert np.isnan(scoring.aucs(truth, np.array([[math.nan], [1.0], [1.0], [0.0]]))).all()
 
 
 FAILING = """

@@ -15,7 +15,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.models import build
 from fl_app.server.run_folder import read_metrics, read_summary
-from fl_app.wire import Download
+from fl_app.transport.wire import Download
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
 

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
 
-from fl_app import weights, wire
+from fl_app import weights
 from fl_app.layout import Layout, Model
-from fl_app.wire import Download, Expected, Upload, WireError
+from fl_app.transport import wire
+from fl_app.transport.wire import Download, Expected, Upload, WireError
 from strategies.kernels.masks import pack
 from tests.conftest import bools, f32
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from fl_app import wire
-from fl_app.wire import WireError
+from fl_app.transport import wire
+from fl_app.transport.wire import WireError
 from tests.fl_app.test_wire import EXPECTED, reply, upload
 
 

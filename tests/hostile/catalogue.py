@@ -443,7 +443,7 @@ BESIDE: tuple[Beside, ...] = (
     Beside(
         "lies that are always late, with `staleness`",
         "upload of an earlier round",
-        "dropped by name when they arrive (`max-update-norm`); the model is that of a run in which the liar fails",
+        "dropped by name when they arrive (`max-update-norm`); the model is that of a run in which the Byzantine client fails",
         "tests/strategies/test_late.py::test_a_liar_that_is_always_late_gains_nothing",
     ),
     # text

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from client_app.notes import Notes
-from client_app.state import StateStore
+from client_app.stored_state import StateStore
 from fl_app import data, npz_file, plugins, weights
 from fl_app.config import parse
 from fl_app.errors import UserError

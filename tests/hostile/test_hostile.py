@@ -20,13 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import corolla
 from corolla.report.page import write_report
-from deploy.metrics import Exporter, Watched, text_of
+from deploy.prometheus import Exporter, Watched, text_of
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.errors import plain
 from fl_app.server import causes
 from fl_app.server.run_folder import NAME, read_clients
-from strategies import METHOD_PARAMS
+from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command
 from tests.e2e import gated
 from tests.e2e.conftest import BackgroundRun, Cluster, own_cluster, replay, rounds, summary, wait_for
@@ -202,22 +202,28 @@ def test_what_clients_wrote_has_no_control_characters_and_little_room(attacked: 
 
 
 class Page(HTMLParser):
-    """An HTML page: its `tags`, their `attributes`, the text of its `scripts`, and the `text` that it shows."""
+    """An HTML page: its `tags`, their `attributes`, the text of its `scripts`, its `data` and the `text` that it shows."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
-        self.scripts = self.text = ""
+        self.scripts = self.data = self.text = ""
+        self.is_data = False
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
+        # a browser runs no script of this type
+        self.is_data = ("type", "application/json") in attrs
 
     def handle_data(self, data: str) -> None:
         if self.tags and self.tags[-1] in ("script", "style") and self.cdata_elem:
-            self.scripts += data
+            if self.is_data:
+                self.data += data
+            else:
+                self.scripts += data
         else:
             self.text += data
 
@@ -230,12 +236,13 @@ def test_no_name_of_a_client_is_code_anywhere(attacked: Outcome, tmp_path: Path,
     assert json.loads((folder / "run.json").read_text())["classes"][:CLIENTS] == [plain(text) for text in written]
 
     # the report, and what a notebook shows
-    write_report([folder], tmp_path, tables=tmp_path, latex=True)
+    write_report([folder], tmp_path, tables=tmp_path, title=METHODS.title)
     run = corolla.load(folder)
     shown = [run._repr_html_(), corolla.compare([folder])._repr_html_(), run.clients.reset_index()._repr_html_()]
     pages = [Page((tmp_path / "report.html").read_text()), *map(Page, shown)]
     for page in pages:
         assert not [tag for tag in page.tags if "owned" in tag] and "owned" not in page.scripts
+        assert "<" not in page.data
         for name, value in page.attributes:
             assert not name.startswith("on") and not str(value).strip().startswith("javascript:"), (name, value)
     for name in names:
@@ -252,7 +259,10 @@ def test_no_name_of_a_client_is_code_anywhere(attacked: Outcome, tmp_path: Path,
     # metrics
     exporter = Exporter(Watched(folder.parent, {"address": "127.0.0.1:1", "insecure": True}))
     text = text_of(exporter.samples()).decode()
-    assert "owned" not in text and text_string_to_metric_families(text)
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    # a name is the value of a label, and nothing else
+    assert samples and not [s for s in samples if "owned" in s.name or "owned" in "".join(s.labels)]
+    assert {s.labels["client"] for s in samples if s.name == "corolla_failures_total"} <= {*names}
     kinds = {kind for _, _, kind in exporter.samples()["failures_total"]}
     assert kinds and kinds <= set(causes.KINDS)
 

@@ -18,13 +18,14 @@ from flwr.app import Message
 from scipy.stats import rankdata
 
 from client_app.client_app import app as client_app
-from fl_app import models, server_app, wire
+from fl_app import models, server_app
 from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.layout import Layout
 from fl_app.privacy import masking
 from fl_app.server import matrices
-from fl_app.server.inprocess import InProcessGrid
+from fl_app.transport import wire
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from strategies.base.uploads import UploadBuffer
 from strategies.fedcac import FedCACUpdate
@@ -40,7 +41,7 @@ CLIENTS, ROUNDS, LATE, LATE_ROUND = 14, 12, 5, 11
 CONFIG: dict[str, Any] = {
     "method": "fedcac",
     "private": True,
-    "private-absent": "alone",
+    "private-left-out": "client",
     "model": "mlp",
     "dataset": "digits",
     "train-samples": 40,
@@ -222,7 +223,7 @@ def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None
 
 
 def test_of_who_was_away_the_difference_tells(recorded: Recorded) -> None:
-    """The exception (docs/privacy.md), and that the attack works: `private-absent = "company"` is what helps."""
+    """The exception (docs/privacy.md), and that the attack works: `private-left-out = "group"` is what helps."""
     attack = Attack(recorded.sums(ROUNDS), recorded.models, CLIENTS)
     assert attack.alike(LATE) == [LATE] and attack.place(LATE, attack.truth) == 0
 

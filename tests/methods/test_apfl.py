@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
@@ -93,7 +93,7 @@ def test_uploads_are_fedavgs_with_dropout_batchnorm_and_few_samples(kinds: dict[
     keys = {"momentum": 0.9, "weight_decay": 0.1}
     ctx = client("apfl", small(**kinds), pixels, labels, **keys)
     plain = client("fedavg", small(**kinds), pixels, labels, **keys)
-    update, state = APFLUpdate(), State()
+    update, state = APFLUpdate(), StoredState()
     for _ in range(2):
         assert same(update.train(ctx.initial(), state, ctx), plain.trainer.train(plain.initial()))
 
@@ -108,7 +108,7 @@ def test_alone_and_never_learned_the_personal_model_is_local_training(kinds: dic
     alone = {"alpha": 1.0, **FIXED}
     ctx = client("apfl", small(**kinds), pixels, labels, apfl=alone, **keys)
     plain = client("fedavg", small(**kinds), pixels, labels, **keys)
-    update, state = APFLUpdate(), State()
+    update, state = APFLUpdate(), StoredState()
     received, local = ctx.initial(), ctx.initial()
     # the second time it receives something else and goes on from its own
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_alone_and_never_learned_the_personal_model_is_local_training(kinds: dic
 
 def test_without_weight_the_own_model_never_moves_and_the_personal_one_is_the_shared_one() -> None:
     ctx = client("apfl", small(), *samples(), momentum=0.9, apfl={"alpha": 0.0, **FIXED})
-    update, state, start = APFLUpdate(), State(), ctx.initial()
+    update, state, start = APFLUpdate(), StoredState(), ctx.initial()
     after = update.train(start, state, ctx)
     assert state.arrays["apfl.params"].tobytes() == start.params.tobytes()
     assert not same(after, start)
@@ -139,7 +139,7 @@ def test_when_alpha_is_learned(monkeypatch: pytest.MonkeyPatch, updates: str, st
 
     monkeypatch.setattr("strategies.baselines.apfl.next_alpha", count)
     ctx = client("apfl", small(), *samples(), apfl={"alpha_updates": updates})  # 2 epochs of 3 batches
-    update, state = APFLUpdate(), State()
+    update, state = APFLUpdate(), StoredState()
     update.train(ctx.initial(), state, ctx)
     assert len(calls) == steps
     # v = w in a client's first batch: only the decay moves alpha
@@ -152,7 +152,7 @@ def test_when_alpha_is_learned(monkeypatch: pytest.MonkeyPatch, updates: str, st
 
 def test_a_client_without_state_uses_what_it_receives() -> None:
     ctx = client("apfl", small(batchnorm=True), *samples())
-    assert APFLUpdate().personal(ctx.initial(), State(), ctx) is ctx.initial()
+    assert APFLUpdate().personal(ctx.initial(), StoredState(), ctx) is ctx.initial()
 
 
 # A round by hand ------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_two_rounds_by_hand(momentum: float) -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False))
     keys = {"learning_rate": eta, "momentum": momentum, "weight_decay": decay, "batch_size": 1, "local_epochs": 1}
     ctx = client("apfl", module, pixels, labels, classes=2, apfl={"alpha": 0.4}, **keys)
-    update, state = APFLUpdate(), State()
+    update, state = APFLUpdate(), StoredState()
 
     v, alpha = 0.2, 0.4
     # v starts from the model received first
@@ -203,7 +203,7 @@ def test_two_rounds_by_hand(momentum: float) -> None:
 
 def test_the_mixtures_statistics_are_its_own() -> None:
     ctx = client("apfl", small(batchnorm=True), *samples(), apfl={"alpha": 0.7})
-    update, state = APFLUpdate(), State()
+    update, state = APFLUpdate(), StoredState()
     after = update.train(ctx.initial(), state, ctx)
     personal = update.personal(after, state, ctx)
     assert personal.buffers.tobytes() == state.arrays["apfl.buffers"].tobytes() != after.buffers.tobytes()
@@ -212,7 +212,7 @@ def test_the_mixtures_statistics_are_its_own() -> None:
 def test_state_is_as_documented() -> None:
     for kinds in ({}, {"batchnorm": True}):
         ctx = client("apfl", small(**kinds), *samples())
-        state = State()
+        state = StoredState()
         APFLUpdate().train(ctx.initial(), state, ctx)
         assert sum(a.nbytes for a in state.arrays.values()) == 4 * (ctx.layout.d + ctx.layout.b) + 8
 
@@ -223,7 +223,7 @@ def test_what_a_users_model_holds_fixed_stays_fixed() -> None:
     ctx = client(
         "apfl", module, *samples(), weight_decay=0.1, momentum=0.9, apfl={"alpha": 0.3, "alpha_updates": "batch"}
     )
-    update, state, start = APFLUpdate(), State(), ctx.initial()
+    update, state, start = APFLUpdate(), StoredState(), ctx.initial()
     for _ in range(2):
         after = update.train(start, state, ctx)
     want = ctx.layout.tensors(start)
@@ -234,7 +234,7 @@ def test_what_a_users_model_holds_fixed_stays_fixed() -> None:
 
 
 def test_divergence_is_an_error_not_a_state() -> None:
-    state = State()
+    state = StoredState()
     ctx = client("apfl", small(), *samples(), learning_rate=1e30)
     with pytest.raises(Exception, match="training diverged"):
         APFLUpdate().train(ctx.initial(), state, ctx)

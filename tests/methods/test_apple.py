@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from strategies.baselines.apple import METHOD, fade, mix
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, samples, small
@@ -67,7 +67,7 @@ def test_a_batch_by_hand() -> None:
     start = dataclasses.replace(first, params=first.params + random.normal(0, 0.3, W[0].size).astype(np.float32))
     extras = {"ids": np.array([2, 3]), "models": W, "prior": prior}
     ctx = client("apple", small(), images, labels, round=3, extras=extras, apple=own, **setting)
-    update, state = METHOD.local_update(), State({"apple.relations": p})
+    update, state = METHOD.local_update(), StoredState({"apple.relations": p})
     theta = 0.4 * start.params + 0.1 * first.params + 0.3 * W[0] - 0.2 * W[1]
     close(update.personal(start, state, ctx).params, theta)
     trainer: Any = ctx.trainer

@@ -17,13 +17,13 @@ from flwr.app import Message
 
 import client_app.client
 from client_app.client_app import app
-from client_app.state import State, StateStore
-from fl_app import models, server_app, weights, wire
+from client_app.stored_state import StateStore, StoredState
+from fl_app import models, server_app, weights
 from fl_app.config import RunConfig, parse
 from fl_app.layout import Layout, Model
-from fl_app.server import exchange
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics
+from fl_app.transport import exchange, wire
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import flat
 
@@ -146,10 +146,10 @@ class MemoryStore:
     def __init__(self, root: Path, experiment: str, client_id: int, noisy: bool) -> None:
         self.key, self.directory = (experiment, client_id), root
 
-    def load(self, version: str) -> State:
-        return State(dict(self.generations[(*self.key, version)]) if version else {}, version)
+    def load(self, version: str) -> StoredState:
+        return StoredState(dict(self.generations[(*self.key, version)]) if version else {}, version)
 
-    def save(self, state: State, round: int, attempt: int) -> str:
+    def save(self, state: StoredState, round: int, attempt: int) -> str:
         if not state.arrays:
             return ""
         version = wire.state_version(round, attempt)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.config import parse
@@ -87,7 +87,7 @@ def test_fedprox_two_steps_by_hand() -> None:
     # mu = 1/2, received a = 0. Step 1: the penalty is zero at its centre; a = 0 + ln3 * 1/2 = ln(3)/2 = 0.5493061.
     # Step 2: a = ln(3)/2 + ln3 * (1/4 - 1/2 * ln(3)/2) = 0.5493061 + 1.0986123 * (0.25 - 0.2746531) = 0.5222220.
     ctx = tiny_client("fedprox", 2, fedprox={"mu": 0.5})
-    update, state = METHODS["fedprox"].local_update(), State()
+    update, state = METHODS["fedprox"].local_update(), StoredState()
     after = update.train(tiny(0), state, ctx)
     assert close(after, LN3 / 2 + LN3 * (1 / 4 - LN3 / 4))
     assert abs(float(after.params[0]) - 0.5222220) < 1e-6
@@ -101,7 +101,7 @@ def test_ditto_two_rounds_by_hand() -> None:
     # a = v = ln(3)/2. Round 2 receives a = 0 again (as if the others had voted it back): the copy again steps to ln(3)/2;
     # lambda = 1/2: v = ln(3)/2 + ln3 * (s(ln(3)/2) - 1/2 * (ln(3)/2 - 0)) = 0.5222220, the centre being the RECEIVED model.
     ctx = tiny_client("ditto", 1, ditto={"proximal_weight": 0.5})
-    update, state = METHODS["ditto"].local_update(), State()
+    update, state = METHODS["ditto"].local_update(), StoredState()
     assert close(update.personal(tiny(0.25), state, ctx), 0.25)
     first = update.train(tiny(0), state, ctx)
     assert close(first, LN3 / 2) and close(update.personal(first, state, ctx), LN3 / 2)
@@ -111,7 +111,7 @@ def test_ditto_two_rounds_by_hand() -> None:
     assert close(update.upload(tiny(0), second, state, ctx).model, LN3 / 2)  # the copy travels, not v
     # personal-epochs = 2: a second step from there
     more = tiny_client("ditto", 1, ditto={"proximal_weight": 0.5, "personal_epochs": 2})
-    kept = State({"personal.params": tiny(LN3 / 2).params, "personal.buffers": tiny(0).buffers})
+    kept = StoredState({"personal.params": tiny(LN3 / 2).params, "personal.buffers": tiny(0).buffers})
     update.train(tiny(0), kept, more)
     v = LN3 / 2 + LN3 * (1 / 4 - LN3 / 4)
     assert close(Model(kept.arrays["personal.params"], tiny(0).buffers), v + LN3 * (s(v) - v / 2))
@@ -126,7 +126,7 @@ def test_pfedme_one_batch_by_hand() -> None:
         1,
         pfedme={"outer_learning_rate": 0.25, "inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5},
     )
-    update, state = METHODS["pfedme"].local_update(), State()
+    update, state = METHODS["pfedme"].local_update(), StoredState()
     w = update.train(tiny(0), state, ctx)
     theta = LN3 / 2 + LN3 * (1 / 4 - LN3 / 4)
     assert close(w, theta / 8) and abs(float(w.params[0]) - 0.0652778) < 1e-6
@@ -148,7 +148,7 @@ def test_pfedme_second_batch_goes_on_from_theta_and_the_new_w() -> None:
         for _ in range(2):
             theta += LN3 * (s(theta) - 0.5 * (theta - w))
         w += 0.125 * (theta - w)
-    update, state = METHODS["pfedme"].local_update(), State()
+    update, state = METHODS["pfedme"].local_update(), StoredState()
     sent = update.train(tiny(0), state, ctx)
     assert close(sent, w) and close(update.personal(sent, state, ctx), theta)
     # in the next round theta starts from what is received then, not from the one kept
@@ -211,7 +211,7 @@ def test_fedrep_trains_the_head_then_the_body(monkeypatch: pytest.MonkeyPatch) -
         return after
 
     monkeypatch.setattr(ctx.trainer, "train", record)
-    start, state = ctx.initial(), State()
+    start, state = ctx.initial(), StoredState()
     update = METHODS["fedrep"].local_update()
     final = update.train(start, state, ctx)
     update.keep_local(final, state, ctx)
@@ -235,11 +235,11 @@ def test_fedrep_trains_the_head_then_the_body(monkeypatch: pytest.MonkeyPatch) -
 def test_fedrep_epochs_are_configurable() -> None:
     ctx = small_client("fedrep", local_epochs=3)
     update = METHODS["fedrep"].local_update()
-    default = update.train(ctx.initial(), State(), ctx)
+    default = update.train(ctx.initial(), StoredState(), ctx)
     same = small_client("fedrep", local_epochs=1, fedrep={"head_epochs": 2})
     other = small_client("fedrep", local_epochs=3, fedrep={"body_epochs": 2})
-    assert np.array_equal(default.params, update.train(same.initial(), State(), same).params)
-    assert not np.array_equal(default.params, update.train(other.initial(), State(), other).params)
+    assert np.array_equal(default.params, update.train(same.initial(), StoredState(), same).params)
+    assert not np.array_equal(default.params, update.train(other.initial(), StoredState(), other).params)
 
 
 def test_parameters_a_users_model_holds_fixed_stay_fixed() -> None:
@@ -247,7 +247,7 @@ def test_parameters_a_users_model_holds_fixed_stay_fixed() -> None:
     module.feature.requires_grad_(False)
     for method in ("fedrep", "ditto", "pfedme"):
         ctx = small_client(method, module)
-        update, state, start = METHODS[method].local_update(), State(), ctx.initial()
+        update, state, start = METHODS[method].local_update(), StoredState(), ctx.initial()
         for _ in range(2):
             after = update.train(start, state, ctx)
         for model in (after, update.personal(after, state, ctx)):
@@ -260,7 +260,7 @@ def test_a_fixed_body_under_a_frozen_head_trains_nothing() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 2))
     module[1].requires_grad_(False)
     ctx = small_client("fedrep", module)
-    after = METHODS["fedrep"].local_update().train(ctx.initial(), State(), ctx)
+    after = METHODS["fedrep"].local_update().train(ctx.initial(), StoredState(), ctx)
     unchanged, start = ctx.layout.tensors(after), ctx.layout.tensors(ctx.initial())
     assert [n for n in unchanged if not np.array_equal(unchanged[n], start[n])] == ["3.weight", "3.bias"]
 
@@ -268,12 +268,12 @@ def test_a_fixed_body_under_a_frozen_head_trains_nothing() -> None:
 def test_dittos_second_model_has_its_own_batches_and_statistics_pfedmes_has_not() -> None:
     # same start, same loss: only the batches differ
     ditto = small_client("ditto", ditto={"proximal_weight": 0})
-    update, state = METHODS["ditto"].local_update(), State()
+    update, state = METHODS["ditto"].local_update(), StoredState()
     sent = update.train(ditto.initial(), state, ditto)
     assert not np.array_equal(sent.params, state.arrays["personal.params"])
     assert not np.array_equal(sent.buffers, state.arrays["personal.buffers"])
     envelope = small_client("pfedme")
-    update, state = METHODS["pfedme"].local_update(), State()
+    update, state = METHODS["pfedme"].local_update(), StoredState()
     sent = update.train(envelope.initial(), state, envelope)
     assert np.array_equal(sent.buffers, state.arrays["personal.buffers"])
     assert not np.array_equal(sent.params, state.arrays["personal.params"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import rng, weights
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
@@ -145,7 +145,7 @@ def test_learning_against_a_naive_reference(
     monkeypatch: pytest.MonkeyPatch, layers: int, changes: dict[str, float]
 ) -> None:
     ctx = client("fedala", fedala={"layers": layers, "weight_learning_rate": 5.0, **changes}, learning_rate=0.3)
-    update, state, start = FedALAUpdate(), State(), ctx.initial()
+    update, state, start = FedALAUpdate(), StoredState(), ctx.initial()
     assert update.merge(start, state, ctx) is start
     first_model = update.train(start, state, ctx)
     first = mixed_from(ctx.layout, layers)
@@ -188,7 +188,7 @@ def test_features_are_computed_once_where_the_classifier_gives_the_logits() -> N
         torch.manual_seed(0)
         module.load_state_dict(Small().state_dict())
         ctx = client("fedala", module=module, learning_rate=0.3)
-        update, state = FedALAUpdate(), State()
+        update, state = FedALAUpdate(), StoredState()
         trained = update.train(ctx.initial(), state, ctx)
         count: list[int] = []
         module.register_forward_hook(lambda *_, count=count: count.append(1))
@@ -202,7 +202,7 @@ def test_features_are_computed_once_where_the_classifier_gives_the_logits() -> N
 def test_a_model_without_bias_and_samples_on_the_classifier_alone() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES, bias=False))
     ctx = client("fedala", module=module, n=1, learning_rate=0.3)
-    update, state = FedALAUpdate(), State()
+    update, state = FedALAUpdate(), StoredState()
     trained = update.train(ctx.initial(), state, ctx)
     update.merge(another(trained, 1), state, ctx)
     assert state.arrays["fedala.weights"].shape == (64 * CLASSES,)
@@ -212,7 +212,7 @@ def test_what_the_users_model_holds_fixed_and_what_is_equal_keeps_its_weight() -
     module = Small()
     module.bn.requires_grad_(False)
     ctx = client("fedala", module=module, fedala={"layers": 3})
-    update, state = FedALAUpdate(), State()
+    update, state = FedALAUpdate(), StoredState()
     trained = update.train(ctx.initial(), state, ctx)
     assert update.merge(trained, state, ctx).params.tobytes() == trained.params.tobytes()
     assert (state.arrays["fedala.weights"] == 1).all()
@@ -239,7 +239,7 @@ def test_evaluating_twice_gives_one_hash(run: Run) -> None:
     folder = run(method="fedala", num_server_rounds=3, evaluate_every=2, learning_rate=0.3)
     records = list(read_metrics(folder.path))
     ctx = client("fedala", learning_rate=0.3)
-    update, state = FedALAUpdate(), State()
+    update, state = FedALAUpdate(), StoredState()
     trained = update.train(ctx.initial(), state, ctx)
     once, again = (update.merge(another(trained, 1), copied(state), ctx) for _ in range(2))
     assert once.params.tobytes() == again.params.tobytes() != another(trained, 1).params.tobytes()

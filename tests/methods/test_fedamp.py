@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import payload_bytes, upload_message
+from fl_app.transport.wire import payload_bytes, upload_message
 from strategies.base import RoundContext, Uploads
 from strategies.baselines.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
 from strategies.kernels import aggregate
@@ -231,7 +231,7 @@ def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) 
     start = Model(f32(1, 2), f32(3))
     params = FedAMPParams(lam=lam, alpha=alpha)
     ctx = RoundContext(config(), params, 1, 0, LAYOUT, LAYOUT.names, lambda: start, trainer, 12, {})
-    state = State()
+    state = StoredState()
     after = FedAMPUpdate().train(start, state, ctx)
     assert after.params.tolist() == [2, 3]
     # the next cloud model: the centre; training goes on from the client's own
@@ -239,5 +239,5 @@ def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) 
     again = FedAMPUpdate().train(received, state, ctx)
     assert again.params.tolist() == [3, 4] and again.buffers.tolist() == [3]
     assert FedAMPUpdate().personal(received, state, ctx).params.tolist() == [3, 4]
-    upload = FedAMPUpdate().upload(start, after, State(), ctx)
+    upload = FedAMPUpdate().upload(start, after, StoredState(), ctx)
     assert upload.mask is None and payload_bytes(upload_message(upload)) == 4 * 3 and upload.num_examples == 12

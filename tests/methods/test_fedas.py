@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import weights
 from fl_app.layout import NOTHING, Model
 from fl_app.server.run_folder import read_metrics
-from fl_app.wire import Upload, WireError
+from fl_app.transport.wire import Upload, WireError
 from strategies.baselines.fedas import METHOD, FedASUpdate, alignment_loss, fisher_weights, information, prototypes
 from strategies.baselines.fedper import METHOD as FEDPER
 from tests.conftest import Run
@@ -80,7 +80,7 @@ def test_alignment_against_plain_pytorch() -> None:
     )
     random, start = np.random.default_rng(0), ctx.initial()
     own = Model(start.params + random.normal(0, 0.3, start.params.size).astype(np.float32), start.buffers)
-    state, update = State(), METHOD.local_update()
+    state, update = StoredState(), METHOD.local_update()
     assert isinstance(update, FedASUpdate)
     assert update.aligned(start, state, ctx) is start  # no model of its own yet
     update.keep_personal(own, state)

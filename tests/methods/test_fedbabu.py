@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 from fl_app.layout import Layout, Model
@@ -71,7 +71,7 @@ def moved(ctx: RoundContext[Any], start: Model, after: Model) -> set[str]:
 
 
 def test_the_client_half_is_training_with_a_frozen_classifier() -> None:
-    ctx, state = small_client(), State()
+    ctx, state = small_client(), StoredState()
     start = ctx.initial()
     after = METHOD.local_update().train(start, state, ctx)
     classifier = frozenset({"4.weight", "4.bias"})
@@ -93,10 +93,10 @@ def test_the_client_half_is_training_with_a_frozen_classifier() -> None:
 def test_what_fine_tuning_moves(finetune: str, still: set[str]) -> None:
     ctx, update = small_client(fedbabu={"finetune": finetune}), METHOD.local_update()
     start = ctx.initial()
-    tuned = update.finetune(start, State(), ctx, 2)
+    tuned = update.finetune(start, StoredState(), ctx, 2)
     assert moved(ctx, start, tuned) == ctx.layout.names - still
     if finetune == "full":  # FedAvg's fine-tuning
-        plain = LocalUpdate[Any]().finetune(start, State(), small_client(), 2)
+        plain = LocalUpdate[Any]().finetune(start, StoredState(), small_client(), 2)
         assert tuned.params.tobytes() == plain.params.tobytes() and tuned.buffers.tobytes() == plain.buffers.tobytes()
 
 

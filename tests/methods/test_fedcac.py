@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as hnp
 from strategies.fedcac import (
     collaborators,
     mask_overlap,
-    most_alike,
     personalize,
+    top_k_similar,
     with_vanishing,
 )
 from strategies.kernels import aggregate, masks
@@ -99,22 +99,22 @@ def test_collaborators_refuse_rounds_below_one(round: int, beta: int) -> None:
 
 def test_most_alike_breaks_ties_to_the_lower_id() -> None:
     O = np.array([[1, 0.5, 0.5, 0.2], [0.5, 1, 0.9, 0.5], [0.5, 0.9, 1, 0.9], [0.2, 0.5, 0.9, 1]])  # noqa: E741
-    assert [np.flatnonzero(row).tolist() for row in most_alike(O, 1)] == [[1], [2], [1], [2]]
-    assert [np.flatnonzero(row).tolist() for row in most_alike(O, 2)] == [[1, 2], [0, 2], [1, 3], [1, 2]]
-    assert (most_alike(O, 9) == ~np.eye(4, dtype=bool)).all()
+    assert [np.flatnonzero(row).tolist() for row in top_k_similar(O, 1)] == [[1], [2], [1], [2]]
+    assert [np.flatnonzero(row).tolist() for row in top_k_similar(O, 2)] == [[1, 2], [0, 2], [1, 3], [1, 2]]
+    assert (top_k_similar(O, 9) == ~np.eye(4, dtype=bool)).all()
 
 
 def test_most_alike_with_many_ties() -> None:
     # long enough for a sort that is not stable to show it
     n = 60
     O = symmetric(np.random.default_rng(0).choice([0.1, 0.2, 0.4], (n, n)))  # noqa: E741
-    for i, row in enumerate(most_alike(O, 7)):
+    for i, row in enumerate(top_k_similar(O, 7)):
         others = sorted((j for j in range(n) if j != i), key=lambda j: (-O[i, j], j))  # noqa: B023
         assert np.flatnonzero(row).tolist() == sorted(others[:7])
 
 
 def test_most_alike_does_not_choose_oneself_at_zero_overlap() -> None:
-    assert most_alike(np.eye(3), 1).tolist() == [[False, True, False], [True, False, False], [True, False, False]]
+    assert top_k_similar(np.eye(3), 1).tolist() == [[False, True, False], [True, False, False], [True, False, False]]
 
 
 # personalize

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import payload_bytes, upload_message
+from fl_app.transport.wire import payload_bytes, upload_message
 from strategies.base import RoundContext, Uploads
 from strategies.fedcac import (
     METHOD,
@@ -193,13 +193,13 @@ AFTER = Model(f32(1, -8, 3, 4, -5, 6, 2, 7), f32(1, 2))  # scores are its square
 
 def mask_of(**changes: Any) -> list[bool]:
     ctx = context(**changes)
-    upload = FedCACUpdate().upload(BEFORE, AFTER, State(), ctx)
+    upload = FedCACUpdate().upload(BEFORE, AFTER, StoredState(), ctx)
     assert upload.mask is not None
     return list(masks.unpack(upload.mask, ctx.layout.d).tolist())
 
 
 def test_upload_by_hand() -> None:
-    upload = FedCACUpdate().upload(BEFORE, AFTER, State(), context(tau=0.5))
+    upload = FedCACUpdate().upload(BEFORE, AFTER, StoredState(), context(tau=0.5))
     assert upload.mask is not None
     # parameters 1, 4, 5, 7: |-8|, |-5|, 6, 7
     assert upload.mask.tolist() == [0b10110010]
@@ -212,7 +212,7 @@ def test_vanishing_scores_may_all_be_critical() -> None:
     tiny = Model(f32(1e-6, -1e-7, 0, 1e-8, -5, 6, 2, 7), f32(1, 2))
     update, layout = FedCACUpdate(), flat_layout([4, 4], [2])
     for rule, expected in (("ranked", "1100 0101"), ("nonzero", "1101 0101")):
-        upload = update.upload(BEFORE, tiny, State(), context(layout, tau=0.5, vanishing_scores=rule))
+        upload = update.upload(BEFORE, tiny, StoredState(), context(layout, tau=0.5, vanishing_scores=rule))
         assert upload.mask is not None and masks.unpack(upload.mask, 8).tolist() == bools(expected).tolist()
 
 
@@ -234,7 +234,7 @@ def test_selection_random() -> None:
     before = Model(np.zeros(100, np.float32), np.zeros(0, np.float32))
 
     def draw(**changes: Any) -> np.ndarray:
-        upload = FedCACUpdate().upload(before, after, State(), context(layout, selection="random", **changes))
+        upload = FedCACUpdate().upload(before, after, StoredState(), context(layout, selection="random", **changes))
         assert upload.mask is not None
         return masks.unpack(upload.mask, 100)
 
@@ -247,13 +247,13 @@ def test_selection_random() -> None:
 
 def test_batchnorm_statistics_local_on_the_client() -> None:
     ctx = context(batchnorm_statistics="local")
-    update, state = FedCACUpdate(), State()
+    update, state = FedCACUpdate(), StoredState()
     upload = update.upload(BEFORE, AFTER, state, ctx)
     assert upload.model.buffers.size == 0 and upload.mask is not None
     update.keep_local(AFTER, state, ctx)
     received = Model(np.arange(8, dtype=np.float32), np.zeros(0, np.float32))
     merged = update.merge(received, state, ctx)
     assert merged.params.tolist() == list(range(8)) and merged.buffers.tolist() == [1, 2]  # its own statistics
-    first = update.merge(received, State(), ctx)
+    first = update.merge(received, StoredState(), ctx)
     # before its first training: the initial model's
     assert first.buffers.tolist() == [0, 0]

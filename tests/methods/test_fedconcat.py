@@ -16,9 +16,10 @@ from torch.nn.functional import cross_entropy
 
 from fl_app import rng, weights
 from fl_app.layout import Layout, Model
-from fl_app.wire import encode_download, payload_bytes
+from fl_app.transport.wire import encode_download, payload_bytes
 from strategies.baselines import components
 from strategies.baselines.fedconcat import clusters
+from strategies.engine.screening import compared
 from strategies.kernels.kmeans import centres_of, squared_distances
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
@@ -98,18 +99,20 @@ def test_later_clients_join_the_nearest_centre(tmp_path: Path) -> None:
         x, _ = f.data[i]
         f.data[i] = x[: len(labels)], np.array(labels)
     f.round(ids=[0, 2])
-    assert f.server.cluster_of(1) == 0 and 1 not in f.server.personal  # asked for in an evaluation
+    assert (
+        f.server.cluster_of(f.server.state, 1, f.latest) == 0 and 1 not in f.server.personal
+    )  # asked for in an evaluation
     f.rounds -= 1
     f.round(ids=[1, 3, 4])
-    assert [f.server.cluster_of(i) for i in range(5)] == [0, 0, 1, 1, 1]
+    assert [f.server.cluster_of(f.server.state, i, f.latest) for i in range(5)] == [0, 0, 1, 1, 1]
     assert f.server.memory["centres"].tolist() == [[1, 0, 0], [0, 0, 1]]
 
 
 def test_who_does_not_tell_its_labels_is_nearest_to_nothing(tmp_path: Path) -> None:
     f = federation(tmp_path)
     for told in ({}, {"num-classes": 3, "class-counts": "1,2"}, {"num-classes": 3, "class-counts": "0,0,0"}):
-        f.server.attempt.declared = {0: told}
-        assert f.server.shares_of(0).tolist() == [0, 0, 0]
+        f.latest.declared = {0: told}
+        assert f.server.shares_of(0, f.latest).tolist() == [0, 0, 0]
 
 
 # The network ------------------------------------------------------------------------------------------------------------
@@ -200,10 +203,9 @@ def test_the_classifier_by_hand(tmp_path: Path, kinds: dict[str, Any], start: st
     plain = Layout.of(small(**kinds))
     f.round()
     trained = [Model(*pair) for pair in zip(f.server.memory["models"], f.server.memory["statistics"], strict=True)]
-    cluster = [f.server.cluster_of(i) for i in range(3)]
+    cluster = [f.server.cluster_of(f.server.state, i, f.latest) for i in range(3)]
     assert (
-        sorted(set(cluster)) == [0, 1]
-        and [c["cluster"] for _, c in sorted(f.server.attempt.client_notes.items())] == cluster
+        sorted(set(cluster)) == [0, 1] and [c["cluster"] for _, c in sorted(f.latest.client_notes.items())] == cluster
     )
     torch.manual_seed(rng.torch_seed(f.config.seed, "model:fedconcat"))
     fresh = nn.Linear(2 * 5, 3)
@@ -233,7 +235,7 @@ def test_the_classifier_by_hand(tmp_path: Path, kinds: dict[str, Any], start: st
         close(uploads.extras["classifier"], np.stack(after))
         want = np.mean(after, axis=0, dtype=np.float64).astype(np.float32)  # not weighted
         close(f.server.memory["classifier"], want)
-        assert uploads.W.shape == (3, 0) and same(f.server.models()[1], trained[1])
+        assert uploads.W.shape == (3, 0) and same(f.server.models(f.server.state)[1], trained[1])
     for i in range(3):
         kept = f.states[i].arrays
         assert sum(a.nbytes for a in kept.values()) == 2 * 4 * (plain.d - (5 * 3 + 3) + plain.b)
@@ -242,17 +244,17 @@ def test_the_classifier_by_hand(tmp_path: Path, kinds: dict[str, Any], start: st
 def test_a_cluster_without_participants_stays(tmp_path: Path) -> None:
     f = federation(tmp_path, rounds=2, fedconcat={"clusters": 3})
     f.round()
-    before = f.server.models()
+    before = f.server.models(f.server.state)
     f.round(ids=[1])
-    for k, model in enumerate(f.server.models()):
-        assert same(model, before[k]) == (k != f.server.cluster_of(1))
+    for k, model in enumerate(f.server.models(f.server.state)):
+        assert same(model, before[k]) == (k != f.server.cluster_of(f.server.state, 1, f.latest))
 
 
 def test_batches_of_no_number_are_epochs(tmp_path: Path) -> None:
     f = federation(tmp_path, fedconcat={"classifier_batches": 0})
     f.round()
     f.rounds = 2
-    f.server.attempt.round = 2
+    f.latest.round = 2
     ctx, received = f.context(0)
     update = f.method.local_update()
     update.train(update.merge(received, f.states[0], ctx), f.states[0], ctx)
@@ -267,7 +269,7 @@ def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
     encoders = 2 * 4 * (layout.d - (5 * 3 + 3) + layout.b)
 
     def sent(client_id: int) -> int:
-        return payload_bytes(encode_download(f.server.download_for(client_id, f.server.attempt, "evaluate")))
+        return payload_bytes(encode_download(f.server.download_for(client_id, f.latest, "evaluate")))
 
     f.round()
     assert [sent(i) for i in range(3)] == [4 * (layout.d + layout.b)] * 3
@@ -279,7 +281,7 @@ def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
     for i in range(3):
         ctx, received = f.context(i)
         update = f.method.local_update()
-        got = update.export(update.merge(received, f.states[i], ctx), f.states[i], ctx)
+        got = f.method.exported.model(update.merge(received, f.states[i], ctx), f.states[i], ctx)
         assert same(got, f.server.exported())
 
 
@@ -288,9 +290,9 @@ def test_classifiers_are_screened_and_models_of_different_clusters_are_not(tmp_p
     f.round()
     kinds = []
     for round in (1, 2):
-        f.server.attempt.round, f.server.round = round, round - 1
+        f.latest.round, f.server.round = round, round - 1
         expected = f.server.expected()
-        kinds.append(sorted(f.server.compared(_buffer(f, expected))))
+        kinds.append(sorted(compared(f.server, _buffer(f, expected), lambda i: {})))
     assert kinds == [[], ["classifiers"]]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from corolla.experiments.exported.export import export
 from fl_app import models, weights
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS
@@ -71,22 +71,21 @@ def test_unseen_clients_get_the_model_of_the_nearest_cluster(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "key", "value"),
     [
-        ({"num_server_rounds": 20}, r"fedconcat.encoder-rounds: must be below num-server-rounds \(20\).* got 20"),
-        (
-            {"num_server_rounds": 30, "report_class_counts": False},
-            "report-class-counts: fedconcat .* must be true, got false",
-        ),
+        ({"num_server_rounds": 20}, "fedconcat.encoder-rounds", 20),
+        ({"num_server_rounds": 30, "report_class_counts": False}, "report-class-counts", False),
         (
             {"num_server_rounds": 30, "num_clients": 11, "fedconcat": {"clusters": 5, "size_cap": 2}},
-            "fedconcat.size-cap: must let 5 clusters hold 11 clients, got 2",
+            "fedconcat.size-cap",
+            2,
         ),
     ],
 )
-def test_what_leaves_no_room_is_refused(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=why):
+def test_what_leaves_no_room_is_refused(changes: dict[str, Any], key: str, value: object) -> None:
+    with pytest.raises(ConfigurationError) as refused:
         configured(method="fedconcat", **changes)
+    assert (refused.value.key, refused.value.value) == (key, value)
 
 
 def test_one_file_of_initial_weights_starts_all_clusters(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.config import parse
 from fl_app.layout import Layout, Model
 from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import payload_bytes, upload_message
+from fl_app.transport.wire import payload_bytes, upload_message
 from strategies import METHOD_PARAMS
 from strategies.base import RoundContext, Uploads
 from strategies.feddac import (
@@ -87,7 +87,7 @@ def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> N
     assert (strategy.model_for(0).params == before.params).all() and strategy.model_for(0).buffers.tolist() == [2, 15]
     assert strategy.model_for(9).params.tolist() == [-1] * 8 and strategy.model_for(9).buffers.tolist() == [-1, -1]
     assert strategy.exported() is None
-    client_arrays.settle(strategy.personal, [1, 2], 0, strategy.folder.path)
+    client_arrays.spill(strategy.personal, [1, 2], 0, strategy.folder.path)
     # no earlier round's stack is kept alive by one row
     assert strategy.personal[0]["params"].base is None
 
@@ -183,7 +183,7 @@ def test_upload(guidance: str) -> None:
     trainer: Any = Trainer()
     before, after = Model(np.zeros(8, np.float32), f32(0, 0)), Model(f32(1, -8, 3, 4, -5, 6, 2, 7), f32(1, 2))
     ctx = RoundContext(config(), chosen, 1, 0, LAYOUT, LAYOUT.names, lambda: before, trainer, 12, {})
-    upload = FedDACUpdate().upload(before, after, State(), ctx)
+    upload = FedDACUpdate().upload(before, after, StoredState(), ctx)
     assert upload.mask is not None and upload.mask.tolist() == [0b10000010]  # |-8| and 7
     assert upload.model is after and upload.num_examples == 12
     extra = 4 * 8 if guidance == "one-step" else 0

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import rng, weights
 from fl_app.layout import Model
-from fl_app.wire import Upload, WireError
+from fl_app.transport.wire import Upload, WireError
 from strategies.base import ClientState, RoundContext
 from strategies.baselines.feddpa import FedDPA, FedDPAUpdate, constraint_gradient, personal_mask
 from strategies.fedobp import FedOBPUpdate
@@ -161,7 +161,7 @@ def test_both_phases_against_the_textbook_loop(nobody: bool) -> None:
     ctx = client("feddpa", momentum=0.5, weight_decay=0.01, local_epochs=2, learning_rate=0.05, feddpa=heavy)
     start = ctx.initial()
     mask = np.random.default_rng(3).random(ctx.layout.d) < (0 if nobody else 0.3)
-    state = State({"feddpa.own": start.params, "feddpa.mask": masks.pack(mask)})
+    state = StoredState({"feddpa.own": start.params, "feddpa.mask": masks.pack(mask)})
     after = FedDPAUpdate().train(start, state, ctx)
     np.testing.assert_allclose(after.params, textbook(ctx, start, mask), rtol=1e-3, atol=3e-6)
 
@@ -178,7 +178,7 @@ def test_the_phases_leave_each_other_alone(monkeypatch: pytest.MonkeyPatch) -> N
         return phases[-1][1]
 
     monkeypatch.setattr(ctx.trainer, "train", record)
-    FedDPAUpdate().train(start, State({"feddpa.own": start.params, "feddpa.mask": masks.pack(mask)}), ctx)
+    FedDPAUpdate().train(start, StoredState({"feddpa.own": start.params, "feddpa.mask": masks.pack(mask)}), ctx)
     (before, middle), (again, after) = phases
     assert before is start and again is middle
     assert (middle.params == start.params)[~mask].all() and (middle.params != start.params)[mask].any()
@@ -187,7 +187,7 @@ def test_the_phases_leave_each_other_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_participations_in_turn() -> None:
     ctx = client("feddpa", feddpa={"threshold": 0.2})
-    update, state, start = FedDPAUpdate(), State(), ctx.initial()
+    update, state, start = FedDPAUpdate(), StoredState(), ctx.initial()
     assert update.merge(start, state, ctx) is start
     first = update.train(start, state, ctx)
     mask = masks.unpack(state.arrays["feddpa.mask"], ctx.layout.d)
@@ -207,7 +207,7 @@ def test_fisher_samples_by_hand() -> None:
     # F is the mean over samples of squared gradients, in evaluation mode: of two drawn ones, half the sum of both squares.
     ctx = client("feddpa", feddpa={"fisher_samples": 2, "constraint": "none"})
     trainer = ctx.trainer
-    update, state = FedDPAUpdate(), State()
+    update, state = FedDPAUpdate(), StoredState()
     after = update.train(ctx.initial(), state, ctx)
     chosen = rng.generator(ctx.config.seed, "fisher", 1, 0).choice(20, 2, replace=False)
     trainer.load(after)
@@ -228,7 +228,7 @@ def test_without_constraint_it_is_fedobp_with_this_mask() -> None:
 
     ours = client("feddpa", feddpa={"constraint": "none", "threshold": 0.1}, momentum=0.5)
     theirs = client("fedobp", momentum=0.5)
-    a, b, model = State(), State(), ours.initial()
+    a, b, model = StoredState(), StoredState(), ours.initial()
     for seed in range(3):
         received = another(model, seed)
         starts = FedDPAUpdate().merge(received, a, ours), WithThisMask().merge(received, b, theirs)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import models
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
@@ -105,9 +105,9 @@ def test_the_first_training_is_fedprox_bit_for_bit(n: int, kinds: dict[str, Any]
     common: dict[str, Any] = {"momentum": 0.5, "weight_decay": 0.01}
     ours = client("feddyn", small(**kinds), *samples(n), feddyn={"alpha": 0.2}, **common)
     theirs = client("fedprox", small(**kinds), *samples(n), fedprox={"mu": 0.2}, **common)
-    state, update = State(), METHOD.local_update()
+    state, update = StoredState(), METHOD.local_update()
     after = update.train(ours.initial(), state, ours)
-    assert same(after, FedProxUpdate().train(theirs.initial(), State(), theirs))
+    assert same(after, FedProxUpdate().train(theirs.initial(), StoredState(), theirs))
     assert (state.arrays["feddyn.drift"] == after.params - ours.initial().params).all()
     # from the same start, pulled elsewhere
     again = update.train(ours.initial(), state, ours)

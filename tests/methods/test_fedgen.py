@@ -23,9 +23,9 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
-from fl_app.wire import Upload, WireError
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import Upload, WireError
 from strategies import METHOD_PARAMS
 from strategies.base import Uploads
 from strategies.base.uploads import UploadBuffer

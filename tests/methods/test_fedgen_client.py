@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from client_app.trainer import LocalTrainer
 from fl_app import rng, weights
 from fl_app.layout import Model
@@ -53,7 +53,7 @@ def one_batch(round: int = 3, lent: bool = True, **fedgen: Any) -> RoundContext[
 def test_a_step_of_the_client_against_plain_pytorch(alpha: float, beta: float) -> None:
     ctx = one_batch(alpha=alpha, beta=beta, decay=0.9)
     start = ctx.initial()
-    after = METHOD.local_update().train(start, State(), ctx)
+    after = METHOD.local_update().train(start, StoredState(), ctx)
 
     order = torch.randperm(6, generator=torch.Generator().manual_seed(rng.torch_seed(0, "train", 3, 0)))
     x, y = ctx.trainer.samples(order.numpy())
@@ -84,23 +84,23 @@ def test_a_step_of_the_client_against_plain_pytorch(alpha: float, beta: float) -
 def test_the_loss_on_generated_features_trains_the_classifier_alone() -> None:
     plain, drawn = one_batch(lent=False), one_batch(alpha=50, beta=0)
     first, second = (
-        ctx.layout.tensors(METHOD.local_update().train(ctx.initial(), State(), ctx)) for ctx in (plain, drawn)
+        ctx.layout.tensors(METHOD.local_update().train(ctx.initial(), StoredState(), ctx)) for ctx in (plain, drawn)
     )
     assert {name for name in first if not np.array_equal(first[name], second[name])} == {"4.weight", "4.bias"}
 
 
 def test_counts_travel_with_the_model() -> None:
     ctx = one_batch()
-    sent = METHOD.local_update().upload(ctx.initial(), ctx.initial(), State(), ctx)
+    sent = METHOD.local_update().upload(ctx.initial(), ctx.initial(), StoredState(), ctx)
     counts = sent.extras["class-counts"]
     assert counts.dtype == np.int32 and counts.tolist() == [3, 0, 3] and sent.num_examples == 6
     off = one_batch(alpha=0, beta=0)
-    assert METHOD.local_update().upload(off.initial(), off.initial(), State(), off).extras == {}
+    assert METHOD.local_update().upload(off.initial(), off.initial(), StoredState(), off).extras == {}
 
 
 def test_no_forward_pass_of_the_network_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     ctx, calls = one_batch(), []
     logits = LocalTrainer.logits
     monkeypatch.setattr(LocalTrainer, "logits", lambda self, module, x: calls.append(len(x)) or logits(self, module, x))
-    METHOD.local_update().train(ctx.initial(), State(), ctx)
+    METHOD.local_update().train(ctx.initial(), StoredState(), ctx)
     assert calls == [6]

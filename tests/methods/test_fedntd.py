@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from client_app.device_model import LoadedModel
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from strategies.baselines.fedntd import METHOD, FedNTDParams, not_true_distillation
@@ -114,7 +114,7 @@ def test_the_first_step_is_fedavgs_and_the_second_is_not() -> None:
             method, module, x, y, num_classes=3, batch_size=6, local_epochs=epochs, learning_rate=0.5, **changes
         )
         return (
-            METHOD.local_update().train(start, State(), ctx).params
+            METHOD.local_update().train(start, StoredState(), ctx).params
             if method == "fedntd"
             else ctx.trainer.train(start).params
         )
@@ -160,7 +160,7 @@ def test_two_steps_by_hand_on_a_model_without_a_linear_layer() -> None:
         loss = -np.log(shares[[0, 1], y]).mean()
         gradient = (shares - np.eye(3)[y]) / 2
         table = table - eta * (gradient + beta * naive(table, first, y, tau)[1])
-    after = METHOD.local_update().train(start, State(), ctx)
+    after = METHOD.local_update().train(start, StoredState(), ctx)
     np.testing.assert_allclose(after.params.reshape(2, 3), table, atol=1e-6)
     assert ctx.trainer.last_loss == pytest.approx(loss, abs=1e-6)  # type: ignore[attr-defined]
 

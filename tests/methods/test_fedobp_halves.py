@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from corolla.experiments import sweep
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.wire import Upload, WireError, payload_bytes, upload_message
+from fl_app.transport.wire import Upload, WireError, payload_bytes, upload_message
 from strategies import METHOD_PARAMS
 from strategies.base import RoundContext, Uploads
 from strategies.fedobp import COUNTS, METHOD, FedOBP, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
@@ -55,7 +55,7 @@ def context(trainer: Trainer, **params: Any) -> RoundContext[FedOBPParams]:
     return RoundContext(config(), chosen, 1, 0, LAYOUT, shared, lambda: INITIAL, loops, 12, {})
 
 
-def one_round(received: np.ndarray, state: State, ctx: RoundContext[FedOBPParams], buffer: float = 7) -> Upload:
+def one_round(received: np.ndarray, state: StoredState, ctx: RoundContext[FedOBPParams], buffer: float = 7) -> Upload:
     update = FedOBPUpdate()
     travelling = (
         Model(received, f32(buffer)) if ctx.shared >= LAYOUT.names else Model(received, np.zeros(0, np.float32))
@@ -67,7 +67,7 @@ def one_round(received: np.ndarray, state: State, ctx: RoundContext[FedOBPParams
 
 
 def test_the_golden_round_on_the_client() -> None:
-    trainer, state = Trainer(PREVIOUS, f32(9, 9, 9, 9, 9)), State()
+    trainer, state = Trainer(PREVIOUS, f32(9, 9, 9, 9, 9)), StoredState()
     ctx = context(trainer)
     first = one_round(f32(0, 0, 0, 0, 0), state, ctx)
     assert trainer.starts[0].params.tolist() == [0] * 5  # everything global
@@ -88,7 +88,7 @@ def test_the_golden_round_on_the_client() -> None:
 
 
 def test_nothing_is_personal_at_quantile_one() -> None:
-    trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
+    trainer, state = Trainer(PREVIOUS, PREVIOUS), StoredState()
     ctx = context(trainer, quantile=1.0)
     one_round(RECEIVED, state, ctx)
     upload = one_round(RECEIVED, state, ctx)
@@ -96,7 +96,7 @@ def test_nothing_is_personal_at_quantile_one() -> None:
 
 
 def test_the_mask_is_uploaded_on_request() -> None:
-    trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
+    trainer, state = Trainer(PREVIOUS, PREVIOUS), StoredState()
     ctx = context(trainer, upload_mask=True)
     assert one_round(RECEIVED, state, ctx).mask.tolist() == [0]  # type: ignore[union-attr]
     upload = one_round(RECEIVED, state, ctx)
@@ -109,7 +109,7 @@ def test_the_mask_is_uploaded_on_request() -> None:
 
 def test_scope_classifier_takes_the_classifiers_own_quantile() -> None:
     # w1's squared differences 0, 9, 1: the median is 1, above it parameter 3 alone
-    trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
+    trainer, state = Trainer(PREVIOUS, PREVIOUS), StoredState()
     ctx = context(trainer, scope="classifier")
     one_round(RECEIVED, state, ctx)
     assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [0, 1]
@@ -135,12 +135,12 @@ def test_the_cifar_10_run_of_table_8_with_cls_makes_88_parameters_personal(scale
     zeros = Model(np.zeros_like(own.params), own.buffers)
     loops: Any = Trainer()
     ctx = RoundContext(chosen, chosen.params, 2, 0, layout, layout.names, lambda: zeros, loops, 12, {})
-    assert FedOBPUpdate().mask(own, zeros, State(), ctx).sum() == 88
+    assert FedOBPUpdate().mask(own, zeros, StoredState(), ctx).sum() == 88
 
 
 def test_score_gradient_is_the_last_local_update() -> None:
     # |0 - (1..5)|: the largest two are the last two, whatever is received
-    trainer, state = Trainer(PREVIOUS, f32(2, 9, 9, 4, 4)), State()
+    trainer, state = Trainer(PREVIOUS, f32(2, 9, 9, 4, 4)), StoredState()
     ctx = context(trainer, score="gradient")
     one_round(f32(0, 0, 0, 0, 0), state, ctx)
     assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [0, 2]
@@ -149,7 +149,7 @@ def test_score_gradient_is_the_last_local_update() -> None:
 
 
 def test_score_fisher_is_the_squared_gradient_at_the_own_model() -> None:
-    trainer, state = Trainer(PREVIOUS, PREVIOUS, gradient=f32(-5, 1, 4, 0, -2)), State()
+    trainer, state = Trainer(PREVIOUS, PREVIOUS, gradient=f32(-5, 1, 4, 0, -2)), StoredState()
     ctx = context(trainer, score="fisher")
     one_round(f32(0, 0, 0, 0, 0), state, ctx)
     assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [1, 1]
@@ -159,7 +159,7 @@ def test_score_fisher_is_the_squared_gradient_at_the_own_model() -> None:
 
 def test_score_sensitivity_weighs_the_distance_by_the_own_value() -> None:
     # |(own - received) * own|: 0.5 * 1, 2 * 2, 0 * 3, 3 * 4, 1 * 5. Above the median, 4: the last two; obp takes 1 and 3
-    trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
+    trainer, state = Trainer(PREVIOUS, PREVIOUS), StoredState()
     ctx = context(trainer, score="sensitivity")
     one_round(f32(0, 0, 0, 0, 0), state, ctx)
     assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [0, 2]
@@ -177,7 +177,7 @@ def test_sensitivity_is_symmetric_and_follows_scale(pair: np.ndarray, q: float) 
     def mask(own: np.ndarray, received: np.ndarray, score: str = "sensitivity") -> list[bool]:
         ctx = context(Trainer(own), score=score, quantile=q)
         update, buffers = FedOBPUpdate(), f32(0)
-        scores = update.scores(Model(own, buffers), Model(received, buffers), State(), ctx)
+        scores = update.scores(Model(own, buffers), Model(received, buffers), StoredState(), ctx)
         return select(scores, [own.size], quantile=q).tolist()
 
     assert mask(own, received) == mask(-own, -received) == mask(4 * own, 4 * received)
@@ -188,7 +188,7 @@ def test_sensitivity_is_symmetric_and_follows_scale(pair: np.ndarray, q: float) 
 
 def test_ema_smooths_scores() -> None:
     # scores of round 2: 0.25, 4, 0, 9, 1; of round 3 against zeros: 1, 4, 9, 16, 25; ema 0.9: 0.325, 4, 0.9, 9.7, 3.4
-    trainer, state = Trainer(PREVIOUS, PREVIOUS, PREVIOUS), State()
+    trainer, state = Trainer(PREVIOUS, PREVIOUS, PREVIOUS), StoredState()
     ctx = context(trainer, ema=0.9)
     one_round(f32(0, 0, 0, 0, 0), state, ctx)
     assert "fedobp.ema" not in state.arrays
@@ -202,13 +202,13 @@ def test_no_ema_is_the_same_as_obp_scores() -> None:
     rng = np.random.default_rng(0)
     own, received = rng.standard_normal((2, 5), dtype=np.float32)
     ctx = context(Trainer(own))
-    scores = FedOBPUpdate().scores(Model(own, f32(0)), Model(received, f32(0)), State(), ctx)
+    scores = FedOBPUpdate().scores(Model(own, f32(0)), Model(received, f32(0)), StoredState(), ctx)
     assert (select(scores, [5], quantile=0.5) == personal_mask(own, received, [5], quantile=0.5)).all()
 
 
 @pytest.mark.parametrize(("statistics", "started"), [("global", 7), ("critical", 100), ("local", 100)])
 def test_batchnorm_statistics(statistics: str, started: float) -> None:
-    trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
+    trainer, state = Trainer(PREVIOUS, PREVIOUS), StoredState()
     ctx = context(trainer, batchnorm_statistics=statistics)
     first = one_round(RECEIVED, state, ctx)
     assert trainer.starts[0].buffers.tolist() == [-1 if statistics == "local" else 7]

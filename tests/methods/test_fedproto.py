@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fl_app.errors import UserError
 from fl_app.layout import NO_TENSORS, Layout
-from fl_app.wire import Expected, Upload, WireError
+from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base.uploads import UploadBuffer
 from strategies.baselines.fedproto import (
     METHOD,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import weights
 from strategies.baselines.fedrod import METHOD, balanced_softmax_loss
 from tests.conftest import Run
@@ -67,7 +67,7 @@ def test_a_clients_step_by_torch() -> None:
     # Two rounds of one batch each; momentum has no part in a single step.
     images, labels = samples(6)
     ctx = client("fedrod", small(), images, labels, batch_size=6, local_epochs=1, learning_rate=0.5)
-    update, state, start = METHOD.local_update(), State(), ctx.initial()
+    update, state, start = METHOD.local_update(), StoredState(), ctx.initial()
     head = np.zeros(18, np.float32)
     at = ctx.layout.indices(ctx.layout.classifier)
     for _ in range(2):

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.layout import Model
-from fl_app.wire import Upload, WireError, payload_bytes, upload_message
+from fl_app.transport.wire import Upload, WireError, payload_bytes, upload_message
 from strategies.base import Uploads
 from strategies.baselines.fedselect import FedSelect, FedSelectUpdate, aggregate, eligible, grow
 from strategies.kernels import masks
@@ -165,7 +165,7 @@ def test_the_server_half_runs_the_kernel(tmp_path: Path, weighting: str) -> None
 def test_participations_in_turn() -> None:
     """Training, growth and merging over three participations; what was selected takes the mean once more, then stays."""
     ctx = client("fedselect", fedselect={"limit": 0.5}, momentum=0.9, weight_decay=0.01, local_epochs=2)
-    update, state, start = FedSelectUpdate(), State(), ctx.initial()
+    update, state, start = FedSelectUpdate(), StoredState(), ctx.initial()
     assert update.merge(start, state, ctx) is start
     first = update.train(start, state, ctx)
     assert first.params.tobytes() == ctx.trainer.train(start).params.tobytes()  # FedAvg's
@@ -207,7 +207,7 @@ def test_a_side_moves_nothing_of_the_other() -> None:
 
 def test_growing_every_third_participation() -> None:
     ctx = client("fedselect", fedselect={"grow_every": 3})
-    update, state, model = FedSelectUpdate(), State(), ctx.initial()
+    update, state, model = FedSelectUpdate(), StoredState(), ctx.initial()
     ones = []
     for _ in range(6):
         model = update.train(update.merge(model, state, ctx), state, ctx)
@@ -217,7 +217,7 @@ def test_growing_every_third_participation() -> None:
 
 def test_the_whole_model_as_scope() -> None:
     ctx = client("fedselect", fedselect={"scope": "model", "rate": 0.1, "biases": True})
-    state = State()
+    state = StoredState()
     FedSelectUpdate().train(ctx.initial(), state, ctx)
     assert masks.popcount(state.arrays["fedselect.mask"]) == ctx.layout.d - round(0.9 * ctx.layout.d)
 
@@ -227,7 +227,7 @@ def test_changes_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatc
     broken = dataclasses.replace(ctx.initial(), params=ctx.initial().params * np.float32(np.nan))
     monkeypatch.setattr(ctx.trainer, "train", lambda *_, **__: broken)
     with pytest.raises(ValueError, match="change must be finite"):
-        FedSelectUpdate().train(ctx.initial(), State(), ctx)
+        FedSelectUpdate().train(ctx.initial(), StoredState(), ctx)
 
 
 # Limits, and clients with little ----------------------------------------------------------------------------------------

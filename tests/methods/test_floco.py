@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import models, weights
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics, read_summary
@@ -159,7 +159,7 @@ def test_gradients_of_the_endpoints_sum_to_that_of_what_is_used(monkeypatch: pyt
     ctx = client("floco", small(), *samples(), floco={"endpoints": 3})
     update, slot = FLOCOUpdate(), endpoints_slot(ctx.layout)
     trainer: Any = ctx.trainer
-    trainer.load(update.merge(ctx.initial(), State(), ctx))
+    trainer.load(update.merge(ctx.initial(), StoredState(), ctx))
     x, y = next(iter(trainer.batches(1)))
     trainer.differentiate(x, y, update.mixed_loss(ctx, "floco-alpha"))
     alpha = uniform_mixture(ctx.rng("floco-alpha"), 3)  # the batch's, before tau
@@ -177,7 +177,7 @@ def test_gradients_of_the_endpoints_sum_to_that_of_what_is_used(monkeypatch: pyt
 def test_every_batch_has_a_mixture_of_its_own() -> None:
     ctx = client("floco", small(), *samples(), round=2, extras={"centre": f32(0.5, 0.5, 0)}, floco=EARLY)
     update, layer = FLOCOUpdate(), ctx.trainer.classifier()
-    update.merge(ctx.initial(), State(), ctx)
+    update.merge(ctx.initial(), StoredState(), ctx)
     loss, generator, seen = update.mixed_loss(ctx, "floco-alpha"), ctx.rng("floco-alpha"), []
     for x, y in ctx.trainer.batches():
         loss(ctx.trainer.module, x, y)
@@ -221,6 +221,6 @@ def test_one_endpoint_without_a_radius_is_fedavg_bit_for_bit(run: Run, tmp_path:
 @pytest.mark.parametrize("n", [1, 2, 10])
 def test_few_samples_and_missing_classes(n: int, kinds: dict[str, Any]) -> None:
     ctx = client("floco", small(**kinds), *samples(n), floco=EARLY)
-    update, state = FLOCOUpdate(), State()
+    update, state = FLOCOUpdate(), StoredState()
     after = update.train(update.merge(ctx.initial(), state, ctx), state, ctx)
     assert np.isfinite(after.params).all() and not same(after, ctx.initial()) and not state.arrays

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from corolla.experiments.exported.export import export
 from fl_app import models, rng, weights
 from fl_app.layout import Layout, Model
@@ -22,6 +22,7 @@ from strategies.base import RoundContext, Uploads
 from strategies.baselines.floco import (
     FLOCO,
     FLOCOUpdate,
+    at_centre,
     collapsed_layout,
     endpoints_slot,
     mixture_around,
@@ -40,11 +41,11 @@ EARLY: dict[str, Any] = {"projection_round": 2, "endpoints": 3}
 # The server -------------------------------------------------------------------------------------------------------------
 
 
-def server(tmp_path: Path, **floco: Any) -> FLOCO:
+def server(tmp_path: Path, **floco: Any) -> Any:
     config = configured(method="floco", floco=EARLY | floco, num_clients=6, fraction_train=0.5)
     module = simplex_network(small(), config.params, 0)
     layout = Layout.of(module)
-    return FLOCO(config, config.params, layout, weights.read(module), layout.names, RunFolder(tmp_path, "x"))
+    return METHODS["floco"].server(config, layout, weights.read(module), layout.names, RunFolder(tmp_path, "x"))
 
 
 def uploads(strategy: FLOCO, ids: list[int], seed: int = 0) -> Uploads:
@@ -56,6 +57,7 @@ def uploads(strategy: FLOCO, ids: list[int], seed: int = 0) -> Uploads:
 def test_before_the_projection_everybody_trains_and_those_drawn_are_averaged(tmp_path: Path) -> None:
     strategy = server(tmp_path, projection_round=3)
     everybody = list(range(6))
+    strategy.attempt.connected = everybody
     assert len(strategy.sample(everybody, 1)) == 3
     drawn = strategy.drawn(everybody, 2)
     assert strategy.sample(everybody, 2) == everybody and len(drawn) == 3
@@ -104,7 +106,7 @@ def test_a_late_client_is_placed_where_its_update_would_have_put_it(tmp_path: Pa
 def test_what_the_server_exports(tmp_path: Path) -> None:
     strategy = server(tmp_path)
     strategy.keep_for(1, centre=f32(0, 1, 0))
-    layout, plain = strategy.exported_layout(strategy.full_layout), Layout.of(small())
+    layout, plain = strategy.form_of_exports.layout(strategy, strategy.full_layout), Layout.of(small())
     assert layout == plain
     ends = strategy.layout.tensors(strategy.global_model)["classifier.weight"]
     middle = layout.tensors(strategy.exported())["classifier.weight"]
@@ -169,17 +171,17 @@ def test_floco_plus_keeps_a_second_model_near_the_received_one() -> None:
     floco = {**EARLY, "personal_epochs": 2, "proximal_weight": 0.0}
     ctx = client("floco", small(batchnorm=True), *samples(), floco=floco)
     plain = client("floco", small(batchnorm=True), *samples(), floco=EARLY)
-    update, state = FLOCOUpdate(), State()
+    update, state = FLOCOUpdate(), StoredState()
     start = update.merge(ctx.initial(), state, ctx)
     after = update.train(start, state, ctx)
     assert same(
-        after, update.train(update.merge(plain.initial(), State(), plain), State(), plain)
+        after, update.train(update.merge(plain.initial(), StoredState(), plain), StoredState(), plain)
     )  # what travels is the same
     assert sum(a.nbytes for a in state.arrays.values()) == 4 * (ctx.layout.d + ctx.layout.b)
     own = update.personal(after, state, ctx)
-    assert not same(own, after) and update.export(own, state, ctx).params.size == collapsed_layout(ctx.layout).d
+    assert not same(own, after) and at_centre(own, state, ctx).params.size == collapsed_layout(ctx.layout).d
     pulled = client("floco", small(batchnorm=True), *samples(), floco=floco | {"proximal_weight": 5.0})
-    near = State()
+    near = StoredState()
     update.train(update.merge(pulled.initial(), near, pulled), near, pulled)
     distance = [np.linalg.norm(s.arrays["personal.params"] - start.params) for s in (state, near)]
     assert distance[1] < distance[0]
@@ -220,7 +222,7 @@ def test_both_models_of_floco_plus_against_the_textbook_loop() -> None:
         weight_decay=0.01,
         floco=floco,
     )
-    update, state, received = FLOCOUpdate(), State(), ctx.initial()
+    update, state, received = FLOCOUpdate(), StoredState(), ctx.initial()
     # at first what is received; then its own, which goes on
     own = received
     for _ in range(2):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import rng, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
@@ -146,7 +146,7 @@ def test_training_against_the_textbook_loop(changes: dict[str, float], labels: i
     large = {"collapse_weight": 0.5, "head_weight": 0.1, "feature_weight": 0.02}  # so that each is seen
     setting = {"momentum": 0.5, "weight_decay": 0.01, "local_epochs": 3, "learning_rate": 0.05, "batch_size": 8}
     ctx = client("flute", labels=labels, n=21, flute={**large, **changes}, **setting)  # 21: a last batch of 5
-    update, state, start = FLUTEUpdate(), State(), ctx.initial()
+    update, state, start = FLUTEUpdate(), StoredState(), ctx.initial()
     after = update.train(start, state, ctx)
     want, kept = textbook(ctx, start)
     np.testing.assert_allclose(after.params, want.params, rtol=1e-3, atol=3e-6)
@@ -165,7 +165,7 @@ def test_the_reported_loss_has_no_penalties() -> None:
     ctx = client("flute", flute={"feature_weight": 1e-30, "body_epochs": 9}, learning_rate=1e-9, local_epochs=1)
     heavy = client("flute", flute={"feature_weight": 100.0, "body_epochs": 9}, learning_rate=1e-9, local_epochs=1)
     for one in (ctx, heavy):
-        FLUTEUpdate().train(one.initial(), State(), one)
+        FLUTEUpdate().train(one.initial(), StoredState(), one)
     assert ctx.trainer.last_loss == pytest.approx(heavy.trainer.last_loss, rel=1e-5)  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING, Layout, Model
 from fl_app.server.run_folder import read_metrics
-from fl_app.wire import Upload, WireError
+from fl_app.transport.wire import Upload, WireError
 from strategies import METHODS
 from strategies.baselines import components
 from strategies.baselines.ifca import cluster_means, switch
@@ -109,7 +109,7 @@ def test_ties_go_to_the_first_and_a_client_is_evaluated_with_what_it_chose(tmp_p
     ctx, received = federation.context(1, round=1)
     model = update.personal(update.merge(received, federation.states[1], ctx), federation.states[1], ctx)
     alone = small()
-    weights.write(alone, update.export(model, federation.states[1], ctx))
+    weights.write(alone, federation.method.exported.model(model, federation.states[1], ctx))
     x = torch.rand(5, 1, 2, 2)
     ctx.trainer.load(model)
     torch.testing.assert_close(ctx.trainer.module.eval()(x), alone.eval()(x))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from client_app.device_model import LoadedModel
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app import weights
 from fl_app.layout import Model
 from strategies.base import LocalUpdate
@@ -110,7 +110,7 @@ def test_it_compares_with_the_received_and_its_own_last_model_in_evaluation_mode
         learning_rate=eta,
         moon={"mu": mu, "temperature": tau},
     )
-    update, state, start = METHOD.local_update(), State(), ctx.initial()
+    update, state, start = METHOD.local_update(), StoredState(), ctx.initial()
     previous = update.train(start, state, ctx)
     assert {name: array.tobytes() for name, array in state.arrays.items()} == {
         "moon.params": previous.params.tobytes(),
@@ -140,7 +140,7 @@ def test_it_compares_with_the_received_and_its_own_last_model_in_evaluation_mode
     # the references gathered no statistics
     np.testing.assert_allclose(after.buffers, want.buffers, atol=1e-6)
     assert ctx.trainer.last_loss == pytest.approx(loss.item(), abs=1e-6)  # type: ignore[attr-defined]
-    plain = LocalUpdate[Any]().train(received, State(), ctx)
+    plain = LocalUpdate[Any]().train(received, StoredState(), ctx)
     assert np.abs(after.params - plain.params).max() > 1e-3
     assert state.arrays["moon.params"].tobytes() == after.params.tobytes()
 

@@ -19,10 +19,10 @@ from strategies.base.state import State
 from strategies.base.turn import Turn
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.ifca import cluster_means
-from strategies.engine.attempt import Attempt
+from strategies.engine.attempt import RoundAttempt
 from strategies.engine.plain import PlainRounds
 from strategies.kernels.heads import head_slots
-from strategies.kernels.robust import Averaging, choosing, whole
+from strategies.kernels.robust import Averaging, choosing, total_distances
 from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.methods.federation import Federation
 
@@ -33,7 +33,7 @@ CLIENTS = 7
 SETTINGS: dict[str, dict[str, Any]] = {"ifca": {"clusters": 1}, "fedconcat": {"clusters": 1}}
 # of the others FedAvg's server half averages
 OWN_MEANS = ("fedavg", "fedcac", "pfedme", "pfedfda", "fedgen", "ifca", "fedconcat")
-ABLE = [name for name, method in METHODS.items() if "krum" in method.strategy.robust]
+ABLE = [name for name, method in METHODS.items() if "krum" in method.strategy.means.rules]
 
 
 def stacks_of(uploads: Uploads) -> Arrays:
@@ -54,7 +54,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Arrays]]:
     seen: list[tuple[Arrays, Arrays]] = []
     original = PlainRounds.update
 
-    def update(self: PlainRounds, attempt: Attempt, accepted: Any) -> State:
+    def update(self: PlainRounds, attempt: RoundAttempt, accepted: Any) -> State:
         stacks = stacks_of(accepted)
         state = original(self, attempt, accepted)
         seen.append((stacks, averages_of(state)))
@@ -107,7 +107,7 @@ def test_by_hand_arrays_choose_together(rule: Any) -> None:
     usual = [4.0, 9.0]
     scaled = np.concatenate([W / np.sqrt(usual[0]), B / np.sqrt(usual[1])], axis=1, dtype=np.float64)
     distances = ((scaled[:, None] - scaled) ** 2).sum(axis=2)
-    np.testing.assert_allclose(whole(together.apart or ()), distances)
+    np.testing.assert_allclose(total_distances(together.apart or ()), distances)
     at = np.stack([together.mean(W), together.mean(B)], axis=1)[0] / np.sqrt(usual)
     if rule == "krum":
         nearest = np.sort(distances, axis=1)[:, 1:3].sum(axis=1)

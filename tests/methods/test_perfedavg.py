@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.errors import UserError
 from strategies.baselines.perfedavg import METHOD, step
 from tests.conftest import Run
@@ -115,7 +115,7 @@ def test_a_clients_batch_is_cut_in_two(variant: str) -> None:
 
     slopes: list[np.ndarray] = []
     trainer.differentiate = watched
-    after = METHOD.local_update().train(start, State(), ctx)
+    after = METHOD.local_update().train(start, StoredState(), ctx)
     points = [at for _, at in seen]
     g = slopes[1]
     close(points[1], start.params - 0.3 * slopes[0])
@@ -132,7 +132,7 @@ def test_a_clients_batch_is_cut_in_two(variant: str) -> None:
 def test_it_is_tested_after_one_step_on_all_data(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "perfedavg", perfedavg={"alpha": 0.3})
     ctx, received = federation.context(0)
-    used = METHOD.local_update().personal(received, State(), ctx)
+    used = METHOD.local_update().personal(received, StoredState(), ctx)
     close(used.params, received.params - 0.3 * ctx.trainer.loss_gradient(received))
     assert not same(used, received)
     federation.round()

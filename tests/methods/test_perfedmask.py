@@ -103,7 +103,7 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
     layout = server.layout
     linear = layout.indices(frozenset({"features.weight", "features.bias"}))
     before, sizes = server.global_model.params.copy(), np.array([10, 6, 8, 9])
-    federation.rounds, rows = 1, []
+    federation.rounds, rows, server.protocol.turn = 1, [], federation.latest
     for i in range(4):
         upload = federation.upload(i)
         mine = linear if server.masks[i, 0] else ~linear

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder, read_metrics
-from fl_app.wire import Upload, WireError
+from fl_app.transport.wire import Upload, WireError
 from strategies import METHODS
 from strategies.base import RoundContext, Uploads
 from strategies.baselines.pfedfda import (
@@ -241,7 +241,7 @@ def received(ctx: RoundContext[Any]) -> Model:
 @pytest.mark.parametrize("n", [1, 2, 10])
 def test_a_round(n: int, kinds: dict[str, Any]) -> None:
     ctx = context(n, kinds=kinds)
-    update, state = PFedFDAUpdate(), State()
+    update, state = PFedFDAUpdate(), StoredState()
     start = update.merge(received(ctx), state, ctx)
     counts = ctx.trainer.class_counts
     weight, bias = lda_head(ctx.extras["means"].astype(float), np.eye(5), class_prior(counts, eps=1e-4), eps=1e-4)
@@ -278,7 +278,7 @@ def test_a_round(n: int, kinds: dict[str, Any]) -> None:
 
 
 def test_each_body_is_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx, update, state = context(), PFedFDAUpdate(), State()
+    ctx, update, state = context(), PFedFDAUpdate(), StoredState()
     passes: list[Model] = []
     features = ctx.trainer.features
     monkeypatch.setattr(ctx.trainer, "features", lambda model: passes.append(model) or features(model))
@@ -292,7 +292,7 @@ def test_each_body_is_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_finetuning_starts_under_the_shared_head() -> None:
-    ctx, update, state = context(), PFedFDAUpdate(), State()
+    ctx, update, state = context(), PFedFDAUpdate(), StoredState()
     start = update.merge(received(ctx), state, ctx)
     personal = update.personal(start, state, ctx)
     assert not same(personal, start)
@@ -301,9 +301,9 @@ def test_finetuning_starts_under_the_shared_head() -> None:
 
 def test_features_that_are_not_finite_are_an_error() -> None:
     ctx = context()
-    start = PFedFDAUpdate().merge(received(ctx), State(), ctx)
+    start = PFedFDAUpdate().merge(received(ctx), StoredState(), ctx)
     with pytest.raises(UserError, match="features are not finite"):
-        PFedFDAUpdate().personal(Model(np.full_like(start.params, np.nan), start.buffers), State(), ctx)
+        PFedFDAUpdate().personal(Model(np.full_like(start.params, np.nan), start.buffers), StoredState(), ctx)
 
 
 def test_a_classifier_without_a_bias_is_refused() -> None:

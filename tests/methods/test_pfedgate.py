@@ -19,7 +19,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
-from strategies.base import Drawings
+from strategies.base import ModelFactory
 from strategies.baselines.pfedgate import Blocks, select_blocks, sub_blocks
 from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
@@ -100,7 +100,7 @@ def gate_by_hand(x: Tensor, own: dict[str, Tensor], batch: Moments | None, linea
 
 def test_the_gate_by_hand() -> None:
     pair = nn.Sequential(nn.Flatten(), nn.Linear(2 * 3 * 3, 4), nn.ReLU(), nn.Linear(4, 3))
-    module: Any = METHODS["pfedgate"].around(Drawings(lambda k: pair, (2, 3, 3), 0), config(method="pfedgate"))
+    module: Any = METHODS["pfedgate"].around(ModelFactory(lambda k: pair, (2, 3, 3), 0), config(method="pfedgate"))
     seeded(module.gate)
     x = torch.rand(5, 2, 3, 3) * 2 - 0.3
     own = {name: p.detach().double() for name, p in module.gate.named_parameters()}
@@ -207,7 +207,7 @@ def test_what_is_evaluated_is_what_is_exported(tmp_path: Path, sparsity: float) 
         model = federation.evaluated(i)
         ctx, _ = federation.context(i)
         alone = small(batchnorm=True)
-        weights.write(alone, federation.method.local_update().export(model, federation.states[i], ctx))
+        weights.write(alone, federation.method.exported.model(model, federation.states[i], ctx))
         ctx.trainer.load(model)
         module: Any = ctx.trainer.module.eval()
         x, _ = ctx.trainer.samples(np.arange(5))
@@ -226,7 +226,7 @@ def test_dropped_blocks_are_0_and_their_gates_learn(tmp_path: Path) -> None:
     ctx, received = federation.context(0, round=1)
     update = federation.method.local_update()
     start = update.merge(received, federation.states[0], ctx)
-    exported = update.export(start, federation.states[0], ctx).params
+    exported = federation.method.exported.model(start, federation.states[0], ctx).params
     module: Any = ctx.trainer.module
     g = ctx.layout.tensors(start)["g"]
     kept = np.repeat(module.blocks.kept(g, 0.4, 5), np.concatenate([np.array(own) for own in module.blocks.sizes]))

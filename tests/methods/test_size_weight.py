@@ -10,7 +10,7 @@ import pytest
 
 from client_app.client import CorollaClient
 from fl_app.server.run_folder import read_metrics
-from fl_app.wire import Download, Upload
+from fl_app.transport.wire import Download, Upload
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run
 

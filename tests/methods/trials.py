@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from client_app.state import State
+from client_app.stored_state import StoredState
 from fl_app.layout import Model
 from strategies.base import RoundContext
 from tests.conftest import Run
@@ -59,6 +59,6 @@ def another(model: Model, seed: int) -> Model:
     return Model(model.params + random.normal(0, 0.05, model.params.shape).astype(np.float32), model.buffers)
 
 
-def copied(state: State) -> State:
+def copied(state: StoredState) -> StoredState:
     """Return a state with copies of all arrays, as if it had been written and read."""
-    return State({name: array.copy() for name, array in state.arrays.items()})
+    return StoredState({name: array.copy() for name, array in state.arrays.items()})

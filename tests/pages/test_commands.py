@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 import pytest
 
-from corolla.cli import whole
+from corolla.cli import build_command
 from fl_app import exit_codes
 from website.pages import ROOT
 
 PAGE = ROOT / "docs" / "commands.md"
-OPTIONS = ("--quiet", "--json", "--verbose", "--no-progress", "--log-file")
+OPTIONS = ("--quiet", "--events", "--json", "--verbose", "--no-progress", "--log-file")
 
 
 def table(heading: str) -> list[str]:
@@ -50,7 +50,7 @@ def test_commands_end_with_named_codes(path: Path) -> None:
 
 def test_each_option_is_listed_with_its_commands() -> None:
     found: dict[str, list[str]] = {option: [] for option in OPTIONS}
-    for name, command in commands(whole()):
+    for name, command in commands(build_command()):
         for option in OPTIONS:
             if any(option in parameter.opts for parameter in command.params):
                 found[option].append(f"`{name}`")

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import pytest
 
-from corolla.cli import whole
+from corolla.cli import build_command
 from deploy.inventory import read_inventory
 from fl_app.server.run_folder import read_summary
 from tests.conftest import Command
@@ -149,7 +149,7 @@ def test_two_machines(tutorial: Tutorial) -> None:
 
 def parsed(words: list[str]) -> str:
     """Parse a command line without running it; return the command's name. Raises click.UsageError for wrong words."""
-    command, names = whole(), []
+    command, names = build_command(), []
     context = command.make_context("corolla", list(words), resilient_parsing=True)
     while isinstance(command, click.Group):
         name, command, words = command.resolve_command(context, words)

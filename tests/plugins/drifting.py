@@ -9,7 +9,7 @@ import numpy as np
 from fl_app.keys import NoParams
 from fl_app.layout import Model
 from fl_app.metrics import Metric
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
 from strategies.baselines.fedavg import FedAvg
 
@@ -19,8 +19,6 @@ DRIFT = Metric("drift", higher_is_better=False, low=0, picture="How far clients 
 class DriftingUpdate(LocalUpdate[NoParams]):
     """Client half."""
 
-    reports = (DRIFT,)
-
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[NoParams]) -> Upload:
         """Add the norm of what training has changed."""
         plain = super().upload(before, after, state, ctx)
@@ -28,4 +26,4 @@ class DriftingUpdate(LocalUpdate[NoParams]):
         return dataclasses.replace(plain, metrics={**plain.metrics, DRIFT.name: moved})
 
 
-METHOD = Method("drifting", NoParams, FedAvg[NoParams], DriftingUpdate, all_tensors)
+METHOD = Method("drifting", NoParams, FedAvg[NoParams], DriftingUpdate, all_tensors, reports=(DRIFT,))

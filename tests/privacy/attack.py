@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
-from fl_app.site import site_directory
-from strategies.engine.attempt import Attempt
+from fl_app.site_directory import site_directory
+from strategies.engine.attempt import RoundAttempt
 from strategies.engine.private import MaskedSum, PrivateRounds, opened_sums
 
 # round; what each client counts in it
@@ -64,7 +64,7 @@ def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
     seen: list[Sum] = []
     screen = PrivateRounds.screen
 
-    def noted(self: PrivateRounds, attempt: Attempt) -> Any:
+    def noted(self: PrivateRounds, attempt: RoundAttempt) -> Any:
         buffer = attempt.buffer
         assert isinstance(buffer, MaskedSum)
         notes = site_directory() / "runs" / self.server.folder.experiment

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from opacus.accountants import RDPAccountant
 
-from fl_app import wire
+from fl_app.transport import wire
 
 ALL_ORDERS = RDPAccountant.DEFAULT_ALPHAS
 

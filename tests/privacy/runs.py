@@ -6,8 +6,8 @@ from typing import Any
 
 from fl_app.server.run_folder import RunFolder, read_metrics
 
-# five clients can spare none with private-absent = company
-PRIVATE = {"private": True, "num_clients": 5, "private_absent": "alone"}
+# five clients can spare none with private-left-out = group
+PRIVATE = {"private": True, "num_clients": 5, "private_left_out": "client"}
 
 
 def rounds(folder: RunFolder) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from client_app.client_app import client_of
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, specs
-from fl_app.wire import PRIVATE_KEYS
+from fl_app.transport.wire import PRIVATE_KEYS
 from tests.conftest import flat
 from tests.privacy.keys import make
 

@@ -14,9 +14,9 @@ from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.server import checkpoint
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics, read_summary
-from fl_app.wire import PRIVATE_KEYS
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import PRIVATE_KEYS
 from strategies import METHOD_PARAMS
 from tests.conftest import Run, flat
 from tests.privacy.keys import make

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fl_app.privacy.companies import Parts
+from fl_app.privacy.aggregation_groups import Parts
 from fl_app.privacy.keyring import RunKeys, text_of
 from fl_app.server.run_folder import RunFolder, read_summary
 from tests.conftest import Run
@@ -83,7 +83,7 @@ def test_a_false_signature_of_a_split_does_not_count(
     raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """Nine clients, of which one drops out: six of the eight that are left must sign."""
-    settings = {"num_clients": 9, "private_absent": "company", "train_samples": 8, "min_results": 0.3}
+    settings = {"num_clients": 9, "private_left_out": "group", "train_samples": 8, "min_results": 0.3}
     honest, sign = run_without(raw_config, (1, 0, 2), run_name="honest", **settings), RunKeys.sign_split
 
     def sign_split(self: RunKeys, experiment: str, parts: Parts) -> str:
@@ -93,5 +93,5 @@ def test_a_false_signature_of_a_split_does_not_count(
     folder = run_without(raw_config, (1, 0, 2), run_name="lies", **settings)
     assert read_summary(folder.path)["digest"] == read_summary(honest.path)["digest"]
     assert [[row[:2] for row in of] for of in named(folder)] == [[(2, None), (LIAR, None)], []]
-    assert "its signature of the split of its company is false" in named(folder)[0][1][2]
+    assert "its signature of the split of its aggregation group is false" in named(folder)[0][1][2]
     assert sorted(map(int, rounds(folder)[0]["clients"])) == [3, 4, 5, 6, 7, 8]

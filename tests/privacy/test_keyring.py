@@ -14,7 +14,7 @@ from fl_app.privacy.keyring import (
     raw,
     run_keys_from_seed,
 )
-from fl_app.wire import SEED_KEYS
+from fl_app.transport.wire import SEED_KEYS
 from tests.privacy.keys import make
 
 

@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
-from client_app import private
+from client_app import private_round
 from client_app.client_app import app as client_app
 from client_app.run_keys import SiteKeys
-from fl_app import models, wire
+from fl_app import models
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Layout, Model
-from fl_app.privacy import companies, masking, pins, shares
-from fl_app.privacy.companies import Split
+from fl_app.privacy import aggregation_groups, masking, pins, shares
+from fl_app.privacy.aggregation_groups import GroupSplit
 from fl_app.privacy.keyring import PEERS, RunKeys, exchange, halves, open_keyring, text_of
 from fl_app.privacy.masking import derived
 from fl_app.privacy.transcript import SentHashes, Transcript
-from fl_app.server.inprocess import InProcessGrid
-from fl_app.wire import (
+from fl_app.transport import wire
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import (
     AGREE,
     AGREED,
     BETWEEN,
@@ -80,7 +81,7 @@ class Server:
         return wire.decode_properties(reply.content)
 
     def hash_of(self, model: Model) -> str:
-        return SentHashes(self.raw.get("private-absent") != "alone").of(Download("train", 1, 0, "e", model), {})
+        return SentHashes(self.raw.get("private-left-out") != "client").of(Download("train", 1, 0, "e", model), {})
 
     def ask(
         self,
@@ -90,7 +91,7 @@ class Server:
         model: Model | None = None,
         experiment: str = "abc",
         state: str = "",
-        splits: Sequence[Split] = (),
+        splits: Sequence[GroupSplit] = (),
         **said: Any,
     ) -> np.ndarray:
         """Return a client's answer, uint64 [d + 1]. Raises WireError with its refusal."""
@@ -100,7 +101,7 @@ class Server:
             "private-keys": ",".join(str(self.facts[i]["private-keys"]) for i in members),
             "private-sent": ",".join(self.hash_of(model) for _ in members),
             "private-most": 0.0,
-            SPLITS: companies.written(splits),
+            SPLITS: aggregation_groups.written(splits),
         } | said
         sent = Download("train", 1, attempt, experiment, model, state_version=state, method=told)
         content = wire.encode_download(sent)
@@ -139,15 +140,15 @@ class Server:
         return wire.decode_answer(reply.content)
 
     def sign(
-        self, client_id: int, parts: Sequence[Sequence[int]], splits: Sequence[Split] = (), experiment: str = "abc"
+        self, client_id: int, parts: Sequence[Sequence[int]], splits: Sequence[GroupSplit] = (), experiment: str = "abc"
     ) -> str:
-        """Return a client's signature of its company's split. Raises WireError with its refusal."""
-        asked = companies.written([*splits, Split(tuple(map(tuple, parts)))])
+        """Return a client's signature of its aggregation group's split. Raises WireError with its refusal."""
+        asked = aggregation_groups.written([*splits, GroupSplit(tuple(map(tuple, parts)))])
         return str(self.question(SPLIT, client_id, [], experiment=experiment, **{SPLITS: asked})[SIGNED])
 
-    def split(self, parts: Sequence[Sequence[int]], by: Sequence[int], splits: Sequence[Split] = ()) -> Split:
+    def split(self, parts: Sequence[Sequence[int]], by: Sequence[int], splits: Sequence[GroupSplit] = ()) -> GroupSplit:
         """Return a split with these clients' signatures."""
-        return Split(tuple(map(tuple, parts)), {i: self.sign(i, parts, splits) for i in by})
+        return GroupSplit(tuple(map(tuple, parts)), {i: self.sign(i, parts, splits) for i in by})
 
     def agreed(self, survivors: Sequence[int], attempt: int = 0) -> dict[int, str]:
         return {i: self.question(AGREE, i, survivors, attempt)[AGREED] for i in survivors}
@@ -256,15 +257,15 @@ def test_another_model_to_the_others(
 
 @pytest.mark.parametrize("weakened", [True, False])
 def test_six_and_then_five_of_them(raw_config: dict[str, Any], keys: list[Path], bare: Bare, weakened: bool) -> None:
-    server = Server(raw_config, keys, **({"private_absent": "alone"} if weakened else {}))
+    server = Server(raw_config, keys, **({"private_left_out": "client"} if weakened else {}))
     whole = server.sum(range(N))
     if weakened:
         assert (whole - server.sum(range(5), 1) == bare[5, 0]).all()
         return
     for i in range(5):
-        with pytest.raises(wire.WireError, match="splits a company"):
+        with pytest.raises(wire.WireError, match="splits an aggregation group"):
             server.ask(i, range(5), 1)
-    # in two companies of three they go on
+    # in two aggregation groups of three they go on
     splits = [server.split([[0, 1, 2], [3, 4, 5]], [0, 2, 3, 5])]
     assert not is_noise(server.sum(range(3), 2, splits=splits)) and not is_noise(
         server.sum(range(3, 6), 2, splits=splits)
@@ -272,21 +273,21 @@ def test_six_and_then_five_of_them(raw_config: dict[str, Any], keys: list[Path],
 
 
 def test_a_sum_of_which_others_were_not_asked_for_the_opening(raw_config: dict[str, Any], keys: list[Path]) -> None:
-    """A client answers for its whole company, whatever it has been asked to open."""
+    """A client answers for its whole aggregation group, whatever it has been asked to open."""
     server = Server(raw_config, keys)
     for i in range(N):
         server.ask(i, range(N))
-    with pytest.raises(wire.WireError, match="splits a company"):
+    with pytest.raises(wire.WireError, match="splits an aggregation group"):
         server.ask(0, range(5), 1)
 
 
 @pytest.mark.parametrize("weakened", [True, False])
-def test_a_known_model_to_half_of_a_company_and_one_more(
+def test_a_known_model_to_half_of_a_group_and_one_more(
     raw_config: dict[str, Any], keys: list[Path], bare: Bare, monkeypatch: pytest.MonkeyPatch, weakened: bool
 ) -> None:
     """Training fails with the second model, so that the server knows what its clients upload. The members stay the same."""
     if weakened:
-        monkeypatch.setattr(SiteKeys, "_require_company", lambda *_: None)
+        monkeypatch.setattr(SiteKeys, "_require_group", lambda *_: None)
     server = Server(raw_config, keys, report_accuracy=False)
     ruined = Model(np.full(server.d, 1e30, np.float32), np.zeros(0, np.float32))
 
@@ -312,7 +313,7 @@ def test_a_known_model_to_half_of_a_company_and_one_more(
     for live in (3, 4):
         sent = ",".join(server.hash_of(server.model if i < live else ruined) for i in range(N))
         for i in range(live):
-            with pytest.raises(wire.WireError, match="splits a company"):
+            with pytest.raises(wire.WireError, match="splits an aggregation group"):
                 server.ask(i, range(N), 1, **{"private-sent": sent})
 
 
@@ -342,8 +343,8 @@ def test_a_member_that_announces_anothers_key(
     """A key with its unused bit set is the same key. What others reveal of the one that "dropped out" is then the other's."""
     if weakened:
         short = lambda keys, public, other, label: derived(exchange(keys.masks, public), "mask", label)  # noqa: E731
-        monkeypatch.setattr(private, "_mask_key", short)
-    server = Server(raw_config, keys, private_absent="alone")
+        monkeypatch.setattr(private_round, "_mask_key", short)
+    server = Server(raw_config, keys, private_left_out="client")
     liar, victim, survivors = 5, 1, [0, 1, 2, 3]
     masks, _, _ = halves(str(server.facts[victim]["private-keys"]))
     _, seals, _ = halves(str(server.facts[liar]["private-keys"]))
@@ -364,7 +365,7 @@ def test_a_member_that_announces_anothers_key(
 
 def test_false_dropouts(raw_config: dict[str, Any], keys: list[Path], bare: Bare) -> None:
     """The server has all uploads of an attempt, and asks for the keys of clients that it says have dropped out."""
-    server = Server(raw_config, keys, private_absent="alone")
+    server = Server(raw_config, keys, private_left_out="client")
     answers = [server.ask(i, range(N)) for i in range(N)]
     assert is_noise(total(answers)) and is_noise(total(answers[1:]))
     with pytest.raises(wire.WireError, match="a sum needs 4 of its members, got 3"):
@@ -394,7 +395,7 @@ def test_another_set_of_survivors_for_each(
     """Where members need not agree, what each reveals of another set opens the sum of clients 0 and 1 alone."""
     if weakened:
         monkeypatch.setattr(RunKeys, "agrees", lambda *_: True)
-    server = Server(raw_config, keys, private_absent="alone")
+    server = Server(raw_config, keys, private_left_out="client")
     answers = [server.ask(i, range(N)) for i in range(N)]
     if not weakened:
         for i, view in VIEWS.items():
@@ -418,7 +419,7 @@ def test_another_set_of_survivors_for_each(
 
 
 def test_notes_of_another_experiment_open_nothing(raw_config: dict[str, Any], keys: list[Path]) -> None:
-    """Under another experiment's name a client would know no companies."""
+    """Under another experiment's name a client would know no aggregation groups."""
     server = Server(raw_config, keys)
     server.sum(range(N))
     for i in range(N):
@@ -428,12 +429,12 @@ def test_notes_of_another_experiment_open_nothing(raw_config: dict[str, Any], ke
             server.question(OPEN, 5, survivors, 1, experiment="other")
 
 
-def test_of_a_company_the_absent_goes_with_two_others(raw_config: dict[str, Any], keys: list[Path]) -> None:
+def test_of_a_group_the_absent_goes_with_two_others(raw_config: dict[str, Any], keys: list[Path]) -> None:
     server = Server(raw_config, keys)
     server.sum(range(N))
     assert is_noise(total([server.ask(i, range(N), 1) for i in range(N)]))
     for survivors in (range(1, N), range(2, N)):
-        with pytest.raises(wire.WireError, match="splits a company"):
+        with pytest.raises(wire.WireError, match="splits an aggregation group"):
             server.question(AGREE, 5, survivors, 1)
 
 
@@ -442,7 +443,7 @@ def test_six_attempts_over_five_of_six(raw_config: dict[str, Any], keys: list[Pa
     for attempt, left_out in enumerate(range(5), 1):
         members = [i for i in range(N) if i != left_out]
         for i in members[:4]:
-            with pytest.raises(wire.WireError, match="splits a company"):
+            with pytest.raises(wire.WireError, match="splits an aggregation group"):
                 server.ask(i, members, attempt)
 
 
@@ -508,7 +509,9 @@ def test_the_same_keys_under_another_number(
         agree(site_dir, path, i)
     other.facts = [other.properties(i) for i in range(N)]
     # site 0 has number 1
-    with pytest.raises(wire.WireError, match="this experiment began with other companies, another list of keys"):
+    with pytest.raises(
+        wire.WireError, match="this experiment began with other aggregation groups, another list of keys"
+    ):
         other.ask(1, range(N))
     assert is_noise(one - other.ask(1, range(N), experiment="other"))
     # in one run it keeps its number
@@ -548,7 +551,7 @@ def test_keys_for_a_run_that_the_server_made(raw_config: dict[str, Any], keys: l
 
 def test_other_members_for_each(raw_config: dict[str, Any], keys: list[Path]) -> None:
     """What they share would cancel, whoever else they mask with."""
-    server = Server(raw_config, keys, private_absent="alone")
+    server = Server(raw_config, keys, private_left_out="client")
     views = {0: [0, 1, 2], 1: [0, 1, 3], 2: [0, 2, 3], 3: [1, 2, 3]}
     assert is_noise(total([server.ask(i, view) for i, view in views.items()]))
     with pytest.raises(wire.WireError, match=r"clients \[1, 2\] sealed no shares for client 0"):

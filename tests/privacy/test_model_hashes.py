@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from flwr.common import RecordDict
 
-from fl_app import wire
 from fl_app.metrics import SENT_DIGEST_VERSION
 from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.transport import wire
 from tests.conftest import Run
 
 CASES: list[dict[str, Any]] = [

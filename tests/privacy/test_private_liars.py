@@ -13,13 +13,14 @@ from flwr.app import Error, Message
 import client_app.client
 from client_app import run_keys
 from client_app.client_app import app as client_app_
-from fl_app import server_app, wire
+from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.privacy import masking
 from fl_app.privacy.keyring import Keyring, open_keyring
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
+from fl_app.transport import wire
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.conftest import Run, flat
 from tests.privacy.runs import PRIVATE, rounds

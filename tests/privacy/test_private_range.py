@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from client_app import client_app
-from client_app.private import Masker
+from client_app.private_round import Masker
 from client_app.trainer import LocalTrainer
 from fl_app import plugins
 from fl_app.debugging import Place
 from fl_app.server.run_folder import read_summary
-from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, SUM, Expected, Upload
+from fl_app.transport.wire import PRIVATE_KEYS, SEED_KEYS, SUM, Expected, Upload
 from tests.conftest import Run, f32
 from tests.privacy.runs import PRIVATE, rounds
 

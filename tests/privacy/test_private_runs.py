@@ -13,15 +13,16 @@ from flwr.app import Message
 
 from client_app import client_app
 from client_app.client import CorollaClient
-from fl_app import weights, wire
+from fl_app import weights
 from fl_app.debugging import Place
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.reasons import Reason
 from fl_app.server import matrices
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
-from fl_app.wire import Download
+from fl_app.transport import wire
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import Download
 from strategies import METHODS, fedcac
 from strategies.base import Turn
 from strategies.engine.private import PrivateRounds
@@ -64,7 +65,7 @@ def test_every_method_that_needs_sums_alone_runs_private(
     # and not one in which a model travels
     assert len(uploads) == 10
     for upload, _ in uploads:
-        assert not {metric.name for metric in METHODS[method].reports} & set(upload.metrics)
+        assert not {metric.name for metric in METHODS[method].recorded} & set(upload.metrics)
         assert (
             upload.model.nbytes == 0
             and list(upload.extras) == [wire.SUM]
@@ -196,7 +197,7 @@ def test_fedcac_with_some_of_the_clients_a_round_still_collaborates(run: Run, mo
             fedcac={"beta": 20, "tau": 0.3},
             train_samples=16,
         )
-        assert all(len(own) >= 3 for own in cohorts_of(folder))
+        assert all(len(own) >= 3 for own in groups_of(folder))
         return sum(not row["collaborators"] for record in rounds(folder) for row in record["clients"].values())
 
     kept = without_a_collaborator("kept")
@@ -210,8 +211,8 @@ def test_fedcac_with_some_of_the_clients_a_round_still_collaborates(run: Run, mo
     assert kept < 0.75 * without_a_collaborator("dissolved")
 
 
-def cohorts_of(folder: RunFolder) -> list[list[int]]:
-    numbers = json.loads((folder.path / "companies.json").read_text())["companies"]
+def groups_of(folder: RunFolder) -> list[list[int]]:
+    numbers = json.loads((folder.path / "aggregation-groups.json").read_text())["groups"]
     return [[i for i, number in enumerate(numbers) if number == own] for own in set(numbers)]
 
 

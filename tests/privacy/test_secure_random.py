@@ -228,7 +228,7 @@ PROTECTING = (
     "fl_app/privacy/",
     "client_app/dp.py",
     "client_app/noise.py",
-    "client_app/private.py",
+    "client_app/private_round.py",
     "client_app/run_keys.py",
     "client_app/notes.py",
 )
@@ -239,8 +239,8 @@ def test_protecting_code_takes_no_other_randomness() -> None:
     assert len(seen) >= 8
     # a fixed seed for a made-up sample, by which a model is checked
     seen["client_app/dp.py"].discard("torch.manual_seed")
-    # the first companies are public: every client draws the same ones
-    seen["fl_app/privacy/companies.py"] -= {"fl_app.rng", "numpy.random", "numpy.random.Generator"}
+    # the first aggregation groups are public: every client draws the same ones
+    seen["fl_app/privacy/aggregation_groups.py"] -= {"fl_app.rng", "numpy.random", "numpy.random.Generator"}
     assert not {path: found for path, found in seen.items() if found}
     draws = dict(sources())["client_app/draws.py"]
     (secret,) = (node for node in draws.body if isinstance(node, ast.ClassDef) and node.name == "SecretDraws")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_app.private import Masker
+from client_app.private_round import Masker
 from fl_app.errors import UserError
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies.engine.distances import SumDistances
 from tests.conftest import Run
 from tests.privacy.runs import rounds

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from client_app.client_app import app
-from fl_app import outgoing, reasons, wire
+from fl_app import reasons
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
-from fl_app.outgoing import OPEN, TABLE, TELL, Mode
-from fl_app.wire import Download, Upload
+from fl_app.transport import outgoing, wire
+from fl_app.transport.outgoing import OPEN, TABLE, TELL, Mode
+from fl_app.transport.wire import Download, Upload
 from tests.conftest import SMALL
 
 CELL = "John Smith 1957-03-02"
@@ -369,7 +370,7 @@ NEW = """
 from fl_app import metrics
 metrics.OF_EVERY_METHOD += (metrics.Metric("battery", low=0{promised}),)
 from client_app.client_app import client_of
-from fl_app import outgoing
+from fl_app.transport import outgoing
 from tests.privacy.test_words import PLAIN, PRIVATE, DP, Context, RecordDict, run_config
 node = {{"partition-id": 0, "num-partitions": 3, "data-path": ""}}
 for promise in (PLAIN, PRIVATE, DP, PRIVATE | DP):

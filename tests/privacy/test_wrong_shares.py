@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from client_app.client import CorollaClient
-from client_app.private import Masker
+from client_app.private_round import Masker
 from fl_app.errors import UserError
 from fl_app.privacy import secure_random, shares
 from fl_app.privacy.keyring import text_of
 from fl_app.server.run_folder import RunFolder, read_summary
-from fl_app.wire import COMMITTED, OPEN, OPENED, SHARES, Download
+from fl_app.transport.wire import COMMITTED, OPEN, OPENED, SHARES, Download
 from tests.conftest import Run
 from tests.privacy.runs import PRIVATE, rounds
 from tests.privacy.test_private_liars import run_without
@@ -89,9 +89,9 @@ def test_who_seals_wrong_shares_for_all_is_named_and_left_out(
     assert same[0] == same[1]
 
 
-def test_in_companies_it_goes_with_two_others(raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_groups_it_goes_with_two_others(raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sealing(monkeypatch, for_all)
-    settings = {"num_clients": 9, "private_absent": "company", "train_samples": 8, "min_results": 0.3}
+    settings = {"num_clients": 9, "private_left_out": "group", "train_samples": 8, "min_results": 0.3}
     for record in rounds(run_without(raw_config, **settings)):
         assert sorted(map(int, record["clients"])) == [2, 4, 5, 6, 7, 8] and (3, 1) in named(record)
 

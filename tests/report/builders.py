@@ -11,11 +11,14 @@ import numpy as np
 
 from corolla.report import page as report
 from fl_app.config import parse
-from fl_app.figures import Figure, Groups, Layers, Scalars, to_json
+from fl_app.figures import Figure, Groups, Layers, Links, Matrix, Scalars, to_json
+from fl_app.server import matrices
 from fl_app.server.run_folder import read_about
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import flat
+
+NOTED = (Matrix("overlap", ""), Matrix("weights", ""), Matrix("near", ""), Links("collaborators", "", ""))
 
 
 def record(round: int, clients: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -47,10 +50,19 @@ def folder(
     declared = METHODS[raw["method"]].figures if figures is None else figures  # type: ignore[index]
     (path / "config.toml").write_text(to_toml(parse(raw, METHOD_PARAMS).resolved))
     (path / "run.json").write_text(json.dumps({"experiment": path.name, "starts": 0, "figures": to_json(declared)}))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    lines = [_without_matrices(path, record) for record in records]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
         (path / "summary.json").write_text(json.dumps({"rounds": len(records)}))
     return path
+
+
+def _without_matrices(run: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return a round's line. Its numbers between clients are in the round's file, as a run writes them."""
+    ids = [int(i) for i in record["clients"]]
+    notes = matrices.divided(record, {int(i): row for i, row in record["clients"].items()}, ids, NOTED)
+    matrices.save(run, record["round"], ids, notes.between)
+    return notes.round | {"clients": {str(i): row for i, row in notes.clients.items()}}
 
 
 def write(output: Path, *paths: Path) -> tuple[str, set[str]]:

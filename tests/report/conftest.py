@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from client_app.client_app import app as client_app
-from corolla.report.figures import Panel
+from corolla.report import page
+from corolla.report.pictures import Panel
 from fl_app import server_app
 from fl_app.config import parse
-from fl_app.server.inprocess import InProcessGrid
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.conftest import SMALL, flat
 
@@ -59,4 +60,5 @@ def local(start: Callable[..., Path]) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave every picture empty, for tests of what stands around pictures: drawing is most of a report's time."""
-    monkeypatch.setattr(Panel, "render", lambda panel, kind="png", dark=False: b"")
+    monkeypatch.setattr(Panel, "render", lambda panel, kind="png": b"")
+    monkeypatch.setattr(page, "scripts", lambda panels: [])

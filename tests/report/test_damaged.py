@@ -71,7 +71,7 @@ def test_a_record_that_lacks_everything_harms_nobody(tmp_path: Path) -> None:
 def test_a_run_without_any_round_has_no_pictures_and_says_so(fedavg: Path, tmp_path: Path) -> None:
     run = folder(tmp_path / "early", [], finished=False, num_server_rounds=5)
     page, names = write(tmp_path / "out", run)
-    assert "no round is recorded" in page and not names and "<img" not in page
+    assert "no round is recorded" in page and not names and "<figure" not in page
     page, names = write(tmp_path / "out", fedavg, run)
     assert "no round is recorded" in page and "accuracy" in names
 

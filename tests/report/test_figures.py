@@ -28,7 +28,7 @@ def test_what_methods_record_by_hand(tmp_path: Path) -> None:
                 },
                 "1": {"accuracy-before": 0, "collaborators": [0]},
             },
-            overlap=[[1, 0.4], [0.4, 1]],
+            overlap=[[1, 0.25], [0.25, 1]],
             **{"macro-classes": {"a": 2, "b": 1}},
         ),
         record(
@@ -41,7 +41,7 @@ def test_what_methods_record_by_hand(tmp_path: Path) -> None:
                     "personal-parameters": {"a.weight": 1, "a.bias": 2, "b.weight": 9},
                 },
             },
-            overlap=[[1, 0.6], [0.6, 1]],
+            overlap=[[1, 0.75], [0.75, 1]],
             **{"macro-classes": {"a": 3, "b": 1}},
         ),
     ]
@@ -49,7 +49,7 @@ def test_what_methods_record_by_hand(tmp_path: Path) -> None:
     nan = np.nan
     ids, overlap = recorded.matrix(run, "overlap") or ([], np.zeros(0))
     assert ids == [0, 1, 3]
-    np.testing.assert_array_equal(overlap, [[1, 0.4, nan], [0.4, 1, 0.6], [nan, 0.6, 1]])
+    np.testing.assert_array_equal(overlap, [[1, 0.25, nan], [0.25, 1, 0.75], [nan, 0.75, 1]])
     ids, grid = recorded.links(run, "collaborators") or ([], np.zeros(0))
     assert ids == [0, 1, 3]
     np.testing.assert_array_equal(grid, [[2, nan, nan], [1, nan, 0], [nan, nan, 1]])
@@ -98,7 +98,7 @@ def test_other_forms_of_records_by_hand(tmp_path: Path) -> None:
     names, density = recorded.layers(run, Layers("density", "")) or ([], np.zeros(0))
     assert names == ["a", "b"]
     np.testing.assert_array_equal(density, [[0.5], [0]])
-    assert recorded.matrix(run, "alpha") is recorded.links(run, "alpha") is None
+    assert recorded.matrix(run, "alpha") is recorded.links(run, "x") is None
     assert recorded.groups(run, "loss") is recorded.scalars(run, "x") is None
 
 

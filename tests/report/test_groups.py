@@ -65,7 +65,8 @@ def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
             other = {bool: not key.default, str: "elsewhere"}.get(key.type, 7)
             if key.choices:
                 other = next(word for word in key.choices if word != key.default)
-            elsewhere[key.name] = {"track": "tensorboard", "keep-uploads": "every 2"}.get(key.name, other)
+            words = {"track": "tensorboard", "callbacks": "tests.tracking.watching:Watch", "keep-uploads": "every 2"}
+            elsewhere[key.name] = words.get(key.name, other)
     assert {"collect-personal-models", "keep-state", "round-timeout", "state-dir"} <= elsewhere.keys()
     here = [folder(tmp_path / "a", ONE, seed=1), folder(tmp_path / "b", ONE, seed=2, **elsewhere)]
     runs, folders = [RecordedRun(path, METHOD_PARAMS) for path in here], read_runs(here)
@@ -151,7 +152,15 @@ def test_seeds_are_one_row_that_opens_and_one_curve(tmp_path: Path) -> None:
     runs = [folder(tmp_path / f"mine-{k}", two_rounds(0.1 + 0.2 * k, 0.5 + 0.1 * k), seed=k) for k in range(3)]
     runs.append(folder(tmp_path / "other", two_rounds(0.2, 0.3), method="local"))
     page, names = write(tmp_path / "out", *runs)
-    assert {"accuracy", "accuracy-spread", "accuracy-seeds", "clients", "communication", "seconds"} == names
+    assert {
+        "accuracy",
+        "accuracy-spread",
+        "accuracy-seeds",
+        "clients",
+        "client-by-client",
+        "communication",
+        "seconds",
+    } == names
     assert page.partition('id="single-clients"')[0].count("<tbody>") == 2 and page.count('<tr class="single">') == 3
     assert ">3 runs</button>" in page and '70.00<span class="std">± 10.00</span>' in page
     assert "± one sample standard deviation" in page and "2.1" not in page

@@ -13,7 +13,8 @@ from corolla.report.arrays import read_runs
 from corolla.report.groups import grouped
 from corolla.report.losses import losses
 from tests.report.builders import folder, record, write
-from tests.report.test_pictures import assert_nothing_is_cut
+from tests.report.read import encoding, frames_of
+from tests.report.test_pictures import assert_drawn_within
 
 
 def run(path: Path, training: Sequence[float | None], **config: Any) -> Path:
@@ -36,37 +37,37 @@ def run(path: Path, training: Sequence[float | None], **config: Any) -> Path:
 def test_training_and_test_losses_stand_side_by_side(tmp_path: Path) -> None:
     paths = [run(tmp_path / "a", [4.0, 2.0, 1.0]), run(tmp_path / "b", [4.0, 3.0, 2.0], method="local")]
     (panel,) = losses(grouped(read_runs(paths)))
-    figure = panel.draw()
-    assert [axes.get_title() for axes in figure.axes] == [
+    frame = frames_of(panel)[0]
+    assert list(dict.fromkeys(frame["part"])) == [
         "Training loss",
         "Test loss before local training",
         "Test loss after local training",
     ]
-    lines = [[line for line in axes.get_lines() if str(line.get_label())[0] != "_"] for axes in figure.axes]
-    assert [str(line.get_label()) for line in lines[0]] == ["1 fedavg", "2 local"]
-    np.testing.assert_allclose([line.get_ydata() for line in lines[0]], [[5, 3, 2], [5, 4, 3]])
-    np.testing.assert_allclose([line.get_ydata() for line in lines[1]], [[6, 4, 3], [6, 5, 4]])
-    assert figure.axes[0].get_ylabel() == "loss" and figure.axes[0].get_yscale() == "linear"
+    assert list(dict.fromkeys(frame["run"])) == ["1 fedavg", "2 local"]
+    means = frame.groupby(["part", "run"], sort=False)["mean"].apply(list).tolist()
+    assert means[:4] == [[5, 3, 2], [5, 4, 3], [6, 4, 3], [6, 5, 4]]
+    up = encoding(panel, "y")
+    assert up["title"] == "loss" and up["scale"]["type"] == "linear"
     assert (panel.name, panel.title) == ("loss", "Loss over rounds") and "quartiles" in panel.caption
-    figure.draw_without_rendering()
-    assert_nothing_is_cut(panel.name, figure)
+    assert_drawn_within(panel)
     assert "loss" in write(tmp_path / "out", *paths)[1]
 
 
 def test_a_band_over_seeds_is_not_cut_at_one_as_an_accuracy_is(tmp_path: Path) -> None:
     paths = [run(tmp_path / str(seed), [first, 1.0], seed=seed) for seed, first in enumerate((2.0, 4.0))]
     (panel,) = losses(grouped(read_runs(paths)))
-    low, high, mean = (line.get_ydata() for line in panel.draw().axes[0].get_lines())
+    frame = frames_of(panel)[0]
+    low, high, mean = (frame[frame["part"] == "Training loss"][name] for name in ("low", "high", "mean"))
     # means over the clients: 3 and 5, then 2 and 2
     np.testing.assert_allclose(mean, [4, 2])
-    np.testing.assert_allclose([low, high], [[4 - 2**0.5, 2], [4 + 2**0.5, 2]])
+    np.testing.assert_allclose([low, high], [[4 - 2**0.5, 2], [4 + 2**0.5, 2]], rtol=1e-5)
     assert "± one sample standard deviation" in panel.caption
 
 
 def test_losses_that_span_two_decades_have_a_logarithmic_axis(tmp_path: Path) -> None:
     (panel,) = losses(grouped(read_runs([run(tmp_path / "a", [900.0, 30.0, 1.0])])))
-    axes = panel.draw().axes[0]
-    assert axes.get_yscale() == "log" and axes.get_ylim() == pytest.approx((2 / 1.5, 902 * 1.5))
+    scale = encoding(panel, "y")["scale"]
+    assert scale["type"] == "log" and scale["domain"] == pytest.approx([2 / 1.5, 902 * 1.5])
     assert panel.caption.endswith("The vertical axis is logarithmic.")
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corolla.report import arrays, by_kind, clients, matrices, recorded
+from corolla.report import arrays, by_kind, clients, heat_maps, recorded
 from corolla.report.accuracy import accuracy
-from corolla.report.figures import averaged
 from corolla.report.groups import grouped
 from corolla.report.page import write_report
 from corolla.report.partitions import by_classes, partitions
+from corolla.report.pictures import Panel, averaged
 from fl_app.figures import Groups, Links, Matrix, Scalars
 from tests.report.builders import folder, record
+from tests.report.read import encoding, frames_of
 
 FIGURES = (
     Matrix("overlap", "Overlap"),
@@ -95,8 +96,10 @@ def test_bands_reach_over_nine_tenths_of_many_clients(
     panels = {panel.name: panel for panel in accuracy(grouped([three_hundred]))}
     assert "middle 90 %" in panels["accuracy"].caption and "histogram" in panels
     assert not {"histogram"} & {panel.name for panel in accuracy(grouped([sixty]))}
-    axes = panels["histogram"].draw().axes[0]
-    assert axes.get_xlim() == pytest.approx((-0.025, 1.025)), "bins of 5 %, centred"
+    assert encoding(panels["histogram"], "x")["scale"]["domain"] == pytest.approx([-0.025, 1.025]), (
+        "bins of 5 %, centred"
+    )
+    assert frames_of(panels["histogram"])[0]["share"].sum() == pytest.approx(1)
 
 
 def test_the_worst_and_the_best_clients_are_listed(
@@ -155,44 +158,45 @@ def test_numbers_between_clients_are_read_as_lists_and_by_name(tmp_path: Path) -
     np.testing.assert_array_equal(found[1], expected)
 
 
+def drawn_matrix(run: arrays.ReportedRun) -> Panel:
+    return heat_maps.matrix_panel("overlap", run, FIGURES[0]) or pytest.fail("no picture")
+
+
 def test_matrices_are_ordered_by_cluster_and_thinned(three_hundred: arrays.ReportedRun) -> None:
-    title, caption, draw = matrices.draw_matrix(three_hundred, FIGURES[0]) or pytest.fail("no picture")
-    assert "neighbours among the 300 clients" in caption and "outlined" not in caption
-    overlap, similarity, *_ = [axes for axes in draw().axes if axes.get_images()]
-    for axes in (overlap, similarity):
-        cells = np.asarray(axes.get_images()[0].get_array())
-        assert cells.shape == (200, 200) and not axes.patches
-    cells = np.asarray(overlap.get_images()[0].get_array())
-    # four clusters of 75 clients, 50 rows each: what is in a block is alike
-    blocks = cells.reshape(4, 50, 4, 50).swapaxes(1, 2).reshape(4, 4, -1)
-    inside = np.array([np.nanmean(blocks[k, k]) for k in range(4)])
-    assert (inside > 0.74).all() and np.nanmax(blocks[0, 1]) < 0.26
+    panel = drawn_matrix(three_hundred)
+    assert "neighbours among the 300 clients" in panel.caption and "outlined" not in panel.caption
+    overlap, similarity, _ = frames_of(panel)
+    assert overlap["client"].nunique() == similarity["client"].nunique() == 100
+    # four clusters of 75 clients, 25 rows each: what is in a block is alike
+    order = encoding(panel, "y")["sort"]
+    place = {name: k // 25 for k, name in enumerate(order)}
+    same = overlap["client"].map(place) == overlap["other"].map(place)
+    assert len(order) == 100 and overlap[same]["value"].min() > 0.74 and overlap[~same]["value"].max() < 0.26
 
 
 def test_of_very_many_clients_some_are_drawn(
     three_hundred: arrays.ReportedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrices, "MOST_CLIENTS", 250)
-    _, caption, draw = matrices.draw_matrix(three_hundred, FIGURES[0]) or pytest.fail("no picture")
-    assert "250 of the 300 clients" in caption
-    assert draw().axes[0].get_xlabel() == "250 clients"
+    monkeypatch.setattr(heat_maps, "MOST_CLIENTS", 250)
+    panel = drawn_matrix(three_hundred)
+    assert "250 of the 300 clients" in panel.caption and encoding(panel, "x")["title"] == "250 clients"
 
 
 def test_clients_over_rounds_are_sorted_and_groups_counted(
     three_hundred: arrays.ReportedRun, sixty: arrays.ReportedRun
 ) -> None:
     panels = {panel.name: panel for panel in by_kind.of_run(three_hundred)}
-    top, below, *_ = panels["collaborators-1"].draw().axes
-    rows = np.asarray(below.get_images()[0].get_array())[:, 0]
-    assert len(rows) == 200 and (np.diff(rows) > 0).all(), "least to most"
-    assert len(top.collections) == 2, "two bands"
+    top, below = frames_of(panels["collaborators-1"])
+    rows = below[below["round"] == 1]["value"]
+    assert len(rows) == 100 and (np.diff(rows) > 0).all(), "least to most"
+    assert {"lowest", "low", "high", "highest"} <= {*top.columns}, "two bands"
     assert "sorted by their mean over the rounds" in panels["collaborators-1"].caption
-    assert len(np.asarray(panels["alpha-1"].draw().axes[1].get_images()[0].get_array())) == 200
-    counts = np.asarray(panels["cluster-1"].draw().axes[1].get_images()[0].get_array())
-    np.testing.assert_array_equal(counts, np.full((4, 2), 75))
+    assert frames_of(panels["alpha-1"])[1]["row"].nunique() == 100
+    counts = frames_of(panels["cluster-1"])[1]
+    assert len(counts) == 8 and set(counts["value"]) == {75}
     few = {panel.name: panel for panel in by_kind.of_run(sixty)}
-    rows = np.asarray(few["collaborators-1"].draw().axes[1].get_images()[0].get_array())[:, 0]
-    np.testing.assert_array_equal(rows, np.arange(60))
+    below = frames_of(few["collaborators-1"])[1]
+    assert below[below["round"] == 1]["value"].tolist() == list(range(60))
     assert "sorted" not in few["collaborators-1"].caption
 
 
@@ -201,10 +205,9 @@ def test_class_distributions_of_many_are_drawn_as_groups(
 ) -> None:
     (panel,) = partitions([three_hundred])
     assert "6,000 training samples of 300 clients" in panel.caption and "All clients have 20." in panel.caption
-    mix, spread, _ = panel.draw().axes
-    shares = np.asarray(mix.get_images()[0].get_array())
-    np.testing.assert_array_equal(shares, np.repeat(np.eye(4), 75, axis=1))
-    assert spread.get_xlabel() == "training samples of the class"
+    mix, spread = frames_of(panel)
+    assert len(mix) == 4 * 200 and mix[mix["value"] == 1].groupby("class").size().tolist() == [50] * 4
+    assert spread["lowest"].tolist() == [0] * 4 and spread["highest"].tolist() == [20] * 4
     (panel,) = partitions([sixty])
     assert panel.caption.endswith("Personalization should bring these together.") and "a dot" in panel.caption
 

@@ -6,9 +6,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 
-from corolla.report.style import COLOURS, DARK_PAPER, ON_DARK, Look, looks, of_method
+from corolla.report.theme import COLOURS, DARK_PAPER, ON_DARK, Look, bytes_of, looks, of_method
 from strategies import METHODS
 
 # Machado, Oliveira, Fernandes (2009), severity 1, linear RGB
@@ -40,7 +39,7 @@ OKLAB = (
 
 
 def linear(colour: str) -> np.ndarray:
-    c = np.array(to_rgb(colour))
+    c = np.array([*bytes_of(colour)]) / 255
     return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
 
 
@@ -53,7 +52,7 @@ def contrast(a: str, b: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize(("palette", "paper"), [(COLOURS, "white"), (tuple(ON_DARK[c] for c in COLOURS), DARK_PAPER)])
+@pytest.mark.parametrize(("palette", "paper"), [(COLOURS, "#ffffff"), (tuple(ON_DARK[c] for c in COLOURS), DARK_PAPER)])
 def test_colours_differ_for_all_eyes_and_from_the_paper(palette: tuple[str, ...], paper: str) -> None:
     for eyes in CONES:
         for a, b in combinations(palette, 2):
@@ -81,5 +80,5 @@ def test_a_methods_colour_depends_on_its_name_alone() -> None:
 
 def test_shades_of_black_stay_visible() -> None:
     for shade in (0.4, -0.35):
-        assert contrast(Look("#000000", "-", "o", shade=shade).on(False), "white") > 2
-        assert contrast(Look("#000000", "-", "o", shade=shade).on(True), DARK_PAPER) > 2
+        assert contrast(Look("#000000", [1, 0], "circle", shade).on(False), "#ffffff") > 2
+        assert contrast(Look("#000000", [1, 0], "circle", shade).on(True), DARK_PAPER) > 2

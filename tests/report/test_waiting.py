@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from corolla.report.arrays import read_runs
+from corolla.report.charts import IN_TIME, LATE, LOST, WORKING
 from corolla.report.groups import grouped, over_time
-from corolla.report.waiting import IN_TIME, LATE, LOST, WORKING, Span, spans
+from corolla.report.timeline import Span, spans
 from fl_app.server import arrivals
 from tests.report.builders import folder, record, write
 

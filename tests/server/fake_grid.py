@@ -12,8 +12,8 @@ from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.typing import Code, GetPropertiesRes, Status
 
 from fl_app.keys import Scalar
-from fl_app.server.exchange import Exchange
-from fl_app.server.inprocess import InProcessGrid
+from fl_app.transport.exchange import Exchange
+from fl_app.transport.inprocess import InProcessGrid
 from tests.conftest import config
 
 SILENT = object()

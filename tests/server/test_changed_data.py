@@ -14,8 +14,11 @@ import pytest
 from corolla.experiments import compare, significance
 from corolla.experiments.runs import RecordedRun, find
 from fl_app import models, weights
-from fl_app.checksums import DataHashes
+from fl_app.checksums import KEY_DIGITS, DataHashes
+from fl_app.config import parse
+from fl_app.data import open_data
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_about, read_clients, read_hashes
 from fl_app.weights import save_safetensors
@@ -93,14 +96,6 @@ def test_a_run_does_not_go_on_with_other_data(command: Command, tmp_path: Path, 
     assert code == 0 and "recorded no hashes" not in err
 
 
-def test_going_on_with_a_run_that_recorded_no_hashes_is_said(command: Command, tmp_path: Path, data: Path) -> None:
-    assert command(*arguments(tmp_path, data))[0] == 0
-    file = tmp_path / "one" / "run.json"
-    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != "data"}))
-    code, _, err = command(*again(tmp_path, 2))
-    assert code == 0 and "has no hashes of its data, because an earlier version made it" in " ".join(err.split())
-
-
 def test_a_run_does_not_go_on_with_another_partition(command: Command, tmp_path: Path, data: Path) -> None:
     def parts(test: int) -> None:
         train = np.arange(90).reshape(3, 30)
@@ -175,6 +170,29 @@ def test_a_hash_of_a_sites_own_data_means_nothing_elsewhere(
         )  # fmt: skip
         found.append(read_hashes(folder.path)[0].data)
     assert found[0] == found[1] != found[2]
+
+
+def test_hashes_of_two_readings_do_not_show_which_values_a_site_has(tmp_path: Path) -> None:
+    """Equal ones would show that no record has the value that the second reading takes for a missing number."""
+    table = tmp_path / "site.csv"
+    table.write_text("age,label\n" + "".join(f"{age},{age % 2}\n" for age in range(30, 70)))
+    base: dict[str, Scalar] = {
+        "dataset": "node",
+        "target": "label",
+        "classes": "0,1",
+        "num-clients": 2,
+        "dp-epsilon": 1.0,
+    }
+
+    def told(**more: Scalar) -> DataHashes:
+        config = parse({**base, **{name.replace("_", "-"): value for name, value in more.items()}}, METHOD_PARAMS)
+        return open_data(config, str(table)).hidden_hashes
+
+    first = told()
+    assert told(learning_rate=0.5, num_server_rounds=7) == first
+    for more in ({"na_values": "93"}, {"na_values": "33"}, {"seed": 1}, {"separator": ","}):
+        found = told(**more)
+        assert found.data[:KEY_DIGITS] != first.data[:KEY_DIGITS] and found.difference(first) == ""
 
 
 def test_the_server_refuses_a_client_that_holds_another_data_set(run: Run, tmp_path: Path) -> None:

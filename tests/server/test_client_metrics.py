@@ -18,7 +18,7 @@ from fl_app.figures import Scalars
 from fl_app.metrics import Metric, Reports, admits
 from fl_app.server import record as records
 from fl_app.server.run_folder import read_metrics
-from fl_app.wire import WireError
+from fl_app.transport.wire import WireError
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import PLUGINS, SMALL, Run
 from tests.server.test_record import upload
@@ -72,14 +72,14 @@ def test_a_declared_client_metric_is_in_record_csv_report_and_tracker(run: Run, 
 def test_an_undeclared_client_metric_is_named_once_and_recorded_nowhere(
     run: Run, plug_in: Path, logged: pytest.LogCaptureFixture
 ) -> None:
-    (plug_in / "drifting.py").write_text(DECLARED.replace("reports = (DRIFT,)", "reports = ()"))
+    (plug_in / "drifting.py").write_text(DECLARED.replace("reports=(DRIFT,)", "reports=()"))
     folder = run(method="drifting:METHOD")
     assert logged.text.count("metric drift: clients report it, but the method's `reports` do not declare it") == 1
     assert "drift" not in (folder.path / "metrics.jsonl").read_text()
 
 
 def test_a_name_alone_stands_in_the_clients_entries(run: Run, plug_in: Path, logged: pytest.LogCaptureFixture) -> None:
-    (plug_in / "drifting.py").write_text(DECLARED.replace("reports = (DRIFT,)", "reports = ('drift',)"))
+    (plug_in / "drifting.py").write_text(DECLARED.replace("reports=(DRIFT,)", "reports=('drift',)"))
     records = list(read_metrics(run(method="drifting:METHOD").path))
     assert all(row["drift"] > 0 for record in records for row in record["clients"].values())
     assert not any("drift" in record for record in records) and "drift" not in logged.text

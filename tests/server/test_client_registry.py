@@ -10,8 +10,8 @@ from flwr.app import Error, RecordDict
 
 from fl_app.errors import UserError
 from fl_app.known_names import CLIENT_NAME
-from fl_app.server import client_registry as registry_module
-from fl_app.server.exchange import Exchange
+from fl_app.transport import client_registry as registry_module
+from fl_app.transport.exchange import Exchange
 from tests.server.fake_grid import SILENT, UNDELIVERED, exchange, properties, three
 
 

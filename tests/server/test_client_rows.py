@@ -14,7 +14,7 @@ import pytest
 import corolla
 from fl_app.errors import UserError
 from fl_app.server import client_rows
-from fl_app.server.client_rows import COLUMNS, EVALUATION, LINES, TRAINING, RowFiles, RowWriter
+from fl_app.server.client_rows import DIRECTORY, EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.server.run_folder import METRICS, RunFolder, read_metrics
 from tests.conftest import Run
 
@@ -69,82 +69,51 @@ def assert_read(run: Path, expected: dict[tuple[int, str], dict[str, Any]]) -> N
             np.testing.assert_array_equal(client_rows.numbers(found, name), client_rows.numbers(rows, name))
 
 
-@pytest.mark.parametrize("at_once", [1, 20, 10_000])
-def test_rows_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(client_rows, "_AT_ONCE", at_once)
-    writer = RowWriter(tmp_path)
+def begun(run: Path) -> RowWriter:
+    writer = RowWriter(run)
     writer.begin()
-    expected = written(tmp_path, writer)
-    assert (tmp_path / COLUMNS).exists() == (at_once <= 20)
-    writer.close()
-    assert not (tmp_path / LINES).exists()
-    assert_read(tmp_path, expected)
+    return writer
 
 
-def test_the_file_is_one_that_pandas_reads(tmp_path: Path) -> None:
-    writer = RowWriter(tmp_path)
-    expected = written(tmp_path, writer)
-    writer.close()
-    table = pandas.read_parquet(tmp_path / COLUMNS)
-    assert len(table) == sum(map(len, expected.values()))
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    assert_read(tmp_path, written(tmp_path, begun(tmp_path)))
+
+
+def test_the_folder_is_one_table_for_pandas(tmp_path: Path) -> None:
+    expected = written(tmp_path, begun(tmp_path))
+    table = pandas.read_parquet(tmp_path / DIRECTORY)
+    assert len(table) == sum(map(len, expected.values())) and table["round"].is_monotonic_increasing
     assert table.columns[:3].tolist() == ["round", "part", "client"]
     tested = table[(table["round"] == 2) & (table["part"] == EVALUATION)]
     assert tested["accuracy"].tolist() == [i / 7 for i in range(9)]
     assert {"seconds-train", "seconds-load", "sha256"} <= set(table.columns)
+    # numbers in some rounds and words in others
+    assert set(table["words-later"].dropna()) == {"3", "three"}
 
 
-@pytest.mark.parametrize("cut", [0, 1, 3, 5])
-@pytest.mark.parametrize("at_once", [1, 20, 10_000])
-def test_rounds_are_cut_and_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, cut: int
-) -> None:
-    monkeypatch.setattr(client_rows, "_AT_ONCE", at_once)
+@pytest.mark.parametrize("cut", [0, 1, 4, 5])
+def test_rounds_are_cut_and_written_again(tmp_path: Path, cut: int) -> None:
     sizes = {t: SIZES[t] for t in (1, 4, 5)}
-    expected = written(tmp_path, RowWriter(tmp_path), sizes)
+    expected = written(tmp_path, begun(tmp_path), sizes)
     again = RowWriter(tmp_path)
-    parts = {part: rows for (round, part), rows in expected.items() if round == cut}
-    again.cut(cut, parts)
+    again.cut(cut, {part: rows for (round, part), rows in expected.items() if round == cut})
     files = RowFiles(tmp_path)
     assert all(not files.of(round, part) for round, part in expected if round > cut)
     assert_read(tmp_path, {key: rows for key, rows in expected.items() if key[0] <= cut})
     for round in sizes:
         if round > cut:
             again.append(round, {part: rows for (t, part), rows in expected.items() if t == round})
-    again.close()
-    assert len(RowFiles(tmp_path).of(4, TRAINING)) == 30
-    assert pandas.read_parquet(tmp_path / COLUMNS)["round"].is_monotonic_increasing
-
-
-def test_a_round_in_both_files_counts_once(tmp_path: Path) -> None:
-    """As after a kill between the two writes of a conversion."""
-    writer = RowWriter(tmp_path)
-    expected = written(tmp_path, writer)
-    lines = (tmp_path / LINES).read_bytes()
-    writer.close()
-    (tmp_path / LINES).write_bytes(lines)
-    files = RowFiles(tmp_path)
-    assert {key: len(files.of(*key)) for key in expected} == {key: len(rows) for key, rows in expected.items()}
-    RowWriter(tmp_path).close()
-    assert len(pandas.read_parquet(tmp_path / COLUMNS)) == sum(map(len, expected.values()))
-
-
-def test_half_a_line_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    expected = written(tmp_path, RowWriter(tmp_path))
-    text = (tmp_path / LINES).read_bytes()
-    (tmp_path / LINES).write_bytes(text[:-20])
-    assert_read(tmp_path, {key: rows for key, rows in expected.items() if key[0] < 5})
-    assert not RowFiles(tmp_path).of(5, TRAINING) and "line 5 is not a round's rows; skipped" in caplog.text
+    assert_read(tmp_path, expected)
 
 
 @pytest.mark.parametrize("position", [9, 40, -1])
 def test_a_damaged_file_is_named(tmp_path: Path, position: int) -> None:
-    writer = RowWriter(tmp_path)
-    written(tmp_path, writer)
-    writer.close()
-    data = bytearray((tmp_path / COLUMNS).read_bytes())
+    written(tmp_path, begun(tmp_path))
+    path = tmp_path / DIRECTORY / "round-000004.parquet"
+    data = bytearray(path.read_bytes())
     data[position] ^= 1
-    (tmp_path / COLUMNS).write_bytes(data)
-    with pytest.raises(UserError, match=f"{COLUMNS} cannot be read: "):
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=f"{path.name} cannot be read: "):
         RowFiles(tmp_path).check()
 
 
@@ -167,7 +136,7 @@ def test_a_run_is_read_alike_in_both_forms(run: Run, monkeypatch: pytest.MonkeyP
     within = run(run_name="within", **settings)
     monkeypatch.setattr(client_rows, "MOST", 4)
     apart = run(run_name="apart", **settings)
-    assert not (within.path / COLUMNS).exists() and (apart.path / COLUMNS).is_file()
+    assert not (within.path / DIRECTORY).exists() and (apart.path / DIRECTORY).is_dir()
     assert stripped(within) == stripped(apart)
     lines = [json.loads(line) for line in (apart.path / METRICS).read_text().splitlines()]
     assert not any("clients" in line or "clients" in line["evaluation"] for line in lines)
@@ -184,7 +153,7 @@ def test_a_run_with_rows_apart_is_compared_exported_and_collected(
 
     monkeypatch.setattr(client_rows, "MOST", 2)
     folder = run(method="fedcac", num_clients=4, num_server_rounds=2)
-    assert (folder.path / COLUMNS).is_file()
+    assert (folder.path / DIRECTORY).is_dir()
     (recorded,) = runs.find([folder.path])
     assert recorded.covered(recorded.headline) == (4, 4) and len(runs.listing([recorded])) == 2
     assert corolla.load(folder.path).model(1) is not None
@@ -197,6 +166,7 @@ def test_a_run_with_rows_apart_is_compared_exported_and_collected(
 def test_a_damaged_run_is_not_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_rows, "MOST", 2)
     path = run(num_clients=3, num_server_rounds=1).path
-    (path / COLUMNS).write_bytes((path / COLUMNS).read_bytes()[:-9])
-    with pytest.raises(UserError, match=f"{COLUMNS} cannot be read"):
+    file = path / DIRECTORY / "round-000001.parquet"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(UserError, match=f"{file.name} cannot be read"):
         corolla.load(path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.server.clock import COMPUTE, Answer, Clock, closing, read_speeds
+from fl_app.server.clock import COMPUTE, Clock, WorkEnd, closing, read_speeds
 from fl_app.server.run_folder import read_metrics
 from tests.conftest import Run, config
 
@@ -26,9 +26,9 @@ def clock(directory: Path, text: str = SPEEDS, **changes: Any) -> Clock:
 def test_the_second_of_an_answer(tmp_path: Path) -> None:
     """300 bytes down, 25 samples x 2 epochs x 10 parameters, 100 bytes up."""
     time = clock(tmp_path)
-    assert time.answer(0, 1, 0, 25, 300, 100) == Answer(3 + 0.5 + 2)
+    assert time.answer(0, 1, 0, 25, 300, 100) == WorkEnd(3 + 0.5 + 2)
     time.now = 7.0
-    assert time.answer(1, 1, 0, 25, 300, 100) == Answer(7 + 3 + 1 + 2)
+    assert time.answer(1, 1, 0, 25, 300, 100) == WorkEnd(7 + 3 + 1 + 2)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_second_of_an_answer(tmp_path: Path) -> None:
 )
 def test_the_close_of_a_round(ends: list[float], changes: dict[str, Any], expected: float) -> None:
     """ends: seconds after the round's beginning at 10; negative ones failed."""
-    found = [Answer(10 + abs(second), "failed" if second < 0 else "") for second in ends]
+    found = [WorkEnd(10 + abs(second), "failed" if second < 0 else "") for second in ends]
     assert closing(found, 10.0, config(speeds="lognormal:1", **changes)) == expected
 
 
@@ -102,7 +102,7 @@ def test_time_goes_on_to_the_next_return_within_a_day(tmp_path: Path) -> None:
 
 
 def test_a_private_round_waits_for_clients_that_are_away(run: Run, tmp_path: Path) -> None:
-    """A company needs three clients. Two are there at the start, all of them from second 10 on."""
+    """An aggregation group needs three clients. Two are there at the start, all of them from second 10 on."""
     rows = [f"{i},1e7,4e6,1e6,{0 if i < 2 else 10},50" for i in range(5)]
     (tmp_path / "speeds.csv").write_text("\n".join(["client,compute,down,up,from,until", *rows]) + "\n")
     keys: dict[str, Any] = {"speeds": f"file:{tmp_path / 'speeds.csv'}", "day_length": 100.0, "num_server_rounds": 1}

@@ -19,11 +19,11 @@ from corolla.experiments.runs import RecordedRun
 from corolla.report import tables
 from corolla.report.arrays import read_run
 from corolla.report.groups import grouped
-from fl_app import wire
 from fl_app.errors import UserError
 from fl_app.layout import Model
 from fl_app.server import record as records
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from fl_app.transport import wire
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run
 

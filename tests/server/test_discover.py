@@ -12,14 +12,14 @@ from flwr.clientapp import ClientApp
 
 from client_app.client_app import app
 from fl_app.errors import UserError
-from fl_app.server import discovery
 from fl_app.server.run_folder import CLIENTS, RunFolder, read_clients, read_metrics, read_summary
+from fl_app.transport import discovery
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
 from tests.server.fake_grid import SILENT, FakeGrid, exchange, three
 
 N = 6
-DRAWN: dict[str, Any] = {"num_clients": N, "fraction_train": 0.4, "discover": "drawn"}
+DRAWN: dict[str, Any] = {"num_clients": N, "fraction_train": 0.4, "discover": "sampled"}
 
 
 class Heard(ClientApp):
@@ -85,7 +85,7 @@ def test_no_method_computes_anything_else(method: str, run: Run) -> None:
         "local_epochs": 1,
         **more,
     }
-    folders = [run(discover=how, run_name=how, **shared) for how in ("all", "drawn")]
+    folders = [run(discover=how, run_name=how, **shared) for how in ("all", "sampled")]
     assert digest(folders[0]) == digest(folders[1])
     records = [[record["clients"].keys() for record in read_metrics(folder.path)] for folder in folders]
     assert records[0] == records[1]
@@ -93,7 +93,7 @@ def test_no_method_computes_anything_else(method: str, run: Run) -> None:
 
 def test_holdout_clients_are_met_when_they_are_evaluated(run: Run) -> None:
     more = {"holdout_clients": 0.3, "num_clients": N}
-    folders = [run(discover=how, run_name=how, **more) for how in ("all", "drawn")]
+    folders = [run(discover=how, run_name=how, **more) for how in ("all", "sampled")]
     assert digest(folders[0]) == digest(folders[1])
 
 
@@ -137,7 +137,7 @@ def test_above_1000_clients_of_one_process_each_is_asked_when_it_is_drawn(
     with caplog.at_level("INFO", "corolla"):
         run(heard, num_clients=N, fraction_train=0.4)
     assert (
-        f"discover = drawn: each of {N} clients is asked for its properties when first drawn or evaluated"
+        f"discover = sampled: each of {N} clients is asked for its properties when first sampled or evaluated"
         in caplog.messages
     )
     assert len(heard.asked_before_training) < N
@@ -169,7 +169,7 @@ def test_all_are_asked_first_where_all_are_needed(
 
 def test_sites_data_are_compared_before_the_first_round(caplog: pytest.LogCaptureFixture) -> None:
     e = exchange(three())
-    parsed = config(discover="drawn", dataset="node", classes="0,1")
+    parsed = config(discover="sampled", dataset="node", classes="0,1")
     with caplog.at_level("INFO", "corolla"):
         assert discovery.clients_to_meet(e.grid, parsed) == {}
     assert "because the sites' own data must be compared" in caplog.text
@@ -178,7 +178,7 @@ def test_sites_data_are_compared_before_the_first_round(caplog: pytest.LogCaptur
 def test_a_deployment_asks_all_as_nobody_knows_which_node_is_which_client(caplog: pytest.LogCaptureFixture) -> None:
     grid = FakeGrid(three())
     with caplog.at_level("INFO", "corolla"):
-        assert discovery.clients_to_meet(grid, config(discover="drawn", num_clients=3)) == {}
+        assert discovery.clients_to_meet(grid, config(discover="sampled", num_clients=3)) == {}
     assert "because only their answers show which node is which client" in caplog.text
     caplog.clear()
     with caplog.at_level("INFO", "corolla"):

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from fl_app import server_app, wire
+from fl_app import server_app
 from fl_app.errors import UserError
 from fl_app.layout import Model
 from fl_app.server import disk
-from fl_app.server.disk import Disks, Needed
+from fl_app.server.disk import DiskEstimate, Disks
 from fl_app.server.run_folder import RunFolder
+from fl_app.transport import wire
 from strategies import METHODS
-from strategies.engine.disk import needed
+from strategies.engine.estimates import disk_estimate
 from tests.conftest import Run, config, f32, flat_layout
 from tests.disks import full_disk
 from tests.methods.federation import Federation
@@ -39,22 +40,20 @@ def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     ("settings", "expected"),
     [
         # d = 10, b = 2: 48 bytes a model; three clients; the server keeps no client's model
-        ({"method": "fedavg"}, Needed(3 * 96, 3 * 48, 48, 48)),
-        ({"method": "fedavg", "fraction-train": 0.5}, Needed(2 * 96, 2 * 48, 48, 48)),
-        ({"method": "fedavg", "keep-uploads": "every 1"}, Needed(3 * 96, 3 * 48, 48 + 3 * 96, 48)),
+        ({"method": "fedavg"}, DiskEstimate(3 * 96, 3 * 48, 48, 48)),
+        ({"method": "fedavg", "fraction-train": 0.5}, DiskEstimate(2 * 96, 2 * 48, 48, 48)),
+        ({"method": "fedavg", "keep-uploads": "every 1"}, DiskEstimate(3 * 96, 3 * 48, 48 + 3 * 96, 48)),
         # a mask of 10 bits has 2 bytes; the server keeps a model per client
-        ({"method": "fedcac"}, Needed(3 * 98, 3 * 50, 48 + 3 * 48, 48)),
+        ({"method": "fedcac"}, DiskEstimate(3 * 98, 3 * 50, 48 + 3 * 48, 48)),
     ],
 )
-def test_the_bytes_of_a_round(settings: dict[str, object], expected: Needed) -> None:
+def test_the_bytes_of_a_round(settings: dict[str, object], expected: DiskEstimate) -> None:
     parsed = config(**settings)
     layout = flat_layout([6, 4], [2])
     method = METHODS[parsed.method]
     initial = Model(f32(*range(10)), f32(0, 0))
-    server = method.strategy(
-        parsed, parsed.params, layout, initial, method.travelling(parsed, layout), RunFolder(Path(), "")
-    )
-    assert needed(server, server.protocol.expected()) == expected
+    server = method.server(parsed, layout, initial, method.travelling(parsed, layout), RunFolder(Path(), ""))
+    assert disk_estimate(server, server.protocol.expected()) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_the_bytes_of_clients_that_hold_parts(tmp_path: Path, method: str, keys:
     whole = server.global_model.nbytes
     # these four keep no client's model on the server; pFedHN has a layer of 100 d weights, and its momentum
     checkpoint = whole + (2 * 4 * 100 * server.layout.d if method == "pfedhn" else 0)
-    assert needed(server, server.protocol.expected()) == Needed(sent + uploads, uploads, checkpoint, whole)
+    assert disk_estimate(server, server.protocol.expected()) == DiskEstimate(sent + uploads, uploads, checkpoint, whole)
 
 
 def test_pages_that_a_database_reuses_are_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +92,7 @@ def test_pages_that_a_database_reuses_are_room(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_that_cannot_fit_is_refused(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disks = Disks(tmp_path / "runs" / "a", Needed(20e6, 10e6, 5e6, 4e6))
+    disks = Disks(tmp_path / "runs" / "a", DiskEstimate(20e6, 10e6, 5e6, 4e6))
     free(monkeypatch, 10_000_000)
     disks.refuse()
     free(monkeypatch, 9_900_000)
@@ -108,21 +107,21 @@ def test_a_run_that_cannot_fit_is_refused(tmp_path: Path, database: Path, monkey
         disks.refuse()
     monkeypatch.delenv(disk.DATABASE)
     free(monkeypatch, 4_000_000)
-    Disks(tmp_path, Needed(20e6, 10e6, 5e6, 4e6)).refuse()
+    Disks(tmp_path, DiskEstimate(20e6, 10e6, 5e6, 4e6)).refuse()
 
 
 def test_a_disk_that_gets_short_is_named_once(
     tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disks = Disks(tmp_path, Needed(20e6, 10e6, 5e6, 4e6))
-    line = f"superlink.database: {database} has room for 49 MB, a round needs about 25 MB"
-    for count in (50_000_000, 49_000_000, 48_000_000, 50_000_000, 49_000_000):
+    disks = Disks(tmp_path, DiskEstimate(20e6, 10e6, 5e6, 4e6))
+    line = f"superlink.database: {database} has room for 39 MB, a round needs about 20 MB"
+    for count in (40_000_000, 39_000_000, 38_000_000, 40_000_000, 39_000_000):
         free(monkeypatch, count)
-        disks.warn()
+        disks.check()
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [line, line]
     monkeypatch.delenv(disk.DATABASE)
     free(monkeypatch, 9_000_000)
-    Disks(tmp_path, Needed(20e6, 10e6, 5e6, 4e6)).warn()
+    Disks(tmp_path, DiskEstimate(20e6, 10e6, 5e6, 4e6)).check()
     assert caplog.messages[-1] == f"output-dir: {tmp_path}: 9 MB are free, a round's checkpoint takes about 5 MB"
 
 

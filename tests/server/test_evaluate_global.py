@@ -10,8 +10,8 @@ import pytest
 
 from corolla.experiments.compare import load, result_rows
 from corolla.experiments.paper_metrics import figures
+from corolla.experiments.result_table import single_runs, text_table
 from corolla.experiments.runs import RecordedRun
-from corolla.experiments.table import single_runs, text_table
 from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from strategies import METHOD_PARAMS, METHODS

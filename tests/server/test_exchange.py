@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 
-from fl_app.server import exchange as exchange_module
-from fl_app.server.exchange import Exchange, Reply
+from fl_app.transport import exchange as exchange_module
+from fl_app.transport.exchange import Exchange, Reply
 from tests.server.fake_grid import SILENT, UNDELIVERED, exchange, three
 
 

@@ -137,9 +137,9 @@ def test_in_a_private_run_no_client_starts_from_an_older_state_than_the_others(r
     last_of.write_bytes(last_of.read_bytes()[:-1] + b"?")
     month(run, tmp_path, "july", from_run=str(june.path), num_server_rounds=1)
     private = {"private": True, "round_retries": 0, "num_server_rounds": 1, "from_run": str(june.path)}
-    month(run, tmp_path, "alone", private_absent="alone", **private)
+    month(run, tmp_path, "client", private_left_out="client", **private)
     with pytest.raises(UserError, match="is missing or damaged"):
-        month(run, tmp_path, "company", **private)
+        month(run, tmp_path, "group", **private)
 
 
 @pytest.mark.parametrize("over", ["sites", "initial"])

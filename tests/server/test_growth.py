@@ -12,11 +12,11 @@ from flwr.app import Message, RecordDict
 
 from fl_app.errors import UserError
 from fl_app.layout import NO_TENSORS
-from fl_app.server import client_registry as registry_module
-from fl_app.server.client_registry import ClientRegistry
-from fl_app.server.exchange import Exchange
-from fl_app.server.identity import Holders
-from fl_app.wire import Expected
+from fl_app.transport import client_registry as registry_module
+from fl_app.transport.client_registry import ClientRegistry
+from fl_app.transport.exchange import Exchange
+from fl_app.transport.identity import Holders
+from fl_app.transport.wire import Expected
 from strategies.base.uploads import UploadBuffer
 from tests.conftest import config
 from tests.server.fake_grid import FakeGrid, properties

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fl_app.server.identity import Holders, Identity
-from fl_app.wire import WireError
+from fl_app.transport.identity import Holders, Identity
+from fl_app.transport.wire import WireError
 
 A, B = Identity(b"a"), Identity(b"b")
 

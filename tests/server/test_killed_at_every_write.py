@@ -122,7 +122,7 @@ def result(run: Path) -> Any:
     named = {of["file"] for t in checkpoint.rounds(run) for of in _meta(run, t)[checkpoint.CLIENTS]}
     there = {path.name for path in (run / checkpoint.DIRECTORY).glob("clients-*")}
     assert there == named and not list(run.rglob(".*.tmp"))
-    return records, kept, arrays, saved.meta["round"], (run / client_rows.LINES).exists()
+    return records, kept, arrays, saved.meta["round"]
 
 
 def _meta(run: Path, round: int) -> dict[str, Any]:
@@ -134,10 +134,7 @@ def server(path: Path) -> Server:
     return Server(RunFolder(path, "abc", num_clients=client_rows.MOST + 1, figures=FIGURES))
 
 
-# rows that become columns at once, sometimes, in the end
-@pytest.mark.parametrize("at_once", [1, 9, 10_000])
-def test_killed_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(client_rows, "_AT_ONCE", at_once)
+def test_killed_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # durability of what is written is the disk's affair here
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     whole = server(tmp_path / "whole")
@@ -282,8 +279,7 @@ def test_a_killed_run_of_many_clients_ends_with_the_same_bits(command: Command, 
         return rounds, files
 
     assert read(killed) == read(whole)
-    assert matrices.rounds(killed) == [2, 4, 6] and (killed / client_rows.COLUMNS).is_file()
-    assert not (killed / client_rows.LINES).exists()
+    assert matrices.rounds(killed) == [2, 4, 6] and (killed / client_rows.DIRECTORY).is_dir()
     assert (killed / "metrics.jsonl").stat().st_size < 20_000
 
 

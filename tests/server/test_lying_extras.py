@@ -15,7 +15,7 @@ from benchmarks.attacks import Scene
 from fl_app.config import parse
 from fl_app.layout import Model
 from fl_app.server.run_folder import read_metrics
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Uploads
 from strategies.baselines.fedas import INFORMATION
@@ -72,10 +72,10 @@ def test_a_liar_is_dropped_by_name_and_nobody_else(run: Run, raw_config: dict[st
 def test_every_model_beside_the_model_is_compared() -> None:
     """Or does not meet a mean over clients: FedFomo's scores choose only what their own client is sent.
 
-    The prototypes of FedProto and FedPAC are compared class by class, by a hook of their own.
+    Only a class's prototypes that the client has are compared.
     """
-    compared = {name for name, method in METHODS.items() if method.strategy.compared_extras}
-    assert compared == {"feddac", "feddwa", "pfedfda"}
+    compared = {name for name, method in METHODS.items() if method.strategy.outliers.extras}
+    assert compared == {"feddac", "feddwa", "fedconcat", "fedpac", "fedproto", "pfedfda"}
 
 
 def test_information_counts_as_far_as_samples_may(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import replace
 from importlib import metadata
@@ -66,7 +65,3 @@ def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(
     monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
     second = {"torch": "another", "cpu": machine.cpu(), "code": software.code_hash(), "from-round": 5}
     assert go_on() == [first, second] and go_on() == [first, second]
-    about = folder.path / RUN
-    about.write_text(json.dumps({name: value for name, value in read_about(folder.path).items() if name != MADE_WITH}))
-    # begun when run.json did not say it
-    assert go_on() == [{}, second]

@@ -16,7 +16,7 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.figures import Figure, Links, Matrix, Scalars
 from fl_app.server import matrices
-from fl_app.server.run_folder import METRICS, read_metrics
+from fl_app.server.run_folder import read_metrics
 from strategies import METHOD_PARAMS
 from tests.conftest import Run
 
@@ -152,25 +152,6 @@ def test_rounds_that_have_matrices(run: Run, method: str) -> None:
     assert frame.index.tolist() == matrices.read(folder.path, 6)[name].rows.tolist()
     with pytest.raises(UserError, match=f"no matrix {name} between clients is recorded in round 5"):
         corolla.load(folder.path).matrix(name, round=5)
-
-
-def test_a_run_of_an_earlier_version_is_read(run: Run) -> None:
-    path = run(method="fedcac", num_clients=4, num_server_rounds=2).path
-    before = read_run(path)
-    new = recorded.matrix(before, "overlap"), recorded.links(before, "collaborators")
-    records = list(read_metrics(path))
-    for record in records:
-        found = matrices.read(path, record["round"])
-        record["overlap"] = found["overlap"].values.tolist()
-        for row, own in zip(record["clients"].values(), found["collaborators"].values, strict=True):
-            row["collaborators"] = found["collaborators"].columns[own].tolist()
-    matrices.cut(path, 0)
-    (path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
-    after = read_run(path)
-    old = recorded.matrix(after, "overlap"), recorded.links(after, "collaborators")
-    for one, other in zip(old, new, strict=True):
-        assert one is not None and other is not None and one[0] == other[0]
-        np.testing.assert_array_equal(one[1], other[1])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.server.client_arrays import _on_disk, release, settle, stack, stack_like, to_disk
+from fl_app.server.client_arrays import _on_disk, release, spill, stack, stack_like, to_disk
 from fl_app.server.run_folder import RunFolder, read_summary
-from fl_app.wire import Expected
+from fl_app.transport.wire import Expected
 from strategies import fedcac, feddac
 from strategies.base.uploads import UploadBuffer
 from strategies.kernels import aggregate, masks
@@ -99,13 +99,13 @@ def test_rows_that_a_mapped_stack_is_kept_for_are_copied_out_of_it(tmp_path: Pat
     W = stack((3, 100), np.dtype(np.float32), tmp_path)
     W[:] = np.arange(3)[:, None]
     personal = {i: {"params": W[i], "round": np.array(1)} for i in range(3)}
-    settle(personal, [0, 1, 2], 1, tmp_path)
+    spill(personal, [0, 1, 2], 1, tmp_path)
     assert all(np.shares_memory(own["params"], W) for own in personal.values())
-    settle(personal, [0, 1], 1, tmp_path)
+    spill(personal, [0, 1], 1, tmp_path)
     assert [np.shares_memory(own["params"], W) for own in personal.values()] == [True, True, False]
     before, kept = dict(personal[2]), personal[2]["params"]
     assert _on_disk(kept) and (kept == 2).all() and int(personal[2]["round"]) == 1
-    settle(personal, [0, 1], 1, tmp_path)
+    spill(personal, [0, 1], 1, tmp_path)
     assert personal[2]["params"] is before["params"]
 
 
@@ -115,7 +115,7 @@ def test_a_stack_that_the_disk_has_no_room_for_is_refused(tmp_path: Path, monkey
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(
-        UserError, match="server-memory-limit: .* has no room for a round's uploads, 4e-09 GB: .*No space left"
+        UserError, match="server-memory-limit: .* has no room for a round's uploads, 4 B: .*No space left"
     ):
         stack((1,), np.dtype(np.float32), tmp_path)
 

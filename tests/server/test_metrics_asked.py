@@ -16,14 +16,14 @@ from sklearn.metrics import roc_auc_score
 import corolla
 from corolla import cli
 from corolla.cli import as_json
-from corolla.experiments import compare, significance, sweep, table
+from corolla.experiments import compare, result_table, significance, sweep
 from corolla.experiments.collect import collect
 from corolla.experiments.runs import RecordedRun, listing
 from fl_app import plugins
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.metrics import Metric, undefined_note
-from fl_app.server.progress_protocol import read_round
+from fl_app.server.events import Round, event_of
 from fl_app.server.run_folder import read_metrics
 from strategies import METHOD_PARAMS
 from tests.conftest import Command, Run, config
@@ -87,16 +87,16 @@ def test_every_table_has_it(
     folders = [run(**hospitals, method=name, metrics="auc", run_name=name).path for name in ("fedavg", "local")]
     one, other = (RecordedRun(path, METHOD_PARAMS) for path in folders)
     shown = f"{100 * one.summary['final-auc']:.2f}"
-    header, row, _ = table.single_runs([one, other])
+    header, row, _ = result_table.single_runs([one, other])
     assert dict(zip(header, row, strict=True))["auc"] == f"{shown} % (2 of 3 clients)"
-    assert "clients)" not in row[1] and table.undefined_notes([one, other]) == [NOTE]
+    assert "clients)" not in row[1] and result_table.undefined_notes([one, other]) == [NOTE]
     points = [sweep.Point(r.path.name, {"method": r.config.method}, {}, r.config) for r in (one, other)]
-    rows = table.sweep_rows(points, {sweep.identity(r.config): r for r in (one, other)})
-    table.write_results(tmp_path, rows, "title", [])
+    rows = result_table.sweep_rows(points, {sweep.identity(r.config): r for r in (one, other)})
+    result_table.write_results(tmp_path, rows, "title", [])
     found = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert float(found[0]["final-auc-mean"]) == one.summary["final-auc"] and found[0]["final-auc-clients"] == "2"
     assert found[0]["final-clients"] == "3" and NOTE in (tmp_path / "results.md").read_text()
-    columns = table.text_table(rows)[0]
+    columns = result_table.text_table(rows)[0]
     assert "final-auc" in columns and columns.index("final-auc") > columns.index("final-accuracy")
     listed = listing([one])
     assert listed[1][listed[0].index("auc")] == f"{shown} % (2 of 3 clients)"
@@ -174,9 +174,9 @@ def test_a_headline_of_a_built_in_task(run: Run, hospitals: dict[str, Any], capl
     assert recorded.summary["best-auc"] == max(record["auc-before"] for record in records)
     assert "best-accuracy" not in recorded.summary and recorded.summary["final-accuracy"] is not None
     assert "auc" in caplog.text and NOTE in caplog.text
-    header, row = table.single_runs([recorded])
+    header, row = result_table.single_runs([recorded])
     assert header[:3] == ["method", "final", "best"] and row[1].endswith("% (2 of 3 clients)")
-    assert "pooled" not in table.caption(compare.result_rows([[recorded]]))
+    assert "pooled" not in result_table.caption(compare.result_rows([[recorded]]))
     assert compare.result_rows([[recorded]])[0].headline.name == "auc"
     assert as_json.of_runs([recorded])[0]["of-clients"] == "2 of 3 clients"
 
@@ -264,10 +264,9 @@ def test_a_round_names_the_clients_that_have_names(run: Run, tmp_path: Path, cap
     everybody = {"train_samples": 0, "test_samples": 0, "partition": "by-column", "num_clients": 6}
     with caplog.at_level("INFO", "corolla"):
         run(**table_of, **everybody, dataset=f"table:{file}", model="mlp", headline="auc", num_server_rounds=1)
-    shown = [line for line in caplog.messages if line.startswith("round 1/1")]
-    assert len(shown) == 1 and "; AUC: 5 of 6 clients (Chur: one class) | data: " in shown[0]
-    finished = read_round(shown[0])
-    assert finished is not None and finished.partial == "AUC: 5 of 6 clients (Chur: one class)"
+    (finished,) = [event for record in caplog.records if isinstance(event := event_of(record), Round)]
+    assert finished.partial == "AUC: 5 of 6 clients (Chur: one class)"
+    assert finished.sentence.endswith(f"; {finished.partial}")
 
 
 def test_a_note_names_twenty_clients_at_most() -> None:

@@ -16,9 +16,9 @@ from fl_app.data import open_client
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.known_names import SCALING
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_about, read_metrics, read_summary
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.server.fake_grid import exchange, properties
 

@@ -14,11 +14,12 @@ from flwr.app import RecordDict
 import corolla
 from client_app.client import CorollaClient
 from client_app.session import Session
-from fl_app import debugging, plugins, wire
+from fl_app import debugging, plugins
 from fl_app.debugging import Place
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING
 from fl_app.server.run_log import NAME
+from fl_app.transport import wire
 from strategies import METHODS
 from tests.api.conftest import Start, start
 from tests.conftest import Command, Run, config

@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 import corolla
 from client_app.client_app import app
 from corolla import cli
-from corolla.experiments import compare, significance, sweep, table
+from corolla.experiments import compare, result_table, significance, sweep
 from corolla.experiments.runs import RecordedRun
 from corolla.report.arrays import read_runs
 from corolla.report.tables import warnings
@@ -59,7 +59,7 @@ def test_every_table_says_so(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lacking = RecordedRun(folders[0], METHOD_PARAMS)
-    _, row = table.single_runs([lacking])
+    _, row = result_table.single_runs([lacking])
     assert row[1].endswith("% (4 of 6 clients)") and row[2].endswith("% (4 of 6 clients)") and "clients" not in row[3]
     for words in (["compare", *map(str, folders)], ["runs", str(folders[0].parent)]):
         monkeypatch.setattr(sys, "argv", ["corolla", *words])
@@ -81,8 +81,8 @@ def test_every_table_says_so(
 def test_a_sweeps_files_say_so(folders: list[Path], tmp_path: Path) -> None:
     runs, _ = compare.load(folders, METHOD_PARAMS)
     points = [sweep.Point(run.path.name, {"method": run.config.method}, {}, run.config) for run in runs]
-    rows = table.sweep_rows(points, {sweep.identity(run.config): run for run in runs})
-    table.write_results(tmp_path, rows, "title", [])
+    rows = result_table.sweep_rows(points, {sweep.identity(run.config): run for run in runs})
+    result_table.write_results(tmp_path, rows, "title", [])
     assert (tmp_path / "results.md").read_text().count("(4 of 6 clients)") == 2
     found = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [(line["final-clients"], line["final-clients-expected"]) for line in found] == [("4", "6"), ("6", "6")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -10,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fl_app import software
-from fl_app.data.moments import Sums, added
+from fl_app.data.moments import MomentSums, added
 from fl_app.known_names import SCALING
-from fl_app.server.properties import ClientReport, input_facts, normalization
+from fl_app.server.properties import LIST, ClientReport, input_facts, normalization
 from fl_app.server.run_folder import class_names_of
 
 ENCODING = {"column": "a", "kind": "number", "words": [], "fill": None, "own_fill": False}
@@ -66,7 +67,7 @@ def test_any_normalization_is_read_or_refused(told: object) -> None:
 @given(lies(HONEST["sums"]))
 def test_sums_that_are_read_can_be_added_and_used(told: object) -> None:
     try:
-        found = Sums.from_json(json.dumps(told))
+        found = MomentSums.from_json(json.dumps(told))
     except ValueError:
         return
     assert added([found, found, found]).scaling
@@ -84,13 +85,13 @@ def test_any_software_and_names_are_read_or_refused(told: object) -> None:
 def test_texts_that_are_no_json_are_refused(told: str) -> None:
     assert input_facts(told) is normalization(told) is None and software.told(told) == {}
     with pytest.raises(ValueError):
-        Sums.from_json(told)
+        MomentSums.from_json(told)
 
 
 def test_honest_tables_are_read() -> None:
     assert input_facts(json.dumps(HONEST["input"])) == HONEST["input"] | {"encodings": [ENCODING | {"words": ()}]}
     assert normalization(json.dumps(HONEST["normalization"])) == HONEST["normalization"]
-    assert Sums.from_json(json.dumps(HONEST["sums"])).scaling.mean == (1.0,)
+    assert MomentSums.from_json(json.dumps(HONEST["sums"])).scaling.mean == (1.0,)
 
 
 def test_squares_that_no_float32_has_are_refused() -> None:
@@ -98,7 +99,14 @@ def test_squares_that_no_float32_has_are_refused() -> None:
     for power, fits in ((256, True), (700, False), (1599, False)):
         told = json.dumps({"count": 1, "unit": 1, "totals": [[0, 0]], "squares": [[1, power]]})
         if fits:
-            assert Sums.from_json(told).scaling
+            assert MomentSums.from_json(told).scaling
         else:
             with pytest.raises(ValueError, match="larger than those of numbers can be"):
-                Sums.from_json(told)
+                MomentSums.from_json(told)
+
+
+def test_a_key_list_that_all_clients_send_is_read_once() -> None:
+    text, other = (base64.b64encode(bytes([k]) * 128).decode() for k in (1, 2))
+    first, second, third = (ClientReport({LIST: sent}) for sent in (text, text, other))
+    assert first.keys is not None and first.keys is second.keys and first.key_list != third.key_list
+    assert ClientReport({LIST: "?"}).key_list is None and ClientReport({}).key_list is None

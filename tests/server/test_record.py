@@ -14,7 +14,7 @@ from fl_app.layout import Model
 from fl_app.metrics import Metric, Reports, of_evaluation
 from fl_app.server import record as records
 from fl_app.tasks import Classification, MultiLabel, Regression
-from fl_app.wire import Upload, WireError
+from fl_app.transport.wire import Upload, WireError
 from tests.conftest import f32
 
 SAID = {"train-samples": 24, "test-samples": 10}

@@ -20,10 +20,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from fl_app.errors import UserError
-from fl_app.server import superlink
-from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.replies import Answer, Inbox
-from fl_app.wire import WireError
+from fl_app.transport import fetched_reply
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.replies import Answer, Inbox
+from fl_app.transport.wire import WireError
 from tests.hostile.supernode import packed
 
 
@@ -104,7 +104,7 @@ def client(grid: Grid) -> Client:
 
 @pytest.fixture
 def inbox(grid: Grid) -> Inbox:
-    link = superlink.connect(grid)
+    link = fetched_reply.connect(grid)
     assert link is not None
     return Inbox(grid, link)
 
@@ -157,9 +157,9 @@ def test_an_error_is_told_on_one_plain_line(inbox: Inbox, client: Client) -> Non
 
 
 def test_an_ended_run_is_not_a_client_s_failure(inbox: Inbox, client: Client) -> None:
-    client.replies["a"] = superlink.RUN_ENDED()
+    client.replies["a"] = fetched_reply.RUN_ENDED()
     inbox.expect("a", 10)
-    with pytest.raises(superlink.RUN_ENDED):
+    with pytest.raises(fetched_reply.RUN_ENDED):
         take(inbox, 1)
 
 
@@ -167,26 +167,28 @@ def test_too_many_objects_and_too_deep_ones_are_not_fetched() -> None:
     def tree(depth: int) -> message_pb2.ObjectTree:
         return message_pb2.ObjectTree(object_id=str(depth), children=[tree(depth - 1)] if depth > 1 else [])
 
-    assert superlink.object_ids(tree(superlink.MAX_DEPTH)) == [str(k) for k in range(superlink.MAX_DEPTH, 0, -1)]
+    assert fetched_reply.object_ids(tree(fetched_reply.MAX_DEPTH)) == [
+        str(k) for k in range(fetched_reply.MAX_DEPTH, 0, -1)
+    ]
     with pytest.raises(WireError, match="nested more than 8 deep"):
-        superlink.object_ids(tree(superlink.MAX_DEPTH + 1))
-    wide = [message_pb2.ObjectTree(object_id="same")] * superlink.MAX_OBJECTS
+        fetched_reply.object_ids(tree(fetched_reply.MAX_DEPTH + 1))
+    wide = [message_pb2.ObjectTree(object_id="same")] * fetched_reply.MAX_OBJECTS
     with pytest.raises(WireError, match="more than 10000 objects"):
-        superlink.object_ids(message_pb2.ObjectTree(object_id="0", children=wide))
+        fetched_reply.object_ids(message_pb2.ObjectTree(object_id="0", children=wide))
 
 
 def test_objects_that_name_each_other_in_a_row() -> None:
     contents, name = {}, ""
-    for _ in range(superlink.MAX_DEPTH + 1):
+    for _ in range(fetched_reply.MAX_DEPTH + 1):
         content = packed("RecordDict", b"{}", [name] if name else [])
         name = hashlib.sha256(content).hexdigest()
         contents[name] = content
     with pytest.raises(WireError, match="nested more than 8 deep"):
-        superlink.check_nesting(name, contents)
+        fetched_reply.check_nesting(name, contents)
     del contents[next(iter(contents))]
     contents.pop(next(iter(contents)))
     with pytest.raises(WireError, match="names 1 objects that it does not have"):
-        superlink.check_nesting(name, contents)
+        fetched_reply.check_nesting(name, contents)
 
 
 def test_records_that_are_too_large_are_not_read(inbox: Inbox, client: Client) -> None:
@@ -203,10 +205,10 @@ def test_records_that_are_too_large_are_not_read(inbox: Inbox, client: Client) -
 def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
     grid: Grid, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(superlink.log, "propagate", True)
-    caplog.set_level("WARNING", superlink.log.name)
+    monkeypatch.setattr(fetched_reply.log, "propagate", True)
+    caplog.set_level("WARNING", fetched_reply.log.name)
     monkeypatch.setattr(Client, "PullObject", lambda self, request, node: None)
-    assert superlink.connect(grid) is None
+    assert fetched_reply.connect(grid) is None
     assert (
         "fetches replies in another way" in caplog.text
         and "takes ['request', 'node'], expected ['request']" in caplog.text
@@ -216,7 +218,7 @@ def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
 
 def test_one_process_has_no_superlink(caplog: pytest.LogCaptureFixture) -> None:
     grid: Any = InProcessGrid(None, {}, 0)  # type: ignore[arg-type]
-    assert superlink.connect(grid) is None and superlink.has_fixed_nodes(grid) and not caplog.text
+    assert fetched_reply.connect(grid) is None and fetched_reply.has_fixed_nodes(grid) and not caplog.text
     assert threading.active_count() < 50
 
 
@@ -245,7 +247,7 @@ def test_it_is_named_too_if_it_expires_while_a_reply_is_fetched(
     monkeypatch.setattr(client, "PullObject", broken)
     grid = Grid()
     grid._client = client  # type: ignore[assignment]
-    link = superlink.connect(grid)
+    link = fetched_reply.connect(grid)
     assert link is not None
     fetching = Inbox(grid, link)
     fetching.expect("a", 10)

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from client_app.client_app import app as real_app
 from client_app.client_app import client_fn
 from client_app.trainer import LocalTrainer
-from fl_app import models, weights, wire
+from fl_app import models, weights
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server import matrices
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RUN, RunFolder, ask_to_stop, read_config, read_metrics, read_summary
+from fl_app.transport import wire
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHODS as ALL_METHODS
 from strategies.fedcac import personalize
 from strategies.kernels import masks

@@ -14,11 +14,12 @@ from flwr.app import Context, Message
 import client_app.client
 from client_app.client_app import app as real_app
 from client_app.trainer import LocalTrainer
-from fl_app import models, wire
+from fl_app import models
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server import matrices
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from fl_app.transport import wire
 from strategies.kernels import masks
 from tests.conftest import Run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 import client_app.client
 from fl_app.figures import Links, Matrix
 from fl_app.layout import Model
 from fl_app.metrics import OF_EVERY_METHOD
-from fl_app.server.client_rows import read_columns
+from fl_app.server import events
+from fl_app.server.client_rows import DIRECTORY
 from fl_app.server.run_folder import RunFolder
 from strategies import METHODS
 from tests.conftest import Run
@@ -61,7 +64,7 @@ def unlisted(folder: RunFolder) -> Iterator[str]:
     def check(found: Mapping[str, Any], section: str, *more: str) -> Iterator[str]:
         yield from missing({name: 0 for name in found if name not in more}, section, metrics)
 
-    files = [name.partition("<")[0].partition("*")[0] for name in listed("The run folder")] + [".lock", "clients.jsonl"]
+    files = [name.partition("<")[0].partition("*")[0] for name in listed("The run folder")] + [".lock"]
     for file in path.rglob("*"):
         name = file.relative_to(path).as_posix()
         if file.is_file() and not any(name.startswith(known) for known in files):
@@ -76,8 +79,8 @@ def unlisted(folder: RunFolder) -> Iterator[str]:
                 yield f"run.json: {name}: {field}"
     for client in read("clients.json").values():
         yield from check(client, "clients.json")
-    if (path / "companies.json").exists():
-        yield from check(read("companies.json"), "companies.json")
+    if (path / "aggregation-groups.json").exists():
+        yield from check(read("aggregation-groups.json"), "aggregation-groups.json")
     for record in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
         yield from check(record, "A round", *own)
         yield from check(record["seconds"], "Seconds")
@@ -146,14 +149,21 @@ def test_dropped_and_far_uploads_are_on_the_page(run: Run, monkeypatch: pytest.M
 def test_columns_of_many_clients_are_on_the_page(run: Run) -> None:
     folder = run(num_clients=201, fraction_train=0.02, num_server_rounds=1)
     assert sorted(set(unlisted(folder))) == []
-    table = read_columns(folder.path)
-    assert table is not None
-    columns = {name for name in table.column_names if not name.startswith("seconds-")}
+    columns = {name for name in pandas.read_parquet(folder.path / DIRECTORY) if not name.startswith("seconds-")}
     entries = ("A client's entry", "A client's entry in an evaluation")
     either = [set(missing(dict.fromkeys(columns), entry, ["accuracy"])) for entry in entries]
     left = {name.partition(": ")[2] for name in either[0]} & {name.partition(": ")[2] for name in either[1]}
     assert left == {"round", "part", "client"}
     assert all(f"`{name}`" in sections()["clients.parquet"] for name in left)
+
+
+def test_every_event_is_on_the_page_with_its_fields() -> None:
+    rows = [line for line in sections()["events.jsonl"].splitlines() if line.startswith("| `")]
+    listed_fields = {kind: row for row in rows for kind in re.findall(r"`([a-z-]+)`", row.split(" | ")[0])}
+    assert set(listed_fields) == set(events.KINDS)
+    for word, kind in events.KINDS.items():
+        names = {field.name.replace("_", "-") for field in dataclasses.fields(kind)} - {"time"}
+        assert [name for name in names if f"`{name}`" not in listed_fields[word]] == [], word
 
 
 def test_clients_report_every_number_of_every_method(run: Run) -> None:
@@ -177,7 +187,7 @@ def test_every_key_of_a_config_is_on_its_page(run: Run) -> None:
 
 
 def test_every_number_that_a_method_declares_or_notes_is_on_the_page() -> None:
-    declared = {metric.name for method in METHODS.values() for metric in method.reports}
+    declared = {metric.name for method in METHODS.values() for metric in method.recorded}
     declared |= {f.record for method in METHODS.values() for f in method.figures if not isinstance(f, Matrix | Links)}
     between = {f.record for method in METHODS.values() for f in method.figures if isinstance(f, Matrix)}
     noted = set()

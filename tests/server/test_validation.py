@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corolla.api.runs import is_finished
+from corolla.api.one_run import is_finished
 from corolla.cli.as_json import of_runs
-from corolla.experiments import table
+from corolla.experiments import result_table
 from corolla.experiments.runs import RecordedRun, listing
 from fl_app import data
 from fl_app.data import validation
@@ -104,9 +104,9 @@ def test_a_run_reports_validation_and_chooses_by_it(run: Run) -> None:
     assert summary["best-validation-accuracy"] == chosen["validation-accuracy-before"]
     for name in ("accuracy", "auc", "accuracy-finetuned"):
         assert summary[f"final-validation-{name}"] == last[f"validation-{name}"]
-    header, row = table.single_runs([recorded])
+    header, row = result_table.single_runs([recorded])
     assert row[header.index("validation")] == f"{100 * last['validation-accuracy']:.2f} %"
-    assert table.chosen([recorded]) == "chosen by validation data"
+    assert result_table.chosen([recorded]) == "chosen by validation data"
 
 
 def test_validation_data_do_not_train(run: Run, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_resumed_run_ends_where_one_that_went_through_does(run: Run, monkeypat
 
 def test_a_run_that_stops_by_its_test_data_says_so(run: Run) -> None:
     path = run(stop_when="accuracy: 1 round without better by 0.9", num_server_rounds=4).path
-    assert table.chosen([RecordedRun(path)]) == (
+    assert result_table.chosen([RecordedRun(path)]) == (
         "chosen on test data; stop-when watched test data, so final figures are chosen on test data, too"
     )
 

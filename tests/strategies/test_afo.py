@@ -18,9 +18,9 @@ from corolla.testing import federation
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.server import checkpoint
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_summary
 from fl_app.server_app import run
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from strategies.engine.steps import server_optimizer
 from strategies.kernels.afo import KINDS, server_step

@@ -8,13 +8,13 @@ import pytest
 
 from corolla.testing import federation
 from fl_app.known_names import CLIENT_NAME
-from fl_app.wire import WireError
-from strategies.engine.attempt import Attempt, failure_lines
+from fl_app.transport.wire import WireError
+from strategies.engine.attempt import RoundAttempt, failure_lines
 
 DIVERGED = "training diverged: its loss is nan; targets are in {} .. 294: scale them"
 
 
-def fail_all(attempt: Attempt, clients: int = 3) -> None:
+def fail_all(attempt: RoundAttempt, clients: int = 3) -> None:
     for i in range(clients):
         attempt.fail(i, "round 1", "dropped", WireError(DIVERGED.format(280 + i)))
 
@@ -22,7 +22,7 @@ def fail_all(attempt: Attempt, clients: int = 3) -> None:
 def test_equal_failures_are_logged_once_and_recorded_each(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "corolla")
     config = federation("fedavg").config
-    first = Attempt(config, 1, declared={1: {CLIENT_NAME: "Bern"}})
+    first = RoundAttempt(config, 1, declared={1: {CLIENT_NAME: "Bern"}})
     fail_all(first)
     assert caplog.messages == [
         f"round 1: client 0 dropped: {DIVERGED.format(280)}",
@@ -32,7 +32,7 @@ def test_equal_failures_are_logged_once_and_recorded_each(caplog: pytest.LogCapt
     assert [failure["cause"] for failure in first.failures] == [DIVERGED.format(280 + i) for i in range(3)]
 
     caplog.clear()
-    second = Attempt(config, 1, declared=first.declared, earlier=[first])
+    second = RoundAttempt(config, 1, declared=first.declared, earlier=[first])
     fail_all(second, clients=2)
     second.fail(2, "round 1", "dropped", WireError("no reply within 5 s"))
     assert caplog.messages == ["round 1: client 2 dropped: no reply within 5 s"]

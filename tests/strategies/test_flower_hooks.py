@@ -10,12 +10,13 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import Strategy
 
 from client_app.client_app import app
-from fl_app import flower_patches, weights
+from fl_app import weights
 from fl_app.config import parse
 from fl_app.layout import Layout
-from fl_app.server.exchange import Exchange
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder
+from fl_app.transport import flower_patches
+from fl_app.transport.exchange import Exchange
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 from strategies.engine.attempt import TooFewResults
@@ -78,9 +79,9 @@ def by_hand(raw: dict[str, Any]) -> tuple[Any, Any]:
     flower_patches.install()
     exchange = Exchange(InProcessGrid(app, raw, config.num_clients), config, lambda what, done, total: None)
     exchange.registry.wait()
-    assert exchange.registry.shape is not None
-    module = method.network(config, **exchange.registry.shape._asdict())
+    assert exchange.registry.agreed.shape is not None
+    module = method.network(config, **exchange.registry.agreed.shape._asdict())
     layout = Layout.of(module)
     folder = RunFolder.create(config, uuid.uuid4().hex[:12])
     shared = method.travelling(config, layout)
-    return method.strategy(config, config.params, layout, weights.read(module), shared, folder), exchange
+    return method.server(config, layout, weights.read(module), shared, folder), exchange

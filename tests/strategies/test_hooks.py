@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,21 @@ from client_app.client_app import app
 from corolla.testing import federation
 from fl_app import server_app
 from fl_app.config import parse
-from fl_app.errors import MethodFault, RoundFailed
+from fl_app.errors import MethodFault, RoundFailed, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server.checkpoint import load_latest
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
-from strategies.base import Sums, Turn, hooks
+from strategies.base import AGE, LATE, OWN_MODEL, Late, LocalUpdate, Means, State, Sums, Turn, hooks
+from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Uploads
 from strategies.baselines.fedavg import FedAvg
+from tests.conftest import config
 
 METHODS_FILE = """
-import dataclasses
+import dataclasses, functools
 import numpy as np
 from corolla.method import FedAvg, LocalUpdate, Method, Model, NoParams, all_tensors
 
@@ -272,4 +275,133 @@ def test_an_earlier_personalize_gets_the_sums_of_a_private_round() -> None:
     state = server.updated_by_sums(Sums([0, 1, 2], {0: [0, 1, 2]}, {0: mean}, mean, None, 0), Turn(server.config, 3))
     assert (state.model.params == 2).all() and state.memory["seen"].tolist() == [3]
     # the server keeps a model for each client, as far as it can be known
-    assert Own.keeps_models and not FedAvg.keeps_models
+    assert Own.holds.models and not FedAvg.holds.models
+
+
+def test_earlier_flags_are_declarations() -> None:
+    """Each counts for the class that has it, and one that overrides `update` says anew that uploads may be added up."""
+
+    class Own(FedAvg[Any]):
+        robust = frozenset({"median"})
+        not_late = {LATE: "never here", AGE: "nor later"}  # noqa: RUF012
+        spread = 2.0
+        reads_moves = True
+
+        def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
+            return state
+
+    class Update(LocalUpdate[Any]):
+        reports = ("drift",)
+        local_from_file = False
+
+        @classmethod
+        def tested(cls, params: Any) -> str:
+            return "another model"
+
+    own = dataclasses.replace(METHODS["fedavg"], strategy=Own, local_update=Update)
+    assert Own.means == Means(frozenset({"median"})) and Own.outliers.tolerance == 2
+    assert Own.late == Late(never="never here", aged="nor later", reads_moves=True)
+    assert (own.reports, own.local_from_file, own.tested_in(config())) == (("drift",), False, "another model")
+
+
+@pytest.mark.parametrize(("half", "name"), [(FedAvg, "compared"), (FedAvg, "held_by"), (LocalUpdate, "export")])
+def test_a_hook_that_no_declaration_can_replace_is_named(half: Any, name: str) -> None:
+    with pytest.raises(UserError, match=f"method class Own: {name}: "):
+        own = type("Own", (half,), {name: lambda self: None})
+        dataclasses.replace(METHODS["fedavg"], local_update=own)
+
+
+def test_a_method_has_sixteen_functions_and_four_flags_at_most() -> None:
+    """Whatever a method overrides of its halves is in the tables of docs/methods-howto.md."""
+    functions: set[str] = set()
+    flags: set[str] = set()
+    for method in METHODS.values():
+        for cls, half in ((method.strategy, ServerHalf), (method.local_update, LocalUpdate)):
+            for each in getattr(cls, "__origin__", cls).__mro__:
+                if each.__module__.startswith("strategies.") and ".base." not in each.__module__:
+                    own = {name for name in vars(each) if hasattr(half, name) and not name.startswith("_")}
+                    callables = {name for name in own if callable(vars(each)[name])}
+                    functions |= callables
+                    flags |= own - callables
+    assert flags == {"means", "late", "outliers", "holds"}
+    page = (Path(__file__).parents[2] / "docs" / "methods-howto.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| hook \|.*\n(?:\|.*\n)+", page, re.M)
+    assert functions == set(re.findall(r"^\| `(\w+)\(", "".join(tables), re.M)) and len(functions) <= 16
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "said"),
+    [
+        (
+            "def train(self, start, state, ctx):\n        self.seen = 1; return super().train(start, state, ctx)",
+            "",
+            "train() sets self.seen",
+        ),
+        (
+            "seen = []\n    def upload(self, before, after, state, ctx):\n        self.seen.append(1)\n"
+            "        return super().upload(before, after, state, ctx)",
+            "",
+            "upload() sets Client.seen",
+        ),
+        (
+            "",
+            "count = 0\n    def update(self, state, uploads, turn):\n        Server.count += 1; return state",
+            "update() sets Server.count",
+        ),
+        (
+            "",
+            "def __init__(self, *given):\n        super().__init__(*given); self.past = {'w': [np.zeros(3)]}\n"
+            "    def weights(self, uploads):\n        self.past['w'][0][1] += 1; return uploads.sizes",
+            "weights() sets self.past",
+        ),
+    ],
+)
+def test_what_a_hook_keeps_in_attributes_is_named_once(
+    here: Path, raw_config: dict[str, Scalar], caplog: pytest.LogCaptureFixture, client: str, server: str, said: str
+) -> None:
+    caplog.set_level(logging.INFO, "corolla")
+    started(here, raw_config, server, client)
+    lines = [line for line in caplog.messages if "which is lost" in line]
+    assert len(lines) == 1 and f"method own:METHOD: {said}, which is lost" in lines[0]
+
+
+def test_what_a_hook_computes_and_drops_is_not_named(
+    here: Path, raw_config: dict[str, Scalar], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "corolla")
+    started(
+        here,
+        raw_config,
+        "@functools.cached_property\n    def scale(self): return 2.0\n"
+        "    def weights(self, uploads): return self.scale * uploads.sizes",
+        "def train(self, start, state, ctx):\n        state.arrays['n'] = np.ones(1); return super().train(start, state, ctx)",
+    )
+    assert "which is lost" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("client", "tested"),
+    [
+        ("pass", ""),
+        ("def keep_local(self, after, state, ctx): self.keep_personal(after, state)", OWN_MODEL),
+        ("def keep_local(self, after, state, ctx): [self.keep_personal(m, state) for m in (after,)]", OWN_MODEL),
+        ("def personal(self, model, state, ctx): return ctx.initial()", "personal"),
+    ],
+)
+def test_the_tested_models_follow_from_the_hooks(
+    here: Path, raw_config: dict[str, Scalar], client: str, tested: str
+) -> None:
+    folder = started(here, raw_config, client=client)
+    told = json.loads((folder.path / "run.json").read_text()).get("tested", "")
+    assert tested in told and bool(tested) == bool(told)
+
+
+def test_an_array_that_form_does_not_declare_is_named_with_its_line(here: Path, raw_config: dict[str, Scalar]) -> None:
+    client = (
+        "def upload(self, before, after, state, ctx):\n        plain = super().upload(before, after, state, ctx)\n"
+        "        return dataclasses.replace(plain, extras={'counts': np.ones(2)})"
+    )
+    with pytest.raises(
+        RoundFailed, match=r"upload\(\) at own\.py:10 adds counts, which form\(\) of the server half must declare"
+    ):
+        started(here, raw_config, client=client)

@@ -18,16 +18,16 @@ from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.layout import Model
-from fl_app.server import arrivals, checkpoint, progress_protocol
-from fl_app.server.inprocess import InProcessGrid
+from fl_app.server import arrivals, checkpoint
+from fl_app.server.events import Round
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
-from fl_app.wire import Upload
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
-from strategies.base import LATE as LATE_REASON
 from strategies.base.state import Sent
 from strategies.engine import late, steps
-from strategies.engine.attempt import Attempt
-from strategies.engine.late import Work
+from strategies.engine.attempt import RoundAttempt
+from strategies.engine.late import PendingUpload
 from strategies.engine.plain import PlainRounds
 from tests.conftest import IN_TWO_ROUNDS, Run, config, flat
 from tests.methods.runs import timeless
@@ -133,16 +133,16 @@ def taken_in(
         METHODS[method], clients=len(ages), d=8, **{"quorum": 0.6, "staleness": 3, "staleness-decay": 0.5}
     )
     server, protocol, none = fed.server, PlainRounds(fed.server), np.zeros(0, np.float32)
-    attempt = Attempt(server.config, 4)
+    attempt = RoundAttempt(server.config, 4)
     server.begin(attempt)
     attempt.sent = dict.fromkeys(range(len(ages)), 0)
     attempt.buffer = protocol.open(attempt, list(attempt.sent))
     for i, age in enumerate(ages):
         start = np.zeros(8) if starts is None else starts[i]
-        work = Work(i, 4 - age, "", Sent(Model(np.asarray(start, np.float32), none), {}))
+        work = PendingUpload(i, 4 - age, "", Sent(Model(np.asarray(start, np.float32), none), {}))
         upload = Upload(Model(np.asarray(after[i], np.float32), none), num_examples=sizes[i])
         if age:
-            upload, attempt.buffer.factors[i] = late.aged(server, work, upload, age)
+            upload, attempt.buffer.factors[i] = late.discounted(server, attempt, work, upload, age)
         attempt.buffer.add(i, upload, {}, 0)
     return protocol.screen(attempt)
 
@@ -176,7 +176,7 @@ def test_simulated_time_alone_changes_no_bits(run: Run, tmp_path: Path) -> None:
 def test_rounds_that_wait_for_everyone_change_no_bits(run: Run, method: str) -> None:
     """Quorum 1 and no deadline, and rounds that may close early but need all three clients, in simulated time."""
     keys: dict[str, Any] = {"method": method, "train_samples": 8} | dict(IN_TWO_ROUNDS.get(method, {}))
-    late_allowed = LATE_REASON not in METHODS[method].strategy.not_late
+    late_allowed = not METHODS[method].strategy.late.never
     plain = run(run_name="plain", **keys)
     waiting = run(run_name="waiting", quorum=1.0, round_deadline=0.0, speeds="lognormal:1", **keys)
     needed = run(run_name="needed", quorum=0.99, staleness=int(late_allowed), speeds="lognormal:1", **keys)
@@ -192,9 +192,9 @@ def test_a_late_upload_is_used_by_a_later_round(run: Run, tmp_path: Path) -> Non
     assert second["clients"]["2"]["age"] == 1 and "age" not in second["clients"]["0"] and second["working"] == []
     assert second["clients"]["2"]["download-bytes"] == 0 < second["clients"]["2"]["upload-bytes"]
     assert third["working"] == [2]
-    lines = [progress_protocol.round_line(record, 3) for record in (first, second)]
-    assert [" s of simulated time; 1 still working |" in lines[0], " s of simulated time |" in lines[1]] == [True, True]
-    assert [getattr(progress_protocol.read_round(line), "working", None) for line in lines] == [1, 0]
+    told = [Round.of(record, 3) for record in (first, second)]
+    assert " s of simulated time; 1 still working" in told[0].sentence and [event.working for event in told] == [1, 0]
+    assert " s of simulated time" in told[1].sentence and "working" not in told[1].sentence
 
 
 def test_clients_fail_and_are_away(run: Run) -> None:
@@ -354,6 +354,13 @@ def test_a_late_upload_of_another_form_is_thrown_away(run: Run, tmp_path: Path) 
     assert "the method's uploads have another form now" in second["failures"][0]["cause"]
 
 
+@pytest.mark.parametrize("method", ["apple", "fedpac", "fedproto"])
+def test_a_late_upload_is_compared_with_what_its_client_was_sent(run: Run, tmp_path: Path, method: str) -> None:
+    """These send arrays beside the model, or compare others than they send; in round 1 there are no prototypes to send."""
+    keys: dict[str, Any] = {"method": method, "quorum": 0.6, "staleness": 1, "speeds": slow(tmp_path, 1, 1, 1.5)}
+    assert [record["clients"].get("2", {}).get("age") for record in rounds(run(**keys))] == [None, 1]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", [*METHODS])
 def test_every_method_uses_late_uploads_or_refuses_them(run: Run, tmp_path: Path, method: str) -> None:
@@ -365,7 +372,7 @@ def test_every_method_uses_late_uploads_or_refuses_them(run: Run, tmp_path: Path
         # a narrow client would send fewer bytes, and be in time
         keys["heterofl"] = {"rates": "0.5"}
     keys |= {"speeds": slow(tmp_path, 1, 1, 1.5), "staleness": 1}
-    if LATE_REASON in METHODS[method].strategy.not_late:
+    if METHODS[method].strategy.late.never:
         with pytest.raises(UserError, match=f"staleness: method {method} cannot do this"):
             run(**keys)
         return

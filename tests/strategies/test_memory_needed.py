@@ -20,7 +20,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from strategies import METHOD_PARAMS, METHODS
-from strategies.engine.memory import fitting_limit, needed
+from strategies.engine.estimates import MemoryEstimate, fitting_limit, memory_estimate
 from tests.conftest import Run, config, flat_layout
 
 MODEL = """
@@ -78,7 +78,12 @@ def half(config: RunConfig, layout: Layout) -> Any:
     method = METHODS[config.method]
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
     shared = method.travelling(config, layout)
-    return method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
+    return method.server(config, layout, zeros, shared, RunFolder(Path(), ""))
+
+
+def limited(need: MemoryEstimate) -> float:
+    """Return the bytes of the stacks and the kept models in memory."""
+    return need.under(need.limit)
 
 
 @pytest.mark.nightly
@@ -95,7 +100,7 @@ def test_the_estimate_is_near_what_runs_take(method: str, tmp_path: Path, data_d
         config(method=method, num_clients=4),
         flat_layout([64 * width + width, width * width + width, 10 * width + 10]),
     )
-    need = needed(strategy, strategy.protocol.expected(), 1)
+    need = memory_estimate(strategy, strategy.protocol.expected(), 1)
     assert 0.6 < need.server / (large[0] - tiny[0]) < 1.6
     assert 0.6 < need.client / (large[1] - tiny[1]) < 1.6
 
@@ -104,45 +109,45 @@ def test_the_estimate_by_its_formula() -> None:
     layout = flat_layout([1000], [10])
     v = 4 * 1010
     averaging = half(config(method="fedavg", num_clients=10), layout)
-    need = needed(averaging, averaging.protocol.expected(), 3)
-    assert (need.server, need.limited, need.client, need.total) == (8 * v, 0, 4 * v, 20 * v)
-    with_ray = needed(averaging, averaging.protocol.expected(), 3, ray=True)
+    need = memory_estimate(averaging, averaging.protocol.expected(), 3)
+    assert (need.server, limited(need), need.client, need.total) == (8 * v, 0, 4 * v, 20 * v)
+    with_ray = memory_estimate(averaging, averaging.protocol.expected(), 3, ray=True)
     assert (with_ray.server, with_ray.client) == (17 * v, 15 * v)
     settings: dict[str, Any] = {"method": "fedcac", "num_clients": 10, "fraction_train": 0.5}
     kept = half(config(**settings, momentum=0.5), layout)
-    need = needed(kept, kept.protocol.expected(), 1)
+    need = memory_estimate(kept, kept.protocol.expected(), 1)
     # a mask of 125 bytes comes with an upload
-    assert (need.limited, need.client) == (5 * (v + 125) + 10 * v, 5 * v) and need.server == 4 * v + need.limited
+    assert (limited(need), need.client) == (5 * (v + 125) + 10 * v, 5 * v) and need.server == 4 * v + limited(need)
     # five uploads wait in simulated time
     timed = half(config(**settings, speeds="lognormal:1"), layout)
-    assert needed(timed, timed.protocol.expected(), 1).kept == (*need.kept, 5 * (v + 125))
+    assert memory_estimate(timed, timed.protocol.expected(), 1).kept == (*need.kept, 5 * (v + 125))
     mixing = half(config(**settings | {"method": "fedamp"}), layout)
     # cloud models of the round's clients and of the last round's
-    assert needed(mixing, mixing.protocol.expected(), 1).limited == 2 * 5 * v + 10 * v + 5 * v
+    assert limited(memory_estimate(mixing, mixing.protocol.expected(), 1)) == 2 * 5 * v + 10 * v + 5 * v
     # FedDWA's guidance comes with each upload, or the server makes it
     for guidance, each in (("trained", v + 4000), ("extrapolated", 2 * v)):
         guided = half(config(**settings | {"method": "feddwa", "feddwa": {"guidance": guidance}}), layout)
-        assert needed(guided, guided.protocol.expected(), 1).limited == 5 * each + 10 * v
+        assert limited(memory_estimate(guided, guided.protocol.expected(), 1)) == 5 * each + 10 * v
     adamw = half(config(method="fedavg", optimizer="adamw"), layout)
-    assert needed(adamw, adamw.protocol.expected(), 1).client == 6 * v
+    assert memory_estimate(adamw, adamw.protocol.expected(), 1).client == 6 * v
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_ways_out() -> None:
     # as a run of 100 million parameters, whose values need not exist for it
     layout = flat_layout([1_000_000])
     strategy = half(config(method="fedavg", num_clients=8), layout)
-    need = needed(strategy, strategy.protocol.expected(), 4)
+    need = memory_estimate(strategy, strategy.protocol.expected(), 4)
     assert fitting_limit(strategy, need, need.total, False) == 2
     with pytest.raises(UserError) as refused:
         fitting_limit(strategy, need, 70e6, False)
     assert str(refused.value) == (
-        "model: it has 1,000,000 parameters, and 4 clients train at once: the run needs about 0.096 GB of memory (0.032 GB "
-        "for the server, 0.016 GB for each of these clients), and 0.07 GB are available; ways out: a larger "
+        "model: it has 1,000,000 parameters, and 4 clients train at once: the run needs about 96 MB of memory (32 MB for "
+        "the server, 16 MB for each of these clients), and 70 MB are available; ways out: a larger "
         "--cpus-per-client, so that at most 2 clients train at once; --in-process, where one trains at a time; a smaller "
         "model; more memory"
     )
     unlimited = half(config(method="fedcac", num_clients=40, server_memory_limit=0), layout)
-    need = needed(unlimited, unlimited.protocol.expected(), 1)
+    need = memory_estimate(unlimited, unlimited.protocol.expected(), 1)
     with pytest.raises(
         UserError, match="out: a server-memory-limit, so that clients' models go to the disk; a smaller model"
     ):
@@ -151,17 +156,17 @@ def test_a_run_that_cannot_fit_is_refused_with_the_ways_out() -> None:
 
 def test_a_limit_is_lowered_before_a_run_is_refused() -> None:
     strategy = half(config(method="fedcac", num_clients=40), flat_layout([1_000_000]))
-    need = needed(strategy, strategy.protocol.expected(), 2)
+    need = memory_estimate(strategy, strategy.protocol.expected(), 2)
     # without what the limit bounds: 4 vectors on the server, 4 for each client
     fixed = 12 * 4e6
-    assert need.total - need.limited == fixed
+    assert need.total - limited(need) == fixed
     assert fitting_limit(strategy, need, fixed + 100e6, False) == pytest.approx(0.05)
     # a small stack stays in memory for any limit: 12 uploads of 4.1 MB and 30 MB of kept models
     few = half(config(method="fedcac", num_clients=12), flat_layout([1_000_000]))
-    need = needed(few, few.protocol.expected(), 2)
+    need = memory_estimate(few, few.protocol.expected(), 2)
     assert sum(need.stacks) == 12 * 4.125e6
     assert fitting_limit(few, need, fixed + sum(need.stacks) + 30e6, False) == pytest.approx(0.03)
-    with pytest.raises(UserError, match="needs about 0.145 GB"):
+    with pytest.raises(UserError, match="needs about 146 MB"):
         fitting_limit(few, need, fixed + sum(need.stacks), False)
 
 
@@ -188,7 +193,7 @@ def test_no_preset_is_refused_on_a_machine_of_4_gb() -> None:
             layouts[model, norm, shown] = Layout.of(METHODS["fedavg"].network(settings, **shape))
         strategy = half(settings, layouts[model, norm, shown])
         # 1 GB for the system and the programs; as many clients as such a machine has cores
-        fitting_limit(strategy, needed(strategy, strategy.protocol.expected(), 4), 3e9, False)
+        fitting_limit(strategy, memory_estimate(strategy, strategy.protocol.expected(), 4), 3e9, False)
 
 
 def test_the_memory_that_linux_says_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

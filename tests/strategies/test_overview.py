@@ -12,7 +12,7 @@ from corolla.cli.listings import methods
 from corolla.cli.reference import pages_with_tables, with_table
 from fl_app.errors import UserError
 from strategies import METHODS
-from strategies.overview import COLUMNS, absent_table, groups, methods_table, of
+from strategies.method_tables import COLUMNS, absent_table, groups, methods_table, of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +30,7 @@ def test_every_method_has_its_page_and_tests() -> None:
 
 
 def test_a_method_without_an_overview_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.overview.METHODS", {"mine": METHODS["fedavg"].__class__})
+    monkeypatch.setattr("strategies.method_tables.METHODS", {"mine": METHODS["fedavg"].__class__})
     monkeypatch.setattr(METHODS["fedavg"].__class__, "overview", None)
     with pytest.raises(UserError, match="method mine: .*overview"):
         of("mine")
@@ -45,7 +45,7 @@ def test_every_method_is_in_one_group() -> None:
 def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     pages = pages_with_tables(ROOT)
     written = [name for name in METHODS if (ROOT / "docs" / "methods" / f"{name}.md").is_file()]
-    assert len(pages) == len(written) + 4
+    assert len(pages) == len(written) + 5
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
     methods(table=True)
     printed = capsys.readouterr().out

@@ -17,7 +17,7 @@ RULE = """
 from strategies.kernels.averages import ByColumn
 from strategies.kernels.trimming import trimmed
 
-RULE = ByColumn(lambda block, rows, liars: trimmed(block, rows, {cut}), counts_liars={counts})
+RULE = ByColumn(lambda block, rows, num_byzantine: trimmed(block, rows, {cut}), counts_byzantine={counts})
 """
 NAME = '"geometric-median"]'
 DRIVER = """
@@ -29,12 +29,12 @@ from strategies import METHOD_PARAMS, METHODS
 from strategies.kernels.robust import Averaging
 
 said = {}
-for rule in ("of-two-sides", "by-liars"):
-    raw = {"method": "fedavg", "dataset": "digits", "num-clients": 5, "robust": rule, "robust-liars": 0.4}
+for rule in ("of-two-sides", "by-byzantine"):
+    raw = {"method": "fedavg", "dataset": "digits", "num-clients": 5, "robust": rule, "byzantine-ratio": 0.4}
     config = parse(raw, METHOD_PARAMS)
     METHODS["fedavg"].check(config)
     with contextlib.redirect_stderr(io.StringIO()) as shown:
-        warn_of_settings([], [(config, {"robust", "robust-liars"})])
+        warn_of_settings([], [(config, {"robust", "byzantine-ratio"})])
     rows = np.arange(5, dtype=np.float32)[:, None] ** 2
     said[rule] = (" ".join(shown.getvalue().split()), float(Averaging(rule, 0.4).mean(rows)[0]))
 print(json.dumps(said))
@@ -49,11 +49,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     folder = root / "strategies" / "kernels" / "averages"
     (folder / "of_two_sides.py").write_text(RULE.format(cut=1, counts=False))
-    (folder / "by_liars.py").write_text(RULE.format(cut="liars", counts=True))
+    (folder / "by_byzantine.py").write_text(RULE.format(cut="num_byzantine", counts=True))
     names = root / "fl_app" / "known_names.py"
     text = names.read_text()
     assert text.count(NAME) == 1
-    names.write_text(text.replace(NAME, '"geometric-median", "of-two-sides", "by-liars"]'))
+    names.write_text(text.replace(NAME, '"geometric-median", "of-two-sides", "by-byzantine"]'))
     return root
 
 
@@ -63,6 +63,6 @@ def test_a_new_rule_averages_and_no_warning_of_it_is_false(clone: Path, tmp_path
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     # of 0, 1, 4, 9 and 16: without one value of each side, and without two
-    assert said["by-liars"] == ["", 4]
+    assert said["by-byzantine"] == ["", 4]
     warned, mean = said["of-two-sides"]
-    assert "robust-liars has no effect with robust = of-two-sides" in warned and mean == pytest.approx(14 / 3)
+    assert "byzantine-ratio has no effect with robust = of-two-sides" in warned and mean == pytest.approx(14 / 3)

@@ -15,9 +15,9 @@ from fl_app.config import parse
 from fl_app.layout import Model
 from fl_app.server.run_folder import read_metrics
 from strategies import METHOD_PARAMS
-from strategies.engine.attempt import Attempt
+from strategies.engine.attempt import RoundAttempt
 from strategies.engine.plain import PlainRounds
-from strategies.engine.screening import Screening
+from strategies.engine.screening import Screening, compared, reference
 from strategies.kernels.parts import Part
 from tests.conftest import flat
 from tests.methods.federation import Federation, close
@@ -31,12 +31,12 @@ def test_a_client_has_not_moved_beyond_its_part(tmp_path: Path) -> None:
     """The distance of a client that adds 0.1 to each of its k elements is 0.1 sqrt(k)."""
     fed: Any = Federation(tmp_path, "heterofl", network=lambda: small(batchnorm=True), heterofl=KEYS["heterofl"])
     server, protocol = fed.server, PlainRounds(fed.server)
-    attempt = Attempt(server.config, 1)
+    attempt = RoundAttempt(server.config, 1)
     server.begin(attempt)
     attempt.buffer = protocol.open(attempt, [0, 1, 2])
     held = {}
     for i in range(3):
-        part = held[i] = server.held_by(i)
+        part = held[i] = server.submodel_of(i, attempt)
         start = part.take(server.global_model)
         upload = fed.upload(i, fed.initial)
         changed = Model(start.params + np.float32(0.1), start.buffers)
@@ -47,10 +47,14 @@ def test_a_client_has_not_moved_beyond_its_part(tmp_path: Path) -> None:
         attempt.buffer.add(i, whole, {}, 0)
     assert len({part.d for part in held.values()}) > 1
     screening = Screening()
-    screening.measure(1, attempt.buffer, server.compared(attempt.buffer), 3.0, server.compared_with)
+
+    def sent(client_id: int) -> Any:
+        return reference(server.outliers, attempt.sent_to(client_id))
+
+    screening.measure(1, attempt.buffer, compared(server, attempt.buffer, sent), 3.0, sent)
     moved = np.array([0.1 * math.sqrt(part.d) for part in held.values()])
     for i in range(3):
-        close(np.linalg.norm(attempt.buffer.W[i] - server.compared_with(i)["parameters"]), moved[i], atol=1e-5)
+        close(np.linalg.norm(attempt.buffer.W[i] - sent(i)["parameters"]), moved[i], atol=1e-5)
     # the usual distance is the median of these, or of those to the median upload
     apart = np.linalg.norm(attempt.buffer.W - np.median(attempt.buffer.W, axis=0), axis=1)
     close(np.array(screening.usual["parameters"][1]), max(np.median(moved), np.median(apart)), atol=1e-5)
@@ -69,7 +73,7 @@ def test_a_late_part_is_filled_with_the_model_that_its_client_was_sent(
         whole = original(self, client_id, upload)
         models[self.server.attempt.round] = self.server.global_model
         if client_id == 2:
-            part = self.server.held_by(2)
+            part = self.server.submodel_of(2, self.server.attempt)
             assert part is not None
             seen.append((part, whole.model, self.server.sent_to(2)))
         return whole

@@ -11,10 +11,11 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app import client_app
-from fl_app import plugins, wire
-from fl_app.app_bundle import unpacked
+from fl_app import plugins
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
+from fl_app.transport import wire
+from fl_app.transport.app_bundle import unpacked
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "of_the_app.py").write_text("def net(**sizes): raise RuntimeError('it ran')\n")
     (tmp_path / "of_the_site.py").write_text("raise SystemExit('it ran')\n")
     (directory / "linked.py").symlink_to(tmp_path / "of_the_site.py")
-    monkeypatch.setattr("fl_app.app_bundle.APP_DIRECTORY", directory)
+    monkeypatch.setattr("fl_app.transport.app_bundle.APP_DIRECTORY", directory)
     monkeypatch.syspath_prepend(tmp_path)
     return directory
 

@@ -12,12 +12,12 @@ import pytest
 
 from client_app.client_app import app
 from fl_app import plugins, server_app
-from fl_app.app_bundle import bundle
 from fl_app.config import parse, parse_recorded
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_config, read_metrics, read_summary
+from fl_app.transport.app_bundle import bundle
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.conftest import PLUGINS, SMALL, Command
 from tests.strategies.test_plugins import HEAD, PLAIN, example, settings

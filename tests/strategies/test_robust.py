@@ -31,9 +31,9 @@ def stacks(draw: st.DrawFn, lowest: int = 1) -> np.ndarray:
     return draw(hnp.arrays(np.float32, shape, elements=st.floats(-1e3, 1e3, width=32)))
 
 
-def honest_and(liars: int, honest: int = 7, d: int = 50, value: float = 1e30) -> np.ndarray:
+def honest_and(byzantine: int, honest: int = 7, d: int = 50, value: float = 1e30) -> np.ndarray:
     """Honest vectors around (5, 5, ...), and liars far away."""
-    W = np.random.default_rng(0).normal(5, 1, (honest + liars, d)).astype(np.float32)
+    W = np.random.default_rng(0).normal(5, 1, (honest + byzantine, d)).astype(np.float32)
     W[honest:] = value
     return W
 
@@ -81,10 +81,10 @@ def test_median_equals_numpy(W: np.ndarray) -> None:
 
 
 @given(stacks(), st.floats(0, 0.49))
-def test_trimmed_mean_equals_numpy(W: np.ndarray, liars: float) -> None:
-    cut = Averaging("trimmed-mean", liars).assumed(len(W))
+def test_trimmed_mean_equals_numpy(W: np.ndarray, ratio: float) -> None:
+    cut = Averaging("trimmed-mean", ratio).assumed(len(W))
     kept = np.sort(W.astype(np.float64), axis=0)[cut : len(W) - cut]
-    np.testing.assert_allclose(Averaging("trimmed-mean", liars).mean(W), kept.mean(axis=0), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(Averaging("trimmed-mean", ratio).mean(W), kept.mean(axis=0), rtol=1e-5, atol=1e-4)
 
 
 @given(stacks(lowest=3))
@@ -237,9 +237,9 @@ def test_every_rule_has_a_file_and_a_name() -> None:
 def test_a_number_of_liars_has_an_effect_with_the_rules_that_count_them(
     rule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raw = {**SMALL, "method": "fedavg", "num-clients": 5, "robust": rule, "robust-liars": 0.4}
-    warn_of_settings([], [(parse(raw, METHOD_PARAMS), {"robust", "robust-liars"})])
+    raw = {**SMALL, "method": "fedavg", "num-clients": 5, "robust": rule, "byzantine-ratio": 0.4}
+    warn_of_settings([], [(parse(raw, METHOD_PARAMS), {"robust", "byzantine-ratio"})])
     W = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-    has_effect = not np.array_equal(*(Averaging(rule, liars).mean(W) for liars in (0.2, 0.4)))
-    assert averages.rule_of(rule).counts_liars or not has_effect
-    assert ("robust-liars has no effect" in capsys.readouterr().err) != averages.rule_of(rule).counts_liars
+    has_effect = not np.array_equal(*(Averaging(rule, ratio).mean(W) for ratio in (0.2, 0.4)))
+    assert averages.rule_of(rule).counts_byzantine or not has_effect
+    assert ("byzantine-ratio has no effect" in capsys.readouterr().err) != averages.rule_of(rule).counts_byzantine

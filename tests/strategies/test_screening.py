@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fl_app import wire
 from fl_app.layout import NOTHING, Model
+from fl_app.transport import wire
 from strategies.base.uploads import UploadBuffer
 from strategies.engine.screening import USUAL, Screening
 

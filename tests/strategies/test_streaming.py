@@ -19,7 +19,7 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder, read_summary
-from fl_app.wire import Upload
+from fl_app.transport.wire import Upload
 from strategies import METHODS
 from strategies.base import Uploads
 from strategies.base.server_half import ServerHalf
@@ -28,11 +28,11 @@ from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.feddpa import SHARE
 from strategies.baselines.scaffold import STEPS
 from strategies.engine import streaming
-from strategies.engine.attempt import Attempt
+from strategies.engine.attempt import RoundAttempt
 from strategies.engine.plain import PlainRounds
 from strategies.engine.streaming import RunningMean, streams
 from strategies.kernels.aggregate import mean_block, weighted_mean
-from strategies.kernels.folded import Folded, RowSum
+from strategies.kernels.folded import RowSum, SummedRows
 from strategies.kernels.robust import PLAIN
 from tests.conftest import Run, config, flat_layout
 
@@ -67,7 +67,7 @@ def test_rows_added_up_have_the_mean_of_their_stack(n: int, d: int, kind: str, s
         "one differs": np.where(np.arange(n) == rng.integers(n), 3.0, 1.0),
         "samples": rng.integers(1, 5, n).astype(np.float64),
     }.get(kind, np.ones(n))
-    folded = Folded(d, 4096)
+    folded = SummedRows(d, 4096)
     for row, weight in zip(W, weights, strict=True):
         folded.add(row, float(weight))
     folded.close()
@@ -82,7 +82,7 @@ def test_rows_added_up_have_the_mean_of_their_stack(n: int, d: int, kind: str, s
 
 
 def test_what_is_not_there_any_more_is_refused() -> None:
-    folded = Folded(3, 4096)
+    folded = SummedRows(3, 4096)
     for weight in (1.0, 2.0):
         folded.add(np.ones(3, np.float32), weight)
     with pytest.raises(ValueError, match="added up as they came, with other weights"):
@@ -90,7 +90,7 @@ def test_what_is_not_there_any_more_is_refused() -> None:
     with pytest.raises(ValueError, match="weights must be 2 numbers"):
         weighted_mean(folded, np.array([-1.0, 2.0]))
     with pytest.raises(ValueError, match="at least one row"):
-        weighted_mean(Folded(3, 4096))
+        weighted_mean(SummedRows(3, 4096))
     with pytest.raises(TypeError, match="no stack that has 'shape'"):
         _ = folded.shape
 
@@ -103,7 +103,7 @@ def half(method: str, folder: Path, d: int, b: int) -> ServerHalf[Any]:
     own = METHODS[method]
     settings = config(method=method, num_clients=60)
     initial = Model(rows(1, d, 5)[0], rows(1, b, 6)[0])
-    return own.strategy(settings, settings.params, layout, initial, layout.names, RunFolder(folder, "test"))
+    return own.server(settings, layout, initial, layout.names, RunFolder(folder, "test"))
 
 
 def uploaded(W: np.ndarray, B: np.ndarray, i: int) -> tuple[Upload, dict[str, Scalar]]:
@@ -118,7 +118,7 @@ def play(
     server, clients = half(method, folder, d, 5), sorted(arrivals)
     W, B = rows(len(clients), d), rows(len(clients), 5, 1)
     protocol = PlainRounds(server)
-    attempt = Attempt(server.config, 1)
+    attempt = RoundAttempt(server.config, 1)
     server.begin(attempt)
     attempt.buffer = UploadBuffer.of(clients, server.expected()) if stack else protocol.open(attempt, clients)
     assert isinstance(attempt.buffer, RunningMean) != stack
@@ -177,7 +177,7 @@ def peak(folder: Path, n: int, arrivals: Sequence[int], method: str, d: int) -> 
     """Most memory of a round of n clients, in vectors [d]."""
     server = half(method, folder, d, 0)
     protocol = PlainRounds(server)
-    attempt = Attempt(server.config, 1)
+    attempt = RoundAttempt(server.config, 1)
     server.begin(attempt)
     attempt.buffer = protocol.open(attempt, list(range(n)))
     tracemalloc.start()
@@ -271,9 +271,7 @@ def test_a_fault_of_the_methods_is_no_clients_fault(run: Run, monkeypatch: pytes
         return uploads.W[:, 0]
 
     monkeypatch.setattr(FedAvg, "weights", weights)
-    with pytest.raises(
-        UserError, match=r"method fedavg: weights or summed failed \(IndexError: .*with streams = True they get"
-    ):
+    with pytest.raises(UserError, match=r"method fedavg: weights\(\) or `summed` failed \(IndexError: .*they get"):
         run()
 
 

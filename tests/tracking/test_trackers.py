@@ -16,7 +16,7 @@ import pytest
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.server import trackers
-from fl_app.server.progress_protocol import LOG_MARK, folder_line, resumed_line
+from fl_app.server.events import LOG_MARK, Started, encode
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHOD_PARAMS
 from tests.conftest import SMALL, Run
@@ -211,11 +211,13 @@ def test_a_server_that_never_answers(run: Run, warnings: list[str], monkeypatch:
         assert one_warning(run, warnings, track="mlflow").endswith("it took longer than 3 s")
 
 
-def test_a_full_disk(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A store that cannot be opened is refused before the start."""
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     with full_disk(tmp_path, 64 << 10) as small:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{small}/mlflow.db")
-        assert "full" in one_warning(run, warnings, track="mlflow")
+        with pytest.raises(UserError, match="track: mlflow cannot work .*full"):
+            run(track="mlflow")
 
 
 def test_a_tracker_that_raises(run: Run, warnings: list[str], raw_config: dict[str, Any], tmp_path: Path) -> None:
@@ -228,12 +230,14 @@ def test_a_tracker_that_raises(run: Run, warnings: list[str], raw_config: dict[s
     assert list((tmp_path / "runs" / "run" / "tensorboard").iterdir())
 
 
-def test_wandb_without_an_account(
+def test_wandb_with_an_account_and_no_network(
     run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", closed_port())
+    monkeypatch.setattr(trackers, "SECONDS", 20.0)
     assert "wandb misses part of this run" in one_warning(run, warnings, track="wandb")
 
 
@@ -264,6 +268,39 @@ def test_a_missing_package_is_said_before_the_run_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [
+        ("wandb", {}),
+        ("wandb", {"WANDB_API_KEY": "short"}),
+        ("wandb", {"WANDB_MODE": "nonsense"}),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "nonsense://host"}),
+    ],
+)
+def test_a_tracker_that_cannot_work_is_refused_before_the_run_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, str]
+) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(
+        UserError, match=rf"track: {name} cannot work where the server runs: \w+Error|Exception"
+    ) as caught:
+        run(track=f"tensorboard,{name}")
+    assert "tensorboard" not in str(caught.value) and not (tmp_path / "runs").exists()
+
+
+def test_a_package_that_cannot_be_imported_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "broken" / "tensorboard" / "__init__.py").write_text("import no_such_module")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    with pytest.raises(UserError, match="track: tensorboard cannot work .*no_such_module"):
+        run(track="tensorboard")
+
+
 # Whom the log tells ----------------------------------------------------------------------------------------------------
 
 
@@ -278,19 +315,17 @@ def test_a_command_starts_followers_where_the_log_tells_the_folder(
     passed: list[str] = []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/own.db")
     both = {"track": "tensorboard,mlflow"}
+    lines = ["Flower's own", LOG_MARK + encode(Started(folder=str(path))), f"{LOG_MARK}more"]
     with trackers.following_log(both, passed.append) as take:
-        for line in ("Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"):
+        for line in lines:
             take(line)
-    assert passed == ["Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"]
+    assert passed == lines
     (events,) = (path / "tensorboard").iterdir()
     size = events.stat().st_size
     assert [entry.info.status for entry in mlflow_runs(f"sqlite:///{tmp_path}/own.db")[1]] == ["FINISHED"]
 
     resumed = {"track": "tensorboard", "resume": str(path)}
     with trackers.following_log(resumed, passed.append) as take:
-        take(f"{LOG_MARK}{folder_line(path)}")
-        # not before it is known what is repeated
-        assert len(list((path / "tensorboard").iterdir())) == 1
-        take(f"{LOG_MARK}{resumed_line(2)}")
+        take(LOG_MARK + encode(Started(folder=str(path), round=2)))
     later = next(file for file in (path / "tensorboard").iterdir() if file != events)
     assert later.stat().st_size < size  # no round among them

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from corolla.cli import whole
+from corolla.cli import build_command
 from fl_app.errors import UserError
 from fl_app.known_names import PACKAGES
 from strategies import METHOD_PARAMS
@@ -82,7 +82,7 @@ def test_a_missing_section_for_keys_is_named() -> None:
         ("examples/notebook.ipynb", "guides/notebook-example.md"),
         ("CITATION.cff", "project/citation.md"),
         ("examples/cross-device.toml", "guides/cross-device-example.md"),
-        ("fl_app/wire.py", None),
+        ("fl_app/transport/wire.py", None),
     ],
 )
 def test_a_link_in_the_repository_is_a_link_in_the_site(target: str, page: str | None) -> None:
@@ -119,7 +119,7 @@ def test_every_link_leads_to_a_page_and_a_heading_of_the_site() -> None:
 def test_every_command_and_option_is_on_the_page_of_commands() -> None:
     page = pages.cli_page()
     assert r"\[" not in page
-    for name, command in whole().commands.items():  # type: ignore[attr-defined]
+    for name, command in build_command().commands.items():  # type: ignore[attr-defined]
         if command.hidden:
             assert f"## corolla {name}\n" not in page
         else:
@@ -137,7 +137,7 @@ def test_every_source_file_is_listed() -> None:
     page = pages.files_page()
     for package in ("fl_app", "strategies", "client_app", "deploy", "corolla"):
         assert f"## {package}\n" in page
-    assert "| `server/client_registry.py` | " in page
+    assert "| `transport/client_registry.py` | " in page
     files = [path for package in PACKAGES for path in (pages.ROOT / package).rglob("*.py")]
     assert page.count("\n| `") == len(files)
 

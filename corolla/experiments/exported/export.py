@@ -12,6 +12,7 @@ from typing import Any
 from corolla.experiments.exported import run_models
 from corolla.experiments.runs import RecordedRun
 from fl_app import model_card, plugins
+from fl_app.config import ids_in
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
 
@@ -83,6 +84,7 @@ def export_each(
     called = {i: str(recorded.clients.get(str(i), {}).get("name") or f"client-{i}") for i in each}
     plain = {i: re.sub(r"[^\w.-]|^\.", "_", name) for i, name in called.items()}
     twice = {name for name, count in Counter(name.casefold() for name in plain.values()).items() if count > 1}
+    gone = ids_in(recorded.settings.get("without", ""))
     written: list[tuple[Path, model_card.Entries]] = []
     failed: dict[str, str] = {}
     make_directory(directory)
@@ -94,7 +96,9 @@ def export_each(
         except UserError as error:
             if client is not None or (not written and i == each[-1]):
                 raise
-            failed[called[i]] = str(error)
+            # a client that the run went on without has a model only if the server holds an earlier one
+            if i not in gone:
+                failed[called[i]] = str(error)
     return written, failed
 
 

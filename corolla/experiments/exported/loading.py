@@ -46,7 +46,7 @@ CLOSE = 1e-5
 SAMPLES, OUTPUTS, PREDICTIONS = "samples", "outputs", "predictions"
 
 
-class Product(nn.Module):
+class ExportedModel(nn.Module):
     """Samples [n, ...] -> (outputs, predictions) float32 [n, K]; outputs alone if the task does not change them."""
 
     def __init__(self, module: nn.Module, task: Task, described: Mapping[str, Any]) -> None:
@@ -102,9 +102,7 @@ def described(trained: Trained, data_path: str) -> Entries:
             if scales and config.normalizes_by_site and config.dataset != NODE:
                 info = _of_client(trained)
         except UserError as error:
-            # runs without hashes are of earlier versions, which did not shift numbers
-            unknown = scales or bool(trained.run.hashes)
-            if (unknown and not recorded) or data_path:
+            if not recorded or data_path:
                 raise UserError(
                     f"normalize: needs the data set, for its mean and standard deviation: {error}"
                 ) from None
@@ -151,7 +149,7 @@ def described(trained: Trained, data_path: str) -> Entries:
 def refuse_other_data(trained: Trained, data_path: str) -> None:
     """Raise UserError unless a file has the data that the client trained on; without a client, those of one of them.
 
-    A run records no hash if the site's directory cannot keep a key, and runs of earlier versions do not.
+    A run records no hash if the site's directory cannot keep a key.
     """
     recorded = {i: known for i, known in trained.run.hashes.items() if i is not None}
     mine = {i: known for i, known in recorded.items() if trained.client in (None, i)}
@@ -220,7 +218,7 @@ def write_onnx(trained: Trained, facts: Entries, output: Path) -> None:
     facts: the model's card; some of its entries are also stored in the file. Raises UserError if the model cannot be
     translated, or if ONNX Runtime's outputs differ from torch's.
     """
-    product = Product(trained.module, tasks.of(trained.config), facts["input"]).eval()
+    product = ExportedModel(trained.module, tasks.of(trained.config), facts["input"]).eval()
     example = torch.from_numpy(examples(facts["input"], 3))
     try:
         with _silence():
@@ -247,7 +245,7 @@ def write_onnx(trained: Trained, facts: Entries, output: Path) -> None:
     publish(output, lambda file: file.write_bytes(content))
 
 
-def _compare(content: bytes, product: Product, inputs: Mapping[str, Any], model: str) -> None:
+def _compare(content: bytes, product: ExportedModel, inputs: Mapping[str, Any], model: str) -> None:
     """Raise UserError unless ONNX Runtime's outputs equal torch's within CLOSE."""
     session = _session(content, model)
     for count in (1, 7):
@@ -350,7 +348,7 @@ def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Answers:
 
 def answers_of(module: nn.Module, config: RunConfig, card: Card) -> Answers:
     """Return the prediction function of a network. card: describes its inputs."""
-    product = Product(module.eval(), tasks.of(config), card["input"]).eval()
+    product = ExportedModel(module.eval(), tasks.of(config), card["input"]).eval()
 
     @torch.no_grad()
     def predict(samples: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -23,7 +23,7 @@ from fl_app import tasks
 from fl_app.checksums import sha256_of
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
-from fl_app.data import arrays, npz, table, table_files
+from fl_app.data import npz, table, table_files, user_arrays
 from fl_app.data.columns import Columns
 from fl_app.data.encoding import NUMBER, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, missing
@@ -31,6 +31,7 @@ from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
 from fl_app.errors import MALFORMED, UserError
 from fl_app.model_card import Card
+from fl_app.sources import suffix_of
 from fl_app.tasks import Metric
 
 BATCH = 512
@@ -41,7 +42,7 @@ _ARRAYS = (("x", "y"), ("x_test", "y_test"))
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ModelInputs:
     """Samples for a model. names: one per row. samples: [n, ...] as the model takes them, of the rows that are not bad.
 
     targets: [n, ...], or None. remark: reason why targets in the file are not used; else empty. bad: the reason by place
@@ -58,7 +59,7 @@ class Inputs:
 
 def read_inputs(
     inputs: Sequence[Path], card: Card, reading: Mapping[str, str] = MappingProxyType({}), on_error: str = "refuse"
-) -> Inputs:
+) -> ModelInputs:
     """Read the samples for a model.
 
     inputs: image files, one table with a header, or one .npz with `x` or `x_test` (and `y` or `y_test`). reading: values
@@ -70,12 +71,12 @@ def read_inputs(
         raise UserError(f"--set: predict takes {' and '.join(READING)}, got {listed(unknown)}")
     if not inputs:
         raise UserError("give image files, a table or an .npz file")
-    if any(table_files.suffix_of(path) in (".npz", *table_files.SUFFIXES) for path in inputs):
+    if any(suffix_of(path) in (".npz", *table_files.SUFFIXES) for path in inputs):
         if len(inputs) > 1:
             raise UserError(
                 f"one table or .npz file at a time, or image files, got {listed([str(path) for path in inputs])}"
             )
-        is_npz = table_files.suffix_of(inputs[0]) == ".npz"
+        is_npz = suffix_of(inputs[0]) == ".npz"
         by_row = on_error == "row"
         return _from_npz(inputs[0], card, by_row) if is_npz else _from_table(inputs[0], card, reading, by_row)
     from fl_app.data.decode import read_image
@@ -91,7 +92,7 @@ def read_inputs(
         return np.stack([read_image(inputs[k], shape, resize=resize, bits=bits) for k in part])
 
     samples, bad = _rows_read(len(inputs), read, card, on_error == "row")
-    return Inputs([str(path) for path in inputs], samples, bad=bad)
+    return ModelInputs([str(path) for path in inputs], samples, bad=bad)
 
 
 def _rows_read(
@@ -133,7 +134,7 @@ def on_own_data(card: Card) -> str:
     return f"these rows are the run's own data, {share} of them training rows: the run's own figures are over test rows"
 
 
-def _from_table(path: Path, card: Card, reading: Mapping[str, str], by_row: bool) -> Inputs:
+def _from_table(path: Path, card: Card, reading: Mapping[str, str], by_row: bool) -> ModelInputs:
     settings = card["settings"]
     separator = reading.get("separator", settings.get("separator", ""))
     na_values = split_names(reading.get("na-values", settings.get("na-values", "")))
@@ -154,7 +155,7 @@ def _from_table(path: Path, card: Card, reading: Mapping[str, str], by_row: bool
 
     count = len(next(iter(rows.values()), ()))
     samples, bad = _rows_read(count, read, card, by_row)
-    found = Inputs(
+    found = ModelInputs(
         [f"row {places.number(k)}" for k in range(count)],
         samples,
         bad={k: why.removeprefix(f"{path}: ") for k, why in bad.items()},
@@ -246,10 +247,10 @@ def _stored_targets(where: Path, name: str, y: NDArray[Any], card: Card) -> NDAr
         both = name, Stored(shift, (1.0,) * len(shift)).of(y)
     except MALFORMED as error:
         raise UserError(f"{where}: {name} must hold {len(shift)} numbers in each row: {error}") from None
-    return arrays.targets(where, tasks.named(card["task"]), both, both, card["classes"])[0]
+    return user_arrays.targets(where, tasks.named(card["task"]), both, both, card["classes"])[0]
 
 
-def _from_npz(path: Path, card: Card, by_row: bool) -> Inputs:
+def _from_npz(path: Path, card: Card, by_row: bool) -> ModelInputs:
     names = [name for pair in _ARRAYS for name in pair]
     found = npz.members(path, names, optional=names)
     named = next((pair for pair in _ARRAYS if pair[0] in found), None)
@@ -258,13 +259,13 @@ def _from_npz(path: Path, card: Card, by_row: bool) -> Inputs:
     raw, y = found[named[0]], found.get(named[1])
     count = len(raw) if raw.ndim else 0
     if y is not None and len(y) != count:
-        arrays.refuse(path, named[1], f"have one target for each of the {count} samples", len(y))
+        user_arrays.refuse(path, named[1], f"have one target for each of the {count} samples", len(y))
     if not count:
-        arrays.refuse(path, named[0], "hold samples", "none")
+        user_arrays.refuse(path, named[0], "hold samples", "none")
     x, bad = _rows_read(count, lambda part: from_array(path, named[0], raw[list(part)], card), card, by_row)
     good = [k for k in range(count) if k not in bad]
     targets = None if y is None or not good else _stored_targets(path, named[1], y[good], card)
-    return Inputs([f"{path}[{k}]" for k in range(count)], x, targets, bad=bad)
+    return ModelInputs([f"{path}[{k}]" for k in range(count)], x, targets, bad=bad)
 
 
 def from_array(where: Path, name: str, raw: NDArray[Any], card: Card) -> NDArray[Any]:
@@ -276,7 +277,7 @@ def from_array(where: Path, name: str, raw: NDArray[Any], card: Card) -> NDArray
     # scale as the data set does (fl_app/data/precision.py); other shapes are refused below
     how = Stored(tuple(wanted.get("shift", ())), tuple(wanted.get("scale", ())))
     fits = (raw.shape[-1] if raw.ndim > 1 else 1) == len(how.shift)
-    x = arrays.samples(where, name, how.of(raw) if fits else raw)
+    x = user_arrays.samples(where, name, how.of(raw) if fits else raw)
     if list(x.shape[1:]) != wanted["shape"] or (x.dtype == np.uint8) != (wanted["dtype"] == "uint8"):
         raise UserError(f"{where}: {name} holds samples {_shape_and_type(x)}, but the model takes {_wanted(card)}")
     return x.astype(wanted["dtype"], copy=False)
@@ -426,7 +427,7 @@ class Predictor(nn.Module):
             return getattr(self._network[0], name)
 
 
-def with_bad_rows(table: Sequence[Sequence[str]], asked: Inputs) -> list[list[str]]:
+def with_bad_rows(table: Sequence[Sequence[str]], asked: ModelInputs) -> list[list[str]]:
     """Return a table of predictions, header first, with an empty row for each bad one, and a column of their reasons."""
     header, *rows = table
     left, empty = iter(rows), [""] * (len(header) - 1)
@@ -436,7 +437,7 @@ def with_bad_rows(table: Sequence[Sequence[str]], asked: Inputs) -> list[list[st
     ]
 
 
-def rows_with_bad_ones(rows: Sequence[dict[str, Any]], asked: Inputs) -> list[dict[str, Any]]:
+def rows_with_bad_ones(rows: Sequence[dict[str, Any]], asked: ModelInputs) -> list[dict[str, Any]]:
     """Return rows of predictions with one for each bad one: null in place of the answers, and `error`."""
     left = iter(rows)
     empty = dict.fromkeys(rows[0], None) if rows else {}

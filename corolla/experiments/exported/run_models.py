@@ -11,9 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corolla.experiments.dry_run import known_shape
 from corolla.experiments.runs import RecordedRun
-from fl_app import tasks, wire
+from fl_app import tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, plain
 from fl_app.keys import nearest
@@ -21,7 +20,7 @@ from fl_app.model_card import FORMAT, Entries
 from fl_app.model_names import ModelNames
 from fl_app.server.properties import SAMPLES
 from fl_app.server.run_folder import FROZEN, INITIAL, MODELS, NAME, SHAPE
-from fl_app.sources import NODE
+from fl_app.transport import wire
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +83,7 @@ def client_id(run: RecordedRun, client: object) -> int:
     An integer is an id, and so is the text `id:3`. Another text may be an id in digits or a name. Raises UserError if
     the run has no such client, or if the text means more than one: clients choose their names themselves.
     """
-    count = run.summary["num-clients"]
+    count = int(run.settings["num-clients"])
     names = {int(i): plain(str(facts["name"])) for i, facts in run.clients.items() if facts.get("name")}
     if not isinstance(client, str):
         number = _integer(client)
@@ -189,7 +188,7 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
         there = sorted(p.stem for p in (path / MODELS).glob("*.safetensors"))
         hint = "" if client is None or config.collect_personal_models else COLLECT
         raise UserError(f"{path} holds no model {file_stem(client)!r}; it holds {', '.join(there) or 'none'}{hint}")
-    names, shape = weights.names_in(file), shape_of(run, config)
+    names, shape = weights.names_in(file), shape_of(run)
     for module in networks(config, shape, methods, names, _names_of_data(run)):
         layout = Layout.of(module)
         if names <= layout.names:
@@ -269,22 +268,16 @@ def networks(
     yield module
     method = methods[config.method]
     yield method.network(config, **shape, initial_weights=initial, names=of_data, tried=True)
-    if method.exported is not None:
-        yield method.exported(build, names)
+    if method.exported.network is not None:
+        yield method.exported.network(build, names)
 
 
-def shape_of(run: RecordedRun, config: RunConfig) -> Shape:
-    """Return the arguments of a run's model builder, as recorded; for runs of earlier versions, as derived from the data."""
+def shape_of(run: RecordedRun) -> Shape:
+    """Return the arguments of a run's model builder, as recorded. Raises UserError if they are not."""
     recorded = run.about.get(SHAPE)
-    if isinstance(recorded, dict):
-        return {**recorded, "input_shape": tuple(recorded.get("input_shape", ()))}
-    if (shape := known_shape(config)) is not None:
-        return shape
-    if config.dataset == NODE:
-        raise UserError(f"{run.path} does not record the shape of its nodes' data: an earlier version made it")
-    from fl_app import data
-
-    return data.prepare_for(config).info.model_arguments
+    if not isinstance(recorded, dict):
+        raise UserError(f"{run.path} does not record the shape of its data")
+    return {**recorded, "input_shape": tuple(recorded.get("input_shape", ()))}
 
 
 # Cards -----------------------------------------------------------------------------------------------------------------

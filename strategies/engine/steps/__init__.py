@@ -1,6 +1,7 @@
 """Steps between a round's uploads and the method, and after it: two lists that a run's config makes.
 
-Each step is a file with a function `step(config)`. It returns None if the config does not ask for the step.
+Each step is a file with a function `step(config)`. It returns None if the config does not ask for the step. Outlier screening
+(outliers.py) comes before them: it sees the uploads where they were collected, and remembers earlier rounds.
 """
 
 from __future__ import annotations

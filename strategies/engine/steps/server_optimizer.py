@@ -6,7 +6,8 @@ from typing import Any
 
 from fl_app.config import RunConfig
 from fl_app.layout import Model
-from strategies.base.server_half import ServerHalf, declares
+from strategies.base.declared import CHANGE_MODEL, declares_means
+from strategies.base.server_half import ServerHalf
 from strategies.base.state import State
 from strategies.base.uploads import StepAfter
 from strategies.kernels import afo
@@ -16,11 +17,10 @@ _NAMES = "server-optimizer."
 
 
 def fits(half: type[ServerHalf[Any]]) -> bool:
-    """Return whether a method declares `averages`, and no later override may set another model."""
+    """Return whether a method declares `Means.sets_model`, and no later override may set another model."""
     # FedAvg[Params] is FedAvg
-    return half.averages and declares(
-        getattr(half, "__origin__", half), "averages", ("update", "personalize", "download", "model_for")
-    )
+    whole = getattr(half, "__origin__", half)
+    return half.means.sets_model and declares_means(whole, *CHANGE_MODEL)
 
 
 def step(config: RunConfig) -> StepAfter | None:

@@ -22,25 +22,25 @@ from strategies.kernels.aggregate import Stack
 class ByColumn:
     """A rule for each parameter by itself.
 
-    mean(block, rows, liars): returns the mean of the chosen rows of a block of columns, float32 [w]. block: float32
-    [N, w]; rows: of the clients, at least one; liars: how many of them are assumed to lie. counts_liars: whether the
-    rule reads `liars`.
+    mean(block, rows, num_byzantine): returns the mean of the chosen rows of a block of columns, float32 [w]. block: float32
+    [N, w]; rows: of the clients, at least one; num_byzantine: how many of them are assumed to lie. counts_byzantine: whether the
+    rule reads `num_byzantine`.
     """
 
     mean: Callable[[Stack, NDArray[np.intp], int], NDArray[np.float32]]
-    counts_liars: bool = False
+    counts_byzantine: bool = False
 
 
 @dataclass(frozen=True)
 class ByDistance:
     """A rule that chooses or weights whole clients.
 
-    weights(distances, liars): returns the clients' weights in a mean, float64 [n]. distances: squared, between their
-    uploads, float64 [n, n]. liars, counts_liars: as for ByColumn.
+    weights(distances, num_byzantine): returns the clients' weights in a mean, float64 [n]. distances: squared, between their
+    uploads, float64 [n, n]. num_byzantine, counts_byzantine: as for ByColumn.
     """
 
     weights: Callable[[NDArray[np.float64], int], NDArray[np.float64]]
-    counts_liars: bool = False
+    counts_byzantine: bool = False
 
 
 RULES: frozenset[str] = frozenset(found.name.replace("_", "-") for found in pkgutil.iter_modules(__path__))

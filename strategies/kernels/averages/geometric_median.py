@@ -42,4 +42,4 @@ def geometric_weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
     return weights
 
 
-RULE = ByDistance(lambda distances, liars: geometric_weights(distances))
+RULE = ByDistance(lambda distances, num_byzantine: geometric_weights(distances))

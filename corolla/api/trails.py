@@ -1,0 +1,161 @@
+"""A run's trail at the server and its sites' audits, side by side (`corolla audit join`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corolla.experiments.runs import RecordedRun
+from deploy import audit
+from fl_app.errors import UserError, counted, listed, plain
+from fl_app.keys import Scalar
+from fl_app.server import trail
+from strategies import METHOD_PARAMS
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SiteAudit:
+    """A site's audit, as far as it is about a run.
+
+    given: its path as given. keys: fingerprints of the keys that its SuperNode started with. runs: its lines on the run, one
+    for each start. down, up: its lines on downloads and uploads, by Flower's id of the message.
+    """
+
+    given: Path
+    keys: frozenset[str]
+    runs: Sequence[Line]
+    down: Mapping[str, Line]
+    up: Mapping[str, Line]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The last hash of its data and numbers of samples, as it answered the server."""
+        return next((data for line in reversed([*self.up.values()]) if (data := _data(line))), {})
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The two sides. rows: a table for each message to a client. clients: one for each client. differences: in words."""
+
+    rows: list[dict[str, Any]]
+    clients: list[dict[str, Any]]
+    differences: list[str]
+
+
+def join(run: Path, audits: Iterable[Path]) -> Joined:
+    """Compare a run's trail with audits: files or the directories that hold them.
+
+    Raises UserError if the run has no trail, or if an audit was changed, cannot be read or is of none of the run's clients.
+    """
+    recorded, entries = RecordedRun(run, METHOD_PARAMS), trail.read(run)
+    if not entries:
+        raise UserError(f"{run}: has no {trail.FILE}: only a deployment's run has one, by this version or a later one")
+    runs = {entry["run"] for entry in entries}
+    asked = {entry["asked"]: entry["client"] for entry in entries}
+    sites: dict[int, SiteAudit] = {}
+    for path in audits:
+        found = _read(path, runs)
+        whose = {asked[name] for name in found.down if name in asked}
+        if len(whose) != 1:
+            what = "is of several clients" if whose else "has none of its messages"
+            raise UserError(
+                f"{path}: {what}; run {recorded.path.name} is {counted(len(runs), 'run')} of Flower: {listed(sorted(runs))}"
+            )
+        sites[whose.pop()] = found
+    rows = [_row(entry, sites.get(entry["client"])) for entry in entries]
+    by_client: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_client[row["client"]].append(row)
+    clients = [_client(i, own, sites.get(i)) for i, own in sorted(by_client.items())]
+    return Joined(rows, clients, list(_differences(recorded, rows, clients, sites)))
+
+
+def _read(path: Path, runs: set[str]) -> SiteAudit:
+    if not (path / audit.FILE if path.is_dir() else path).is_file():
+        raise UserError(f"{path}: is no audit, nor a directory with an {audit.FILE}")
+    # a copy of the file alone lacks the count of its lines
+    _ = audit.verify(path) if path.is_dir() else audit.chain_of(path)
+    lines = audit.entries(path)
+    mine = [line for line in lines if line.get("run") in runs]
+    by_kind: dict[str, list[Line]] = defaultdict(list)
+    for line in mine:
+        by_kind[line["kind"]].append(line)
+    down, up = ({line["sha256"]: line for line in by_kind[kind]} for kind in ("download", "upload"))
+    keys = frozenset(key for line in lines if line["kind"] == "start" and (key := line.get("key")))
+    return SiteAudit(path, keys, by_kind["run"], down, up)
+
+
+def _row(entry: Mapping[str, Any], site: SiteAudit | None) -> dict[str, Any]:
+    """Return a message's row: the server's entry, and whether the site has the message and the answer. None: no audit."""
+    down = None if site is None else entry["asked"] in site.down
+    up = None if site is None or not entry["answer"] or entry.get("cause") else entry["answer"] in site.up
+    return {**entry, "site-received": down, "site-answered": up}
+
+
+def _client(client: int, rows: Sequence[Mapping[str, Any]], site: SiteAudit | None) -> dict[str, Any]:
+    last = rows[-1]
+    return {
+        "client": client,
+        "name": last["name"],
+        "supernode": last["supernode"],
+        "keys": sorted({row["key"] for row in rows}),
+        "runs": sorted({row["run"] for row in rows}),
+        "messages": len(rows),
+        "answers": sum(bool(row["answer"]) and not row.get("cause") for row in rows),
+        "audit": "" if site is None else str(site.given),
+        "submitters": [] if site is None else sorted({str(line.get("submitter", "")) for line in site.runs} - {""}),
+        **({} if site is None else site.data),
+    }
+
+
+def _differences(
+    run: RecordedRun,
+    rows: Sequence[Mapping[str, Any]],
+    clients: Sequence[Mapping[str, Any]],
+    sites: Mapping[int, SiteAudit],
+) -> Iterator[str]:
+    called = {
+        each["client"]: f"client {each['client']}" + f" ({plain(each['name'])})" * bool(each["name"])
+        for each in clients
+    }
+    yield from (f"{called[each['client']]}: no audit of it was given" for each in clients if not each["audit"])
+    for row in rows:
+        what = f"{called[row['client']]}, round {row['round']}, {row['message']}"
+        if row["site-received"] is False:
+            yield f"{what}: the server has sent {row['asked']}, its audit has no such download"
+        if row["site-answered"] is False:
+            yield f"{what}: the server has the answer {row['answer']}, its audit has no such upload"
+    known, kinds = {row["answer"] for row in rows}, {row["message"] for row in rows}
+    keys_of = {each["client"]: each["keys"] for each in clients}
+    for client, site in sites.items():
+        who = called[client]
+        for name, line in site.up.items():
+            if name not in known and line.get("message") in kinds:
+                what = f"{who}, round {line.get('round')}, {line['message']}"
+                yield f"{what}: its audit has the upload {name}, the server has no such answer"
+        if site.keys and not {*keys_of[client]} <= site.keys:
+            keys = listed(keys_of[client]), listed(sorted(site.keys))
+            yield f"{who}: the server knows it by the key {keys[0]}, its SuperNode has started with {keys[1]}"
+        for line in site.runs:
+            if line["refusal"] in ("", "waits for approval"):
+                yield from (f"{who}: {text}" for text in _config_differences(run, line["config"]))
+
+
+def _config_differences(run: RecordedRun, theirs: Mapping[str, Scalar]) -> Iterator[str]:
+    """Yield the keys whose value at the site is not the run's. Keys that a resumed run may change are left out."""
+    for spec, value in run.config.own_keys():
+        if (
+            not spec.may_change_on_resume
+            and spec.name != "num-clients"
+            and (there := theirs.get(spec.name, spec.default)) != value
+        ):
+            yield f"{spec.name} is {value!r} in the run's folder, {there!r} in its audit"
+
+
+def _data(line: Line) -> dict[str, Any]:
+    return {name: line[name] for name in ("data-sha256", "train-samples", "test-samples") if name in line}

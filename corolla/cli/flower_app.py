@@ -1,0 +1,67 @@
+"""`corolla flower init`: a Flower app of one's own with a method of Corolla."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from corolla.api.console import console
+from corolla.cli.options import QuietOption
+from fl_app.errors import UserError, listed
+from fl_app.transport.app_bundle import APP_DIRECTORY
+
+app = typer.Typer(no_args_is_help=True, help="Flower apps of your own with a method of Corolla.")
+# in a clone and in a wheel
+_PLACES = APP_DIRECTORY / "examples" / "flower", APP_DIRECTORY / "corolla" / "flower" / "examples"
+_STRATEGY = "FedCAC(beta=3, "
+# what the lines of a loop replace
+_LINES = {
+    "objective": ("loss.backward()", "corolla.flower.objective(loss, net).backward()"),
+    "epochs": ("range(epochs)", "range(corolla.flower.epochs(epochs))"),
+}
+
+
+@app.command("init", epilog="Example: corolla flower init my-app --method fedcac")
+def init(
+    directory: Annotated[Path, typer.Argument(help="The app's directory, which is made.")],
+    method: Annotated[str, typer.Option(help="A method of `corolla methods`.")] = "fedcac",
+    quiet: QuietOption = False,
+) -> None:
+    """Write a Flower app in PyTorch whose server uses a method, and whose client app has its mod."""
+    from corolla.flower.abilities import ability
+    from corolla.flower.strategy_classes import name_of
+    from corolla.flower.training_loop import beyond_app
+    from strategies import METHODS
+
+    if method not in METHODS:
+        raise UserError(key="method", rule=f"must be one of {listed(list(METHODS), most=len(METHODS))}", value=method)
+    found = ability(method)
+    if found.beyond:
+        raise beyond_app(method, found.beyond)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(key="DIRECTORY", rule="must not exist, or be empty", value=str(directory))
+    place = next(place for place in _PLACES if place.is_dir()) / "pytorch"
+    for path in sorted(place.rglob("*")):
+        if path.suffix in (".py", ".toml"):
+            target = directory / path.relative_to(place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_with_method(path.read_text("utf-8"), name_of(method), found.lines), "utf-8")
+    lines = ["export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", f"flwr run {directory} --stream"]
+    console.print(
+        escape("\n".join([f"{directory}: a Flower app with {name_of(method)}; start it by", *lines])), soft_wrap=True
+    )
+
+
+def _with_method(text: str, name: str, lines: frozenset[str]) -> str:
+    """Return a file of the example with another strategy, and with the lines that this needs in the training loop."""
+    if name not in _STRATEGY:
+        text = text.replace(_STRATEGY, f"{name}(").replace("import FedCAC", f"import {name}")
+    for line in lines:
+        before, after = _LINES[line]
+        if before in text and "import corolla.flower\n" not in text:
+            text = text.replace("\nimport numpy", "\nimport corolla.flower\nimport numpy", 1)
+        text = text.replace(before, after)
+    return text

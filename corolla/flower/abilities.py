@@ -1,0 +1,116 @@
+"""The methods that a Flower app of a user's own can run, and the lines that their training loops need: found by trying each."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from corolla.flower.client_mod import App, ClientTurn
+from corolla.flower.strategy_classes import name_of, strategy_class
+from corolla.flower.training_loop import BEYOND_APP, LACKS_LINE, current_wishes
+from fl_app.errors import UserError
+from fl_app.transport.flower import ArrayRecord, ClientApp, Context, Message, MetricRecord, RecordDict
+from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import named_record
+from strategies import METHODS
+
+_ROUNDS, _CLIENTS = 3, 3
+
+
+@dataclass(frozen=True)
+class Ability:
+    """What a method needs of an app. lines: functions that its training loop calls. beyond: why no app can run it, or ""."""
+
+    lines: frozenset[str] = frozenset()
+    beyond: str = ""
+
+
+@functools.cache
+def ability(method: str) -> Ability:
+    """Return what a method with default keys needs, found by running it with a model of two layers."""
+    lines = frozenset[str]()
+    while True:
+        error = _tried(method, lines)
+        if error is None:
+            return Ability(lines)
+        if error.rule == BEYOND_APP:
+            return Ability(lines, str(error.value))
+        lines |= {error.key}
+
+
+def table() -> str:
+    """Return a Markdown table of all methods: their class, and what they need of the training loop."""
+    rows = ["| method | class | training loop |", "|---|---|---|"]
+    for method in METHODS:
+        found = ability(method)
+        lines = ", ".join(f"`{line}`" for line in sorted(found.lines, reverse=True))
+        needs = f"not possible: it {found.beyond}" if found.beyond else f"calls {lines}" if lines else "any"
+        rows.append(f"| `{method}` | {'' if found.beyond else f'`{name_of(method)}`'} | {needs} |")
+    return "\n".join(rows)
+
+
+def _tried(method: str, lines: frozenset[str]) -> UserError | None:
+    """Run a method with an app whose loop calls these functions. Return the client's error that every client would have."""
+    errors: list[UserError] = []
+
+    def mod(message: Message, context: Context, call_next: App) -> Message:
+        try:
+            turn = ClientTurn(message, context, call_next)
+            return turn.train() if message.metadata.message_type == "train" else turn.evaluate()
+        except UserError as error:
+            errors.append(error)
+            raise
+
+    app = ClientApp(mods=[mod])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        wishes = current_wishes()
+        assert wishes is not None
+        wishes.asked |= lines
+        draw = np.random.default_rng(context.node_id)
+        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}  # type: ignore[union-attr]
+        moved = {name: (array + draw.normal(size=array.shape)).astype(np.float32) for name, array in arrays.items()}
+        metrics = MetricRecord({"num-examples": 10})
+        return Message(RecordDict({"arrays": named_record(moved), "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 10})}), reply_to=message)
+
+    with _silence():
+        try:
+            strategy_class(name_of(method))().start(InProcessGrid(app, {}, _CLIENTS), _model(), _ROUNDS)
+        except UserError as error:
+            errors.append(error)
+    if errors and errors[0].rule not in (BEYOND_APP, LACKS_LINE):
+        raise errors[0]
+    return errors[0] if errors else None
+
+
+def _model() -> ArrayRecord:
+    draw = np.random.default_rng(0)
+    shapes = {
+        "body.weight": (4, 6),
+        "body.bias": (4,),
+        "norm.weight": (4,),
+        "norm.running_mean": (4,),
+        "head.weight": (3, 4),
+        "head.bias": (3,),
+    }
+    return named_record({name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

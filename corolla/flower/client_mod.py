@@ -1,0 +1,220 @@
+"""The client's part of a method, around the train and evaluate functions of a user's own app: `ClientApp(mods=[personalize])`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, AppForm
+from corolla.flower.training_loop import ENDS_RUN, AppTrainer, Wishes
+from fl_app.config import parse
+from fl_app.errors import UserError, describe, listed
+from fl_app.layout import NOTHING, Layout, Model
+from fl_app.transport import wire
+from fl_app.transport.flower import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from strategies import METHOD_PARAMS, METHODS
+from strategies.base import LocalUpdate, RoundContext
+
+log = logging.getLogger("flwr")
+
+App = Callable[[Message, Context], Message]
+_UNKNOWN = -1
+# the initial values of the tensors that stay, among a client's arrays
+_FIRST = "first.params", "first.buffers"
+
+
+@dataclass
+class AppState:
+    """What a client keeps of a method between its rounds, in Flower's `context.state`."""
+
+    arrays: MutableMapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, context: Context) -> AppState:
+        """Return the state of the client whose context this is."""
+        record: Any = context.state[HEADER] if HEADER in context.state else {}
+        return cls({name: array.numpy() for name, array in record.items()})
+
+    def keep(self, context: Context) -> None:
+        """Store the state. It replaces the state before."""
+        context.state[HEADER] = wire.named_record({name: np.asarray(array) for name, array in self.arrays.items()})
+
+
+@functools.lru_cache(maxsize=4)
+def _run(text: str) -> tuple[Any, Any, AppForm, frozenset[str], str, str]:
+    """Return what all messages of a run say: config, method, form, what travels, and the keys of the records."""
+    said = json.loads(text)
+    name = said["keys"]["method"]
+    config = parse(said["keys"], METHOD_PARAMS.of(name))
+    form = AppForm.from_json(said["form"])
+    return config, METHODS[name], form, frozenset(said["travels"]), said["arrays"], said["weight"]
+
+
+def personalize(message: Message, context: Context, call_next: App) -> Message:
+    """Do a method's part of a client's round around the user's own train and evaluate functions.
+
+    They see the message that Flower's FedAvg would send, with the model that the method trains or evaluates. Messages of other
+    strategies pass unchanged.
+    """
+    if HEADER not in message.content:
+        return call_next(message, context)
+
+    def app(message: Message, context: Context) -> Message:
+        try:
+            return call_next(message, context)
+        except Exception as error:
+            own.append(error)
+            raise
+
+    own: list[Exception] = []
+    try:
+        turn = ClientTurn(message, context, app)
+        return turn.train() if message.metadata.message_type.partition(".")[0] == "train" else turn.evaluate()
+    except Exception as error:
+        if error in own:
+            raise
+        log.error("corolla: %s", error, exc_info=None if isinstance(error, UserError) else error)
+        told = {wire.ERROR: str(error) if isinstance(error, UserError) else describe(error)}
+        ends = isinstance(error, UserError) and error.rule in ENDS_RUN
+        return Message(wire.fit_reply([], 0, told | ({REFUSED: True} if ends else {})), reply_to=message)
+
+
+class AppContext(RoundContext[Any]):
+    """The context of a client half in an app. The number of samples is known once the app has replied."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute. Raises UserError for a number of samples that is not known."""
+        value = super().__getattribute__(name)
+        if name == "num_samples" and value == _UNKNOWN:
+            raise self.trainer.refusal("the number of samples before training")  # type: ignore[attr-defined]
+        return value
+
+
+class ClientTurn:
+    """One message's turn on a client."""
+
+    def __init__(self, message: Message, context: Context, call_next: App) -> None:
+        self.message, self.context, self.call_next = message, context, call_next
+        content = message.content
+        header: Any = content.pop(HEADER)
+        self.config, method, self.form, shared, self.key, self.weight = _run(str(header["run"]))
+        self.layout: Layout = self.form.layout
+        self.update: LocalUpdate[Any] = method.local_update()
+        self.state = AppState.of(context)
+        extras: Any = content.pop(EXTRAS, {})
+        initial: Any = content.pop(INITIAL, None)
+        sent: Any = content[self.key]
+        self.sent = sent
+        travelling = self.layout.subset(shared)
+        self.constants = {name: sent[name] for name in self.form.constants if name in sent}
+        self.received = NOTHING
+        if travelling.names and travelling.names <= set(sent):
+            self.received = self.form.read(travelling, sent, "download")
+        self.stays = self.layout.subset(self.layout.names - shared)
+        if initial is not None and _FIRST[0] not in self.state.arrays:
+            first = self.form.read(self.stays, initial, "download")
+            self.state.arrays.update(zip(_FIRST, (first.params, first.buffers), strict=True))
+        # the records that the user's functions are given besides the arrays
+        self.given = {name: record for name, record in content.items() if name != self.key}
+        self.reply: Message | None = None
+        self.trainer = AppTrainer(self.config.method, self._train)
+        self.ctx = AppContext(
+            config=self.config,
+            params=self.config.params,
+            round=int(header["round"]),
+            client_id=int(header["client"]),
+            layout=self.layout,
+            shared=shared,
+            initial=self._initial,
+            trainer=self.trainer,
+            num_samples=_UNKNOWN,
+            extras={name: array.numpy() for name, array in extras.items()},
+        )
+
+    def train(self) -> Message:
+        """Merge, let the user's function train, and reply with the upload."""
+        update, state, ctx = self.update, self.state, self.ctx
+        start = update.merge(self.received, state, ctx)
+        trained = update.train(start, state, ctx)
+        reply = self.reply
+        if reply is None:
+            raise UserError(f"method {self.config.method}: it has not trained")
+        if reply.has_error():
+            return reply
+        ctx = dataclasses.replace(ctx, num_samples=self.num_samples)
+        update.keep_local(trained, state, ctx)
+        upload = update.upload(start, trained, state, ctx)
+        try:
+            wire.check_finite({"params": upload.model.params, "buffers": upload.model.buffers, **upload.extras})
+        except wire.WireError as error:
+            raise UserError(f"the trained model: {error}") from None
+        # only now: a round that failed must leave no trace
+        state.keep(self.context)
+        records = {name: record for name, record in reply.content.items() if not isinstance(record, ArrayRecord)}
+        reply.content = RecordDict({**records, **wire.upload_message(upload)})
+        return reply
+
+    def evaluate(self) -> Message:
+        """Let the user's function evaluate the model that the client would use."""
+        start = self.update.merge(self.received, self.state, self.ctx)
+        return self._call(self.update.personal(start, self.state, self.ctx))
+
+    @property
+    def num_samples(self) -> int:
+        """The number of training samples that the user's function has reported."""
+        assert self.reply is not None
+        for record in self.reply.content.values():
+            if isinstance(record, MetricRecord) and self.weight in record:
+                return int(record[self.weight])  # type: ignore[arg-type]
+        raise UserError(
+            key="reply", rule=f"must have a MetricRecord with {self.weight!r}, the number of training samples"
+        )
+
+    def _call(self, model: Model) -> Message:
+        """Call the user's function with a model, and return its reply."""
+        # where nothing stays on the client, a method may train from just what was sent
+        unchanged = model is self.received and not self.stays.names
+        arrays = ArrayRecord(dict(self.sent)) if unchanged else self.form.record(self.layout, model, self.constants)
+        # the function may change what it is given, and a method may call it twice
+        given = {
+            name: ConfigRecord(dict(record)) if isinstance(record, ConfigRecord) else record
+            for name, record in self.given.items()
+        }
+        self.message.content = RecordDict({self.key: arrays, **given})
+        return self.call_next(self.message, self.context)
+
+    def _train(self, start: Model, wishes: Wishes) -> Model:
+        """Return the model that the user's function makes of another one. After its error: the same model."""
+        wishes.names = [slot.name for slot in self.layout.params]
+        with wishes.told():
+            reply = self.reply = self._call(start)
+        if reply.has_error():
+            return start
+        wishes.check(self.config.method)
+        records = [record for record in reply.content.values() if isinstance(record, ArrayRecord)]
+        own = reply.content[self.key] if self.key in reply.content else records[0] if len(records) == 1 else None
+        if not isinstance(own, ArrayRecord):
+            raise UserError(
+                key="reply", rule=f"must have an ArrayRecord {self.key!r}", value=listed(list(reply.content))
+            )
+        return self.form.read(self.layout, own, "reply")
+
+    def _initial(self) -> Model:
+        """Return a model with the initial values of the tensors that stay. The others are zero: they are always sent."""
+        if self.stays.names and _FIRST[0] not in self.state.arrays:
+            raise UserError(
+                "this client's state is lost (a SuperNode keeps it in memory); the strategy sends its first model again"
+            )
+        base = Model(np.zeros(self.layout.d, np.float32), np.zeros(self.layout.b, np.float32))
+        if not self.stays.names:
+            return base
+        first = Model(*(self.state.arrays[name] for name in _FIRST))
+        return self.layout.put(base, first, self.stays.names)

@@ -1,0 +1,157 @@
+"""The messages between strategy and mod: the user's own records, and beside them one record that only the two read.
+
+A download has the user's ArrayRecord, with the tensors that travel, and the user's ConfigRecord. `HEADER` says what the mod needs.
+`EXTRAS` has the method's further arrays, and `INITIAL` the tensors that stay on a client, for a client that has none yet. An
+upload has the user's metrics and Corolla's own upload (fl_app/transport/wire.py).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fl_app.errors import UserError, listed
+from fl_app.layout import Layout, Model, Slot, Split, packed
+from fl_app.transport.flower import ArrayRecord
+from fl_app.transport.wire import named_record, viewed
+
+HEADER, EXTRAS, INITIAL = "corolla", "corolla-extras", "corolla-initial"
+# Metric beside an error: no client of the app can run the method.
+REFUSED = "refused"
+STATISTICS = ("*running_mean", "*running_var")
+"""Names of the tensors that are no parameters: BatchNorm's running statistics, as PyTorch names them."""
+
+
+@dataclass(frozen=True)
+class AppForm:
+    """The tensors of the user's model, known by their names, shapes and dtypes alone.
+
+    layout: of the tensors of floats. dtypes: of all tensors by name, in the user's order; those that are no floats are sent as they
+    were at the start.
+    """
+
+    layout: Layout
+    dtypes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, arrays: ArrayRecord, statistics: Sequence[str] = STATISTICS, classifier: Sequence[str] = ()) -> AppForm:
+        """Return the form of an ArrayRecord. statistics, classifier: names, or patterns such as `fc.*`.
+
+        Raises UserError for arrays that Corolla cannot compute with, and for a pattern that fits no tensor.
+        """
+        dtypes, shapes = {}, {}
+        for name, array in arrays.items():
+            try:
+                is_float = np.dtype(array.dtype).kind == "f"
+            except TypeError:
+                raise UserError(key=name, rule="must have a dtype of NumPy's", value=array.dtype) from None
+            dtypes[name] = array.dtype
+            if is_float:
+                shapes[name] = tuple(array.shape)
+        if not shapes:
+            raise UserError(key="initial_arrays", rule="must have an array of floats", value=listed(list(dtypes)))
+        among = _matching("statistics", statistics if statistics != STATISTICS else (), shapes) or {
+            name for name in shapes if any(fnmatch.fnmatchcase(name, pattern) for pattern in statistics)
+        }
+        params = packed((name, shape) for name, shape in shapes.items() if name not in among)
+        paths = {_path(name) for name in among}
+        layout = Layout(
+            params,
+            packed((name, shapes[name]) for name in shapes if name in among),
+            batchnorm=frozenset(name for name in shapes if _path(name) in paths),
+        )
+        split = _split({slot.name: slot for slot in params}, _matching("classifier", classifier, shapes))
+        return cls(_with_split(layout, split), dtypes)
+
+    @cached_property
+    def constants(self) -> list[str]:
+        """Names of the tensors that are no floats."""
+        return [name for name in self.dtypes if name not in self.layout.names]
+
+    def record(self, layout: Layout, model: Model, constants: Mapping[str, Any]) -> ArrayRecord:
+        """Return a model's tensors, and the constants, as the user's record: in the user's order and dtypes.
+
+        layout: of the model, a subset of the whole layout.
+        """
+        tensors = layout.tensors(model) if model.params.size + model.buffers.size else {}
+        arrays = {name: tensor.astype(self.dtypes[name], copy=False) for name, tensor in tensors.items()}
+        made = {**named_record(arrays), **constants}
+        return ArrayRecord({name: made[name] for name in self.dtypes if name in made})
+
+    def read(self, layout: Layout, record: ArrayRecord, whose: str) -> Model:
+        """Return the model in a record. Raises UserError unless all tensors of the layout are there, in their shapes."""
+        slots = (*layout.params, *layout.buffers)
+        if lacking := [slot.name for slot in slots if slot.name not in record]:
+            raise UserError(key=whose, rule=f"must have the arrays of the message; {listed(lacking)} missing")
+        for slot in slots:
+            if tuple(record[slot.name].shape) != slot.shape:
+                raise UserError(
+                    key=f"{whose}: {slot.name}", rule=f"must have shape {slot.shape}", value=record[slot.name].shape
+                )
+        return layout.model({slot.name: viewed(record[slot.name]) for slot in slots})
+
+    def to_json(self) -> str:
+        """Return the form as JSON, for the mod."""
+        layout = self.layout
+        return json.dumps(
+            {
+                "params": [[slot.name, slot.shape] for slot in layout.params],
+                "buffers": [[slot.name, slot.shape] for slot in layout.buffers],
+                "batchnorm": sorted(layout.batchnorm),
+                "classifier": sorted(layout.classifier),
+                "layer": layout.split.layer,
+                "fault": layout.split.fault,
+                "dtypes": self.dtypes,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> AppForm:
+        """Return the form that `to_json` wrote."""
+        said = json.loads(text)
+        params, buffers = (packed((name, tuple(shape)) for name, shape in said[part]) for part in ("params", "buffers"))
+        split = Split(frozenset(said["classifier"]), said["layer"], fault=said["fault"])
+        return cls(_with_split(Layout(params, buffers, batchnorm=frozenset(said["batchnorm"])), split), said["dtypes"])
+
+
+def _path(name: str) -> str:
+    """Return the path of the module that a tensor belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _matching(key: str, patterns: Sequence[str], names: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names that fit a pattern. Raises UserError for a pattern that fits none."""
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            raise UserError(key=key, rule=f"must name arrays of floats: {listed(list(names))}", value=pattern)
+        found.update(fitting)
+    return frozenset(found)
+
+
+def _split(params: Mapping[str, Slot], chosen: frozenset[str]) -> Split:
+    """Return the model's split. chosen: the classifier; empty: the module of the last weight of two or more dimensions."""
+    weights = [name for name, slot in params.items() if len(slot.shape) > 1]
+    path = _path(weights[-1]) if weights else ""
+    if not (chosen or path):
+        return Split(fault="the names of its arrays do not tell the classifier")
+    return _of_names(params, chosen or frozenset(name for name in params if _path(name) == path))
+
+
+def _of_names(params: Mapping[str, Slot], classifier: frozenset[str]) -> Split:
+    """Return the split with this classifier. It counts as one linear layer if it is a matrix and at most a vector of a module."""
+    paths = {_path(name) for name in classifier}
+    shapes = {name.rpartition(".")[2]: params[name].shape for name in classifier if name in params}
+    linear = len(paths) == 1 and {"weight"} <= set(shapes) <= {"weight", "bias"} and len(shapes["weight"]) == 2
+    return Split(classifier, min(paths) if len(paths) == 1 else None, linear)
+
+
+def _with_split(layout: Layout, split: Split) -> Layout:
+    return Layout(layout.params, layout.buffers, split.classifier & layout.names, layout.batchnorm, split=split)

@@ -1,0 +1,400 @@
+"""The server's part of a method as a strategy of a user's own app: Flower's FedAvg with the method's downloads and update."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, STATISTICS, AppForm
+from corolla.flower.training_loop import beyond_app
+from fl_app.config import RunConfig, parse
+from fl_app.errors import MethodFault, UserError, listed
+from fl_app.keys import Scalar, specs, table_of
+from fl_app.known_names import CLIENT_NAME
+from fl_app.layout import Model
+from fl_app.server.record import check_count
+from fl_app.server.run_folder import RunFolder
+from fl_app.transport import wire
+from fl_app.transport.flower import (
+    ArrayRecord,
+    ConfigRecord,
+    FedAvg,
+    Grid,
+    Message,
+    MetricRecord,
+    RecordDict,
+    Result,
+)
+from strategies import METHOD_PARAMS, METHODS
+from strategies.base import AnyMethod, State
+from strategies.base.server_half import ServerHalf
+from strategies.engine.attempt import RoundAttempt, failure_lines
+from strategies.engine.plain import PlainRounds
+
+MOD = "app = ClientApp(mods=[personalize])  # from corolla.flower import personalize"
+"""The line of a client app that the strategies need."""
+RUN_KEYS = {
+    spec.field: spec
+    for spec in specs(RunConfig)
+    if spec.name
+    in (
+        "seed",
+        "robust",
+        "byzantine-ratio",
+        "max-update-norm",
+        "max-size-weight",
+        "server-optimizer",
+        "server-learning-rate",
+        "server-beta1",
+        "server-beta2",
+        "server-tau",
+        "server-memory-limit",
+        "local-epochs",
+    )
+}
+"""The keys of a run that a strategy takes besides those of its method, by argument."""
+_NO_SECAGG = (
+    "Flower's secure aggregation is among the mods: it hides single models, and no strategy runs its rounds; `corolla run` has "
+    "private runs"
+)
+_UNKNOWN = -1
+OF_FLOWER = tuple(inspect.signature(FedAvg.__init__).parameters)[1:]
+log = logging.getLogger("flwr")
+
+
+class MethodStrategy(FedAvg):
+    """A method of Corolla as a Flower strategy. Its client app needs the mod `personalize`.
+
+    Its arguments are those of Flower's FedAvg, the method's keys and `RUN_KEYS`, with _ for -, and:
+
+    - `classifier`: names or patterns of the classifier's arrays. Default: the last module with a weight of two or more dimensions.
+    - `statistics`: those of arrays that are no parameters. Default: BatchNorm's running statistics in PyTorch.
+
+    Raises UserError for arguments that the method does not have or cannot combine.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(
+        self, *, classifier: Sequence[str] = (), statistics: Sequence[str] = STATISTICS, **arguments: Any
+    ) -> None:
+        if why := beyond(METHODS[self.method]):
+            raise beyond_app(self.method, why)
+        super().__init__(**{name: arguments.pop(name) for name in OF_FLOWER if name in arguments})
+        self.classifier, self.statistics = classifier, statistics
+        self.keys = _keys(self.method, arguments)
+        self.numbers: dict[int, int] = {}
+        self._with_state: set[int] = set()
+        self._loaded: Mapping[str, Any] = {}
+        self._rounds = self._before = 0
+        self._asked: list[Any] = []
+        self._server: ServerHalf[Any] | None = None
+        # rules that hold whatever the federation
+        METHODS[self.method].check(self._config(2**31, 2**31))
+
+    # Flower's hooks
+
+    def summary(self) -> None:
+        """Log the method and its keys beside what Flower's FedAvg logs."""
+        log.info("\t├──> Method: %s %s", self.method, dict(sorted(self.keys.items())) or "")
+        super().summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds as Flower does. After `load_state_dict` they follow the rounds of that state."""
+        if self._server is not None:
+            # a second call goes on from the first
+            self._loaded, self._server = self.state_dict(), None
+        self._rounds = num_rounds
+        self._begin(initial_arrays)
+        try:
+            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        finally:
+            self._rounds = 0
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample nodes as FedAvg does, and return a message to each with its download."""
+        self._meet(grid.get_node_ids())
+        messages = self._sorted(super().configure_train(server_round, arrays, config, grid))
+        ids = self._meet(message.metadata.dst_node_id for message in messages)
+        turn = RoundAttempt(self.config, self._before + server_round, connected=ids, declared=self._declared)
+        self.server.begin(turn)
+        turn.buffer = self.protocol.open(turn, ids)
+        self.turn = turn
+        return self._messages(messages, "train")
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Drop bad uploads by name, and let the method make its next state of the others. Without any, nothing changes.
+
+        Return the global model, None if the method has none, and the aggregated metrics. Raises UserError if no node has the mod.
+        """
+        turn, told, refused = self.turn, dict[int, RecordDict](), False
+        for message in replies:
+            client_id = self._client_of(message)
+            try:
+                upload, metrics = self._uploaded(client_id, message)
+                turn.buffer.add(client_id, upload, {})
+                self._with_state.add(client_id)
+                told[client_id] = metrics
+            except MethodFault:
+                raise
+            except Exception as error:
+                refused |= isinstance(error, AppRefusal)
+                # it may have lost what it kept
+                self._with_state.discard(client_id)
+                turn.buffer.skip(client_id)
+                turn.fail(client_id, f"round {turn.round}", "dropped", error)
+        log.info("aggregate_train: Received %s results and %s failures", len(told), len(turn.failures))
+        if not told:
+            if turn.failures and (refused or not self.server.state.round):
+                advice = "" if refused else f"; the client app needs the line {MOD}, with other mods behind personalize"
+                told_by = "\n  ".join(failure_lines([turn]))
+                raise UserError(
+                    f"round {turn.round} has no usable upload{advice}\n  {told_by}",
+                    key="client app",
+                    rule="usable uploads",
+                )
+            return None, None
+        self.protocol.advance(turn, self.protocol.screen(turn))
+        metrics_of_all = self.train_metrics_aggr_fn([told[i] for i in sorted(told)], self.weighted_by_key)
+        shared = self.server.exported()
+        return None if shared is None else self._record(shared), metrics_of_all
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample nodes as FedAvg does. Each evaluates the model that it would use."""
+        messages = self._sorted(super().configure_evaluate(server_round, arrays, config, grid))
+        ids = self._meet(message.metadata.dst_node_id for message in messages)
+        self.turn = RoundAttempt(self.config, self.server.state.round, connected=ids, declared=self._declared)
+        self.server.begin(self.turn)
+        return self._messages(messages, "evaluate")
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Aggregate the metrics of the replies, and name the nodes that failed."""
+        usable = []
+        for message in replies:
+            if message.has_error() or wire.RESULT in message.content:
+                client_id = self._client_of(message)
+                self._with_state.discard(client_id)
+                self.turn.fail(client_id, "evaluation", "failed", wire.WireError(_error_of(message)))
+            else:
+                usable.append(message)
+        return super().aggregate_evaluate(
+            server_round, sorted(usable, key=lambda message: message.metadata.src_node_id)
+        )
+
+    # The state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the strategy knows between rounds: plain values and NumPy arrays. What clients keep is not in it."""
+        state = self.server.state
+        return {
+            "method": self.method,
+            "round": state.round,
+            "nodes": dict(self.numbers),
+            "with-state": sorted(self._with_state),
+            "model": {"params": state.model.params, "buffers": state.model.buffers},
+            "clients": {client_id: dict(arrays) for client_id, arrays in state.clients.items()},
+            "memory": dict(state.memory),
+            "screening": self.protocol.saved(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next `start` go on from such a state. Raises UserError for that of another method."""
+        if state["method"] != self.method:
+            raise UserError(key="state", rule=f"must be of method {self.method}", value=state["method"])
+        self._loaded, self._server = state, None
+
+    def personal_arrays(self, node_id: int) -> ArrayRecord:
+        """Return the model that a node is sent after the last round: the arrays that travel.
+
+        Raises KeyError for a node that the strategy has not met.
+        """
+        model = self.server.exported(self.numbers[node_id])
+        return ArrayRecord() if model is None else self._record(model)
+
+    @property
+    def server(self) -> ServerHalf[Any]:
+        """The method's server half. Raises UserError before `start`."""
+        if self._server is None:
+            raise UserError(f"{type(self).__name__}: it has no state before start()")
+        return self._server
+
+    # Its parts
+
+    def _config(self, clients: int, rounds: int) -> RunConfig:
+        run: dict[str, Scalar] = {
+            "method": self.method,
+            "num-clients": clients,
+            "num-server-rounds": rounds,
+            "min-results": 0.0,
+        }
+        return parse(run | self.keys, METHOD_PARAMS.of(self.method))
+
+    def _begin(self, arrays: ArrayRecord) -> None:
+        """Make the method's server half around the user's arrays, in the state that was loaded."""
+        method, state = METHODS[self.method], self._loaded
+        self.form = form = AppForm.of(arrays, self.statistics, self.classifier)
+        self.constants = {name: arrays[name] for name in form.constants}
+        self._before = int(state.get("round", 0))
+        self.config = self._config(1, self._before + self._rounds)
+        shared = method.travelling(self.config, form.layout)
+        initial = form.read(form.layout, arrays, "initial_arrays")
+        self._directory = tempfile.TemporaryDirectory(prefix="corolla-")
+        folder = RunFolder(Path(self._directory.name), "flower-app")
+        self._server = server = method.server(self.config, form.layout, initial, shared, folder)
+        self.protocol = PlainRounds(server)
+        stays = form.layout.subset(form.layout.names - shared)
+        self.initial = form.record(stays, form.layout.take(initial, stays.names), {}) if stays.names else None
+        self.run = {
+            "keys": {},
+            "form": form.to_json(),
+            "travels": sorted(shared),
+            "arrays": self.arrayrecord_key,
+            "weight": self.weighted_by_key,
+        }
+        if state:
+            self.numbers, self._with_state = dict(state["nodes"]), set(state["with-state"])
+            clients = {int(client_id): dict(arrays) for client_id, arrays in state["clients"].items()}
+            model = Model(state["model"]["params"], state["model"]["buffers"])
+            server.state = State(model, clients, dict(state["memory"]), self._before)
+            self.protocol.restore(state["screening"])
+
+    def _meet(self, node_ids: Iterable[int]) -> list[int]:
+        """Return the numbers of nodes, sorted. New nodes get the next ones, in the order of their ids."""
+        if not self._rounds:
+            raise UserError(
+                f"{type(self).__name__}: its own start() must run the rounds. A strategy around it, such as Flower's differential "
+                "privacy, would change the arrays of single nodes, which it does not see; a mod inside personalize can"
+            )
+        nodes = sorted(node_ids)
+        for node in nodes:
+            self.numbers.setdefault(node, len(self.numbers))
+        if len(self.numbers) > self.config.num_clients or not self.run["keys"]:
+            self.config = self._config(max(1, len(self.numbers)), self._before + self._rounds)
+            self.server.config = self.protocol.config = self.config
+            self.run["keys"] = {
+                **self.keys,
+                "method": self.method,
+                "num-clients": self.config.num_clients,
+                "num-server-rounds": self.config.num_server_rounds,
+            }
+            self.header = json.dumps(self.run)
+        return sorted(self.numbers[node] for node in nodes)
+
+    @property
+    def _declared(self) -> dict[int, dict[str, Scalar]]:
+        names = {client_id: f"node {node}" for node, client_id in self.numbers.items()} | {_UNKNOWN: "unknown node"}
+        return {client_id: {CLIENT_NAME: name} for client_id, name in names.items()}
+
+    def _client_of(self, message: Message) -> int:
+        """Return the number of the client that has sent a reply. An error may come from the SuperLink in its place."""
+        said = message.metadata
+        if (client_id := self.numbers.get(said.src_node_id)) is not None:
+            return client_id
+        asked = {metadata.message_id: metadata.dst_node_id for metadata in self._asked}
+        return self.numbers.get(asked.get(said.reply_to_message_id, 0), _UNKNOWN)
+
+    @staticmethod
+    def _sorted(messages: Iterable[Message]) -> list[Message]:
+        """Return messages in the order of their nodes, so that the same nodes give the same sums."""
+        return sorted(messages, key=lambda message: message.metadata.dst_node_id)
+
+    def _record(self, model: Model) -> ArrayRecord:
+        """Return a model that travels as the user's arrays."""
+        return self.form.record(self.server.layout, model, self.constants)
+
+    def _messages(self, messages: list[Message], task: str) -> list[Message]:
+        """Return the messages with each node's download in them. Flower walks through them twice: an iterator would not do."""
+        last: tuple[Model, ArrayRecord] | None = None
+        for message in messages:
+            client_id = self.numbers[message.metadata.dst_node_id]
+            try:
+                download = self.server.download_for(client_id, self.turn, task)
+            except IndexError:
+                node = message.metadata.dst_node_id
+                raise UserError(
+                    f"method {self.method} is for the nodes that are connected in its first round; node {node} came later",
+                    key="nodes",
+                    rule="connected in the first round",
+                    value=node,
+                ) from None
+            # equal models are the same object: they share their bytes
+            if last is None or last[0] is not download.model:
+                last = download.model, self._record(download.model)
+            content = RecordDict({**message.content, self.arrayrecord_key: last[1]})
+            content[HEADER] = ConfigRecord({"run": self.header, "round": self.turn.round, "client": client_id})
+            if extras := dict(download.extras):
+                content[EXTRAS] = wire.named_record(extras)
+            if self.initial is not None and client_id not in self._with_state:
+                content[INITIAL] = self.initial
+            message.content = content
+        # Flower gives them their ids when it sends them
+        self._asked = [message.metadata for message in messages]
+        return messages
+
+    def _uploaded(self, client_id: int, message: Message) -> tuple[wire.Upload, RecordDict]:
+        """Return a reply's upload, checked, and the user's own metrics. Raises WireError to drop it."""
+        if message.has_error():
+            raise wire.WireError(_error_of(message))
+        content = message.content
+        if (result := content.get(wire.RESULT)) is None:
+            raise wire.WireError(
+                f"its reply has no upload of method {self.method}: the client app needs the line {MOD}"
+            )
+        if REFUSED in result:  # type: ignore[operator]
+            raise AppRefusal(_error_of(message))
+        upload = wire.decode_upload(content, self.protocol.expected_from(client_id))
+        check_count(upload)
+        own = {name: record for name, record in content.items() if not name.startswith("fitres.")}
+        return self.protocol.check(client_id, upload), RecordDict(own)
+
+
+def beyond(method: AnyMethod) -> str:
+    """Return what a method declares to need beyond an app of a user's; "" if it is nothing."""
+    if method.wrap or method.compose or (method.submodel and method.submodel.sent):
+        return "trains a network of its own making"
+    if method.strategy.sample_clients is not ServerHalf.sample_clients:
+        return "chooses the clients itself"
+    return "needs facts about all clients' data" if method.needs_all else ""
+
+
+class AppRefusal(wire.WireError):
+    """A client's error that every client of the app would have."""
+
+
+def _error_of(message: Message) -> str:
+    """Return why a reply has no result."""
+    if message.has_error():
+        reason = wire.one_line(message.error.reason)
+        return _NO_SECAGG if "secaggplus" in reason else reason
+    return wire.error_in(dict(message.content[wire.RESULT]))  # type: ignore[arg-type]
+
+
+def _keys(method: str, arguments: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return arguments as flat keys of a run. Raises UserError for one that is none, naming the method's."""
+    own = {spec.field: spec for spec in specs(METHODS[method].params, table_of(method))}
+    if unknown := [name for name in arguments if name not in own and name not in RUN_KEYS]:
+        raise UserError(
+            key=listed(unknown),
+            rule=f"method {method} has the arguments {listed(sorted(own), most=99) or 'of Flower alone'}",
+        )
+    return {(own.get(name) or RUN_KEYS[name]).name: value for name, value in arguments.items()}

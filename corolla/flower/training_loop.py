@@ -1,0 +1,174 @@
+"""What a method asks of a user's own training loop: a training from a model, and `objective` in its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.errors import UserError, listed
+from fl_app.layout import Model, Vector
+from strategies.base import Correction
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LINES = {
+    "objective": "loss = corolla.flower.objective(loss, model)",
+    "epochs": "for epoch in range(corolla.flower.epochs(local_epochs))",
+}
+"""The lines of a training loop that some methods need, by the function that is called: before `loss.backward()`, and around it."""
+
+
+NEEDS = {
+    **dict.fromkeys(("load", "batches", "read", "alternate", "weights", "statistics"), "a training loop of its own"),
+    **dict.fromkeys(("network", "module", "features", "classifier"), "the network itself"),
+    **dict.fromkeys(("fisher", "loss_gradient"), "gradients of single samples or of all"),
+    "sample_losses": "losses of single samples",
+    "leave_out": "samples left out of training",
+    "class_counts": "the numbers of samples by class",
+    "learning_rate": "the learning rate",
+}
+"""What a method needs that calls a function of the trainer which an app does not have."""
+
+
+LACKS_LINE, BEYOND_APP = "called", "any-loop"
+ENDS_RUN = (LACKS_LINE, BEYOND_APP)
+"""Rules of errors that every client of an app would have."""
+
+
+def beyond_app(method: str, why: str) -> UserError:
+    """Return the error of a method that needs more than an app gives."""
+    text = f"method {method} {why}, which a Flower app does not give; `corolla run` does"
+    return UserError(text, key=method, rule=BEYOND_APP, value=why)
+
+
+@dataclass
+class Wishes:
+    """What a method asks of one training.
+
+    correction: changes each step's gradient. frozen: tensors that do not train. epochs: 0: the app's own. names: of the model's
+    parameters, in the layout's order. asked: functions of `LINES` that the loop has called.
+    """
+
+    correction: Correction | None = None
+    frozen: frozenset[str] = frozenset()
+    epochs: int = 0
+    names: list[str] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Let `objective` know them."""
+        token = _WISHES.set(self)
+        try:
+            yield
+        finally:
+            _WISHES.reset(token)
+
+    def check(self, method: str) -> None:
+        """Raise UserError if the training loop lacks a line that the method needs."""
+        needed = {"objective": self.correction is not None or bool(self.frozen), "epochs": self.epochs > 0}
+        for name, line in LINES.items():
+            if needed[name] and name not in self.asked:
+                raise UserError(
+                    f"method {method}: the training loop needs the line `{line}`", key=name, rule=LACKS_LINE
+                )
+
+
+_WISHES: ContextVar[Wishes | None] = ContextVar("corolla-wishes", default=None)
+
+
+def current_wishes() -> Wishes | None:
+    """Return what a method asks of the training that runs. None: no method runs it."""
+    return _WISHES.get()
+
+
+def objective(loss: Tensor, model: nn.Module) -> Tensor:
+    """Return the loss that a method trains with: the user's, with the gradient of the method's own term.
+
+    Call it in every step, before `loss.backward()`. The value of the loss stays. Tensors that the method holds fixed do not train.
+    Without the mod, and with methods that train plainly, it returns the loss unchanged.
+    """
+    wishes = current_wishes()
+    if wishes is None:
+        return loss
+    wishes.asked.add("objective")
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if name in wishes.names:
+            parameter.requires_grad_(name not in wishes.frozen)
+    if wishes.correction is None:
+        return loss
+    import torch
+
+    own = [parameters[name] for name in wishes.names]
+    weights = torch.cat([parameter.detach().reshape(-1).float().cpu() for parameter in own])
+    gradient = torch.zeros_like(weights)
+    wishes.correction(weights, gradient)
+    pieces = torch.split(gradient, [parameter.numel() for parameter in own])
+    # linear in the parameters, so that its gradient is the correction
+    added: Any = sum(
+        (parameter * piece.reshape(parameter.shape).to(parameter)).sum()
+        for parameter, piece in zip(own, pieces, strict=True)
+        if parameter.requires_grad
+    )
+    changed: Tensor = loss + (added - added.detach())
+    return changed
+
+
+def epochs(own: int) -> int:
+    """Return the number of epochs that a method wants of this training: `own`, those of the app, if it wants no other number."""
+    wishes = current_wishes()
+    if wishes is None:
+        return own
+    wishes.asked.add("epochs")
+    return wishes.epochs or own
+
+
+class AppTrainer:
+    """The trainer of a client half (strategies/base/local_update.py) whose training is the user's own function.
+
+    run(start, wishes): trains. Everything else that a Trainer has would need the user's data and network, and is refused by name.
+    """
+
+    def __init__(self, method: str, run: Callable[[Model, Wishes], Model]) -> None:
+        self._method, self._run = method, run
+
+    def train(
+        self,
+        start: Model,
+        *,
+        epochs: int | None = None,
+        purpose: str = "train",
+        correction: Correction | None = None,
+        frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
+        **others: Any,
+    ) -> Model:
+        """Return the model after the user's training. A method may ask for several; each is a call of the user's function."""
+        if asked := sorted(name for name, value in others.items() if value):
+            raise self.refusal(f"its own {listed(asked)} in local training")
+        if not isinstance(frozen, frozenset):
+            raise self.refusal("single parameters held fixed")
+        return self._run(start, Wishes(correction, frozen, epochs or 0))
+
+    def tensor(self, vector: Vector) -> Tensor:
+        """Return a vector as the tensor that corrections compute with."""
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(vector))
+
+    def refusal(self, what: str) -> UserError:
+        """Return the error of a method that needs more than an app gives."""
+        return beyond_app(self._method, f"needs {what}")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise UserError: it would need the user's data or network."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.refusal(NEEDS.get(name, f"trainer.{name}"))

@@ -1,0 +1,523 @@
+"""Charts: each is a function of one tidy data frame, and returns an Altair chart that can be changed (`+`, `.properties`).
+
+Columns that several frames share: `run` (label of a row of runs), `method`, `client` (its name or id), `round`, and
+`part` (heading of a small chart). A line has `mean`, and for its bands `low` and `high`, `lowest` and `highest`. Every
+other column is shown when a reader points at a mark. Without a number a cell is empty.
+"""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from corolla.report.theme import (
+    COLOURS,
+    COLOURS_OF_VALUES,
+    EMPTY,
+    INK,
+    SOFT,
+    VERMILLION,
+    looks,
+    of_colour,
+    plain_looks,
+    two,
+)
+
+Chart = Any
+Frame = Any
+# of a whole picture's marks, in pixels
+WIDTH = 960
+# about the pixels of a letter, and of what stands beside a legend's text
+LETTER, SYMBOL = 7, 50
+# small charts in a row
+IN_A_ROW = 4
+# columns that draw, and are not in tooltips
+DRAWN = {"mark", "part", "method", "place", "until", "other", "x", "left"}
+GREYS = {"range": [two("#ffffff", "#17181a"), two("#111111", "#f5f5f5")]}
+# of a mark: its client is highlighted; none is, or its own; its run is picked in the legend
+CLIENT = "datum.client === client"
+NO_OTHER = f"client === '' || {CLIENT}"
+PICKED = {"param": "pick"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis. format: of numbers, in d3's language. limits: its ends; outside them nothing is drawn.
+
+    places: ticks as (place, text), in place of round numbers. tight: it ends where the numbers do, and not at round ones.
+    """
+
+    title: str
+    format: str = "~g"
+    limits: tuple[float, float] | None = None
+    log: bool = False
+    zero: bool = False
+    places: tuple[tuple[float, str], ...] = ()
+    tight: bool = False
+
+    @property
+    def single(self) -> str:
+        """Format of single numbers."""
+        return ".2%" if self.format.endswith("%") else ".4~g"
+
+    def on(self, channel: Any, field: str) -> Any:
+        """Return a field's encoding. channel: alt.X or alt.Y."""
+        kind = "log" if self.log else "linear"
+        scale = alt.Scale(type=kind, zero=self.zero, nice=not self.tight, padding=8 if self.tight else 0)
+        if self.limits:
+            scale = alt.Scale(type=kind, domain=list(self.limits), nice=False)
+        axis = alt.Axis(format=self.format, tickMinStep=1 if self.format == "d" else 0)
+        if self.places:
+            texts = "{" + ", ".join(f"'{place:g}': '{text}'" for place, text in self.places) + "}"
+            axis = alt.Axis(values=[place for place, _ in self.places], labelExpr=f"{texts}[datum.value]")
+        return channel(f"{field}:Q").title(self.title).scale(scale).axis(axis)
+
+
+ROUNDS = Axis("round", "d", tight=True)
+
+
+# Pieces ---------------------------------------------------------------------------------------------------------------
+
+
+def inline(frame: Frame) -> Any:
+    """Return a frame as a chart's data: CSV, with each column's type."""
+    kinds = {name: "number" if kind.kind in "iuf" else "string" for name, kind in frame.dtypes.items()}
+    text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", quoting=csv.QUOTE_MINIMAL)
+    return alt.InlineData(values=text.replace("\r", ""), format=alt.CsvDataFormat(type="csv", parse=kinds))
+
+
+def tooltips(frame: Frame, value: Axis) -> list[Any]:
+    """Return the tooltip of a mark. value: the axis of the frame's measured numbers."""
+    found = []
+    for name, kind in frame.dtypes.items():
+        if name in DRAWN or frame[name].isna().all():
+            continue
+        if kind.kind == "f":
+            found.append(alt.Tooltip(f"{name}:Q").format(value.single if name in MEASURED else ".4~g"))
+        else:
+            found.append(alt.Tooltip(f"{name}:{'Q' if kind.kind in 'iuf' else 'N'}"))
+    return found
+
+
+MEASURED = {"mean", "reference", "low", "high", "lowest", "highest", "value", "share", "final"}
+
+
+def legend_columns(names: Sequence[str]) -> int:
+    """Return the number of columns of a legend below a picture, so that it is no wider than the page."""
+    return max(1, min(len(names), (WIDTH + 100) // (LETTER * max(map(len, names)) + SYMBOL)))
+
+
+def series(frame: Frame, title: str | None = None, orient: str = "bottom") -> dict[str, Any]:
+    """Return colour, dashes and shape of each run, or of each line without a method."""
+    firsts = frame.drop_duplicates("run")
+    names = firsts["run"].tolist()
+    styles = looks(firsts["method"].tolist()) if "method" in frame else plain_looks(len(names))
+    columns = legend_columns(names)
+    several = alt.Legend(title=title, symbolOpacity=1, orient=orient, columns=columns if orient == "bottom" else 1)
+
+    def scaled(channel: Any, values: Sequence[Any]) -> Any:
+        scale = alt.Scale(domain=names, range=list(values))
+        return channel("run:N").scale(scale).legend(several if len(names) > 1 else None)
+
+    return {
+        "color": scaled(alt.Color, [style.drawn for style in styles]),
+        "strokeDash": scaled(alt.StrokeDash, [style.line for style in styles]),
+        "shape": scaled(alt.Shape, [style.marker for style in styles]),
+    }
+
+
+def when(channel: Any, test: Any, yes: float | str, no: float | str) -> Any:
+    """Return the encoding of a number or colour that depends on a test: an expression, or Vega-Lite's predicate."""
+    return channel(no, condition={"test": test, "value": yes})
+
+
+def small_width(columns: int) -> int:
+    """Return the width of one of several charts in a row."""
+    return (WIDTH - 46 * (columns - 1)) // columns
+
+
+def faceted(chart: Chart, frame: Frame, width: int = 0, height: int = 0, independent: Sequence[str] = ()) -> Chart:
+    """Return a chart once for each `part` of its frame, in rows of at most IN_A_ROW. independent: scales of their own."""
+    parts = frame["part"].drop_duplicates().tolist()
+    columns = min(len(parts), IN_A_ROW)
+    sized = chart.properties(
+        width=width or small_width(columns), height=height or (250 if len(parts) <= IN_A_ROW else 170)
+    )
+    several = sized.facet(facet=alt.Facet("part:N").sort(parts).title(None), columns=columns)
+    return several.resolve_scale(**dict.fromkeys(independent, "independent"))
+
+
+# Lines ----------------------------------------------------------------------------------------------------------------
+
+
+def lines(
+    frame: Frame, x: Axis, y: Axis, height: int = 0, legend: str | None = None, right: bool = False, width: int = WIDTH
+) -> Chart:
+    """Return lines with their bands. frame: run, x or round, mean, and perhaps low, high, lowest, highest, part, line, other.
+
+    part: a small chart for each. line: separates lines of one run. other: lines of this name are grey in all parts.
+    left: a dotted rule where it is not empty.
+    A click on the legend shows some lines alone; a drag moves along x, and the wheel with Ctrl enlarges.
+    """
+    pick = alt.selection_point(name="pick", fields=["run"], bind="legend", toggle="true")
+    zoom = alt.selection_interval(
+        name="zoom", bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey || event.metaKey]"
+    )
+    style, across = series(frame, legend, "right" if right else "bottom"), x.on(alt.X, "x" if "x" in frame else "round")
+    base, layers = alt.Chart(), []
+    if "other" in frame:
+        behind = frame.drop(columns="part")
+        layers.append(
+            alt.Chart(inline(behind))
+            .mark_line(strokeWidth=1, stroke=SOFT, opacity=0.4, clip=True)
+            .encode(x=across, y=y.on(alt.Y, "mean"), detail="other:N")
+        )
+    for low, high, opacity in (("lowest", "highest", 0.1), ("low", "high", 0.18)):
+        if low in frame and frame[low].notna().any():
+            shown = when(alt.OpacityValue, PICKED, opacity, 0)
+            layers.append(
+                base.mark_area(clip=True).encode(
+                    x=across, y=y.on(alt.Y, low), y2=high, color=style["color"], opacity=shown
+                )
+            )
+    if "left" in frame:
+        layers.append(
+            base.transform_filter("datum.left")
+            .mark_rule(strokeDash=[1.3, 1.4], clip=True)
+            .encode(x=across, color=style["color"], tooltip=["run:N", "round:Q", "left:N"])
+        )
+    shown = when(alt.OpacityValue, PICKED, 1, 0.08)
+    line = base.mark_line(clip=True).encode(
+        x=across, y=y.on(alt.Y, "mean"), color=style["color"], strokeDash=style["strokeDash"], opacity=shown
+    )
+    if "line" in frame:
+        line = line.encode(detail="line:N")
+    marked = "datum.mark === 1" + (f" || {CLIENT}" if "client" in frame else "")
+    dots = base.mark_point(filled=True, clip=y.limits is not None or x.limits is not None).encode(
+        x=across,
+        y=y.on(alt.Y, "mean"),
+        color=style["color"],
+        shape=style["shape"],
+        opacity=when(alt.OpacityValue, {"and": [PICKED, marked]}, 1, 0),
+        size=when(alt.SizeValue, CLIENT, 260, 50) if "client" in frame else alt.SizeValue(50),
+        tooltip=tooltips(frame, y),
+    )
+    chart = alt.layer(*layers, line.add_params(pick, zoom), dots, data=inline(frame))
+    return (
+        faceted(chart, frame, height=height) if "part" in frame else chart.properties(width=width, height=height or 300)
+    )
+
+
+# Bars -----------------------------------------------------------------------------------------------------------------
+
+
+def histogram(frame: Frame, x: Axis, y: Axis) -> Chart:
+    """Return a histogram for each part, with its mean and quantiles.
+
+    frame: run, method, part, low, high (ends of the bin), share; and the part's mean, lowest, highest.
+    """
+    base, style = alt.Chart(), series(frame)
+    colour = style["color"].legend(None)
+    bars = base.mark_bar(opacity=0.55).encode(
+        x=x.on(alt.X, "low").bin("binned"), x2="high", y=y.on(alt.Y, "share"), color=colour, tooltip=tooltips(frame, y)
+    )
+    rules = [
+        base.mark_rule(strokeDash=dash, strokeWidth=1.6).encode(x=alt.X(f"mean({name}):Q").title(x.title), color=colour)
+        for name, dash in (("mean", [7, 3]), ("lowest", [2, 2]), ("highest", [2, 2]))
+    ]
+    return faceted(alt.layer(bars, *rules, data=inline(frame)), frame)
+
+
+def stacked(frame: Frame) -> Chart:
+    """Return bars of seconds by phase. frame: part (whose seconds), run, phase, seconds."""
+    runs, phases = (frame[name].drop_duplicates().tolist() for name in ("run", "phase"))
+    scale = alt.Scale(domain=phases, range=[look.drawn for look in plain_looks(len(phases) + 1)[1:]])
+    row = alt.Y("run:N").sort(runs).title(None)
+    if len(runs) == 1:
+        row = row.axis(None)
+    base = alt.Chart()
+    bars = base.mark_bar(opacity=0.8).encode(
+        x=alt.X("seconds:Q").stack("zero").title("seconds per round"),
+        y=row,
+        color=alt.Color("phase:N").scale(scale).title(None),
+        order=alt.Order("place:Q"),
+        tooltip=["run:N", "phase:N", alt.Tooltip("seconds:Q").format(".3~g")],
+    )
+    total = base.mark_text(align="left", dx=4).encode(
+        x="sum(seconds):Q", y=row, text=alt.Text("sum(seconds):Q").format(".3~g")
+    )
+    longest = LETTER * max(map(len, runs)) if len(runs) > 1 else 0
+    width = max(200, (WIDTH - 60 - longest) // max(1, frame["part"].nunique()))
+    return faceted(alt.layer(bars, total, data=inline(frame)), frame, width, 30 * len(runs) + 10, ["x"])
+
+
+def spans(frame: Frame, closes: Frame) -> Chart:
+    """Return who worked when. frame: client, round, begins, ends, became. closes: second, at which a round closed."""
+    kinds, clients = (frame[name].drop_duplicates().tolist() for name in ("became", "client"))
+    scale = alt.Scale(range=[look.drawn for look in plain_looks(5)[1:]], domain=sorted(kinds, key=list(WORKS).index))
+    shown = when(alt.OpacityValue, NO_OTHER, 0.8, 0.2)
+    across = Axis("seconds since the run began", limits=(0.0, float(closes["second"].max())))
+    bars = (
+        alt.Chart(inline(frame))
+        .mark_bar(height={"band": 0.72}, clip=True)
+        .encode(
+            x=across.on(alt.X, "begins"),
+            x2="ends",
+            y=alt.Y("client:N").sort(clients),
+            color=alt.Color("became:N").scale(scale).title(None),
+            opacity=shown,
+            tooltip=tooltips(frame, across),
+        )
+    )
+    rules = alt.Chart(inline(closes)).mark_rule(color=INK, strokeWidth=1).encode(x="second:Q")
+    return alt.layer(bars, rules).properties(width=WIDTH, height=max(90, min(20 * len(clients), 640)))
+
+
+IN_TIME, LATE, LOST, WORKING = WORKS = "used in time", "used late", "thrown away or failed", "still working"
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def names(side: str, field: str, title: str | None, order: Sequence[str], shown: bool = True, room: int = 0) -> Any:
+    """Return the encoding of names along a side, x or y. room: pixels, if long names stand upright in them."""
+    axis = alt.Axis(
+        ticks=False, domain=False, labelAngle=-90 if room and room < 1.2 * LETTER * sum(map(len, order)) else 0
+    )
+    if not shown:
+        axis = alt.Axis(labels=False, ticks=False, domain=False)
+    channel = alt.X if side == "x" else alt.Y
+    return channel(f"{field}:N").sort(list(order)).title(title).axis(axis)
+
+
+def coloured(axis: Axis, limits: tuple[float, float] | None = None, share: bool = False, across: int = 0) -> Any:
+    """Return the colour of `value`. share: from paper to ink. across: length of a legend below the chart, in pixels."""
+    kind: dict[str, Any] = GREYS if share else {"scheme": COLOURS_OF_VALUES}
+    if limits:
+        kind = {**kind, "domain": list(limits), "clamp": True}
+    place = {"orient": "bottom", "direction": "horizontal", "gradientLength": across} if across else {"orient": "right"}
+    whole = {"labelExpr": "datum.value % 1 ? '' : datum.label"} if axis.format == "d" else {}
+    legend = alt.Legend(format=axis.format, tickCount=4, **place, **whole)
+    return alt.Color("value:Q").scale(**kind).title(axis.title or None).legend(legend)
+
+
+def grouped(texts: Sequence[str], title: str) -> Any:
+    """Return the colour of `group`. texts: names of the groups, in their order."""
+    scheme = (
+        {"range": [look.drawn for look in plain_looks(len(texts))]}
+        if len(texts) <= len(COLOURS)
+        else {"scheme": "turbo"}
+    )
+    return alt.Color("group:N").scale(domain=list(texts), **scheme).title(title).legend(orient="right")
+
+
+def slider(chart: Chart, rounds: Sequence[int]) -> Chart:
+    """Return a chart of one round at a time, the last one first. rounds: those of its frame, ascending."""
+    gaps = {later - earlier for earlier, later in zip(rounds, rounds[1:], strict=False)}
+    control = alt.binding_select(options=list(rounds), name="round ")
+    if len(gaps) == 1:
+        control = alt.binding_range(min=rounds[0], max=rounds[-1], step=gaps.pop(), name="round ")
+    return chart.add_params(alt.param(name="shown", value=rounds[-1], bind=control)).transform_filter(
+        "datum.round === shown"
+    )
+
+
+def outlined(chart: Chart, pairs: Frame) -> Chart:
+    """Return cells with some outlined. pairs: client, other."""
+    box = alt.Chart(inline(pairs.drop(columns="value"))).mark_rect(
+        filled=False, stroke=of_colour(VERMILLION), strokeWidth=1.2, tooltip=None
+    )
+    side = chart.encoding
+    return alt.layer(chart, box.encode(x=side.x, y=side.y))
+
+
+def cells(frame: Frame, x: Any, y: Any, colour: Any, value: Axis, width: int, height: int) -> Chart:
+    """Return coloured cells. frame: value, and the fields of x and y. Cells of the highlighted client are outlined."""
+    data = alt.Chart(inline(frame)) if "part" not in frame else alt.Chart()
+    own = [f"datum.{name} === client" for name in ("client", "other") if name in frame]
+    mark = data.mark_rect(tooltip=True).encode(
+        x=x,
+        y=y,
+        color=colour,
+        tooltip=tooltips(frame.drop(columns=["other"], errors="ignore"), value)
+        + [alt.Tooltip("other:N")] * ("other" in frame),
+    )
+    if own:
+        mark = mark.encode(opacity=when(alt.OpacityValue, f"client === '' || {' || '.join(own)}", 1, 0.3))
+    return mark.properties(width=width, height=height, view=alt.ViewBackground(fill=EMPTY))
+
+
+def over_rounds(
+    frame: Frame, y: Any, colour: Any, value: Axis, height: int, step: int = 1, width: int = WIDTH
+) -> Chart:
+    """Return rows of cells over the rounds. frame: round (the first of `step` rounds), value, and the field of y."""
+    chart = cells(
+        frame,
+        alt.X("from:Q").scale(zero=False, nice=False).title("round").axis(format="d", grid=False),
+        y,
+        colour,
+        value,
+        width,
+        height,
+    )
+    return chart.encode(x2="until:Q").transform_calculate(
+        **{"from": "datum.round - 0.5", "until": f"datum.round + {step - 0.5}"}
+    )
+
+
+def dots(frame: Frame, clients: Sequence[str], classes: Sequence[str], title: str) -> Chart:
+    """Return a dot per client and class, its area the number of samples. frame: client, class, samples."""
+    height = max(90, min(30 * len(classes), 800))
+    largest = (0.92 * min(WIDTH / len(clients), height / len(classes), 26)) ** 2
+    return (
+        alt.Chart(inline(frame))
+        .mark_circle(color=of_colour(COLOURS[0]), opacity=1)
+        .encode(
+            x=names("x", "client", "client", clients, room=WIDTH),
+            y=names("y", "class", title, classes[::-1]),
+            size=alt.Size("samples:Q").scale(range=[0, largest], zero=True).title("training samples"),
+            opacity=when(alt.OpacityValue, NO_OTHER, 1, 0.25),
+            tooltip=["client:N", "class:N", "samples:Q"],
+        )
+        .properties(width=WIDTH, height=height)
+    )
+
+
+def quantiles(frame: Frame, x: str, order: Sequence[str], width: int, height: int) -> Chart:
+    """Return median, middle half and middle 90 % of each class. frame: class, lowest, low, median, high, highest."""
+    base, colour = alt.Chart(inline(frame)), of_colour(COLOURS[0])
+    row = names("y", "class", None, order, shown=False)
+    across = alt.X("lowest:Q").title(x)
+    return alt.layer(
+        base.mark_rule(color=colour).encode(x=across, x2="highest", y=row),
+        base.mark_rule(color=colour, strokeWidth=7, opacity=0.5).encode(x="low:Q", x2="high", y=row),
+        base.mark_point(color=colour, filled=True, size=60).encode(
+            x="median:Q", y=row, tooltip=tooltips(frame, Axis(""))
+        ),
+    ).properties(width=width, height=height)
+
+
+def counts(frame: Frame, x: str, y: str, width: int = WIDTH, height: int = 100) -> Chart:
+    """Return a histogram. frame: low, high, count."""
+    bars = alt.Chart(inline(frame)).mark_bar(color=of_colour(COLOURS[0]), opacity=0.6)
+    across = alt.X("low:Q").bin("binned").title(x).scale(zero=False, nice=False)
+    return bars.encode(x=across, x2="high", y=alt.Y("count:Q").title(y), tooltip=tooltips(frame, Axis(""))).properties(
+        width=width, height=height
+    )
+
+
+def written(chart: Chart, frame: Frame) -> Chart:
+    """Return cells with their texts. frame: text, and `ink`, the text's colour."""
+    ink = when(alt.ColorValue, "datum.ink === 'black'", "black", "white")
+    words = chart.mark_text(fontSize=11, lineBreak="\n").encode(text="text:N", color=ink)
+    return alt.layer(chart, words, data=inline(frame))
+
+
+# Points ---------------------------------------------------------------------------------------------------------------
+
+
+def maps(frame: Frame, classes: Sequence[str]) -> Chart:
+    """Return maps of clients, a row for each kind. frame: kind, part (a round), client, x, y, and `class` if it is known."""
+    style = plain_looks(len(classes))
+    colours: dict[str, Any] = (
+        {"range": [look.drawn for look in style]} if len(classes) <= len(COLOURS) else {"scheme": "turbo"}
+    )
+    legend = alt.Legend(title="main class", columns=legend_columns(classes)) if classes else None
+    rows = []
+    for kind, own in frame.groupby("kind", sort=False):
+        middle, half = (
+            (own[["x", "y"]].max() + own[["x", "y"]].min()) / 2,
+            0.54 * float(np.ptp(own[["x", "y"]].to_numpy(), axis=0).max()) or 1.0,
+        )
+        ends = {name: [middle[name] - half, middle[name] + half] for name in ("x", "y")}
+        mark = (
+            alt.Chart()
+            .mark_point(filled=True, size=70, opacity=0.9, color=of_colour(COLOURS[0]))
+            .encode(
+                x=alt.X("x:Q").scale(domain=ends["x"], nice=False).title(None),
+                y=alt.Y("y:Q").scale(domain=ends["y"], nice=False).title(kind),
+                opacity=when(alt.OpacityValue, NO_OTHER, 0.9, 0.15),
+                tooltip=["client:N", "class:N"] if classes else ["client:N"],
+            )
+        )
+        if classes:
+            mark = mark.encode(
+                color=alt.Color("class:N").scale(domain=classes, **colours).legend(legend),
+                shape=alt.Shape("class:N").scale(domain=classes, range=[look.marker for look in style]).legend(legend),
+            )
+        parts = own["part"].drop_duplicates().tolist()
+        rows.append(faceted(alt.layer(mark, data=inline(own)), own, 270, 270) if len(parts) else mark)
+    return alt.vconcat(*rows)
+
+
+def against(frame: Frame, x: Axis, y: Axis) -> Chart:
+    """Return clients under two methods, with the diagonal. frame: part, run, client, reference, mean. x, y: equal limits."""
+    assert x.limits
+    base, style, (low, high) = alt.Chart(), series(frame), x.limits
+    diagonal = base.transform_aggregate(clients="count()", groupby=["part"]).mark_rule(stroke=SOFT, strokeDash=[4, 3])
+    diagonal = diagonal.encode(x=alt.datum(low), x2=alt.datum(high), y=alt.datum(low), y2=alt.datum(high))
+    points = base.mark_point(filled=True).encode(
+        x=x.on(alt.X, "reference"),
+        y=y.on(alt.Y, "mean"),
+        color=style["color"].legend(None),
+        shape=style["shape"].legend(None),
+        size=when(alt.SizeValue, CLIENT, 260, 60),
+        opacity=when(alt.OpacityValue, NO_OTHER, 0.85, 0.15),
+        tooltip=tooltips(frame, y),
+    )
+    return faceted(alt.layer(points, diagonal, data=inline(frame)), frame, 270, 270)
+
+
+def local_values(frame: Frame, marks: Frame) -> Chart:
+    """Return rows of histograms of single parameters. frame: place (its row), part, low, high, count.
+
+    marks: place, part, kind, value.
+    """
+    kinds = marks["kind"].drop_duplicates().tolist()
+    scale = alt.Scale(domain=kinds, range=[of_colour(c) for c in (VERMILLION, COLOURS[0], COLOURS[5])][: len(kinds)])
+    dashes = alt.Scale(domain=kinds, range=[[1, 0], [6, 3], [2, 2]][: len(kinds)])
+    charts = []
+    for (place, part), own in frame.groupby(["place", "part"], sort=False):
+        bars = (
+            alt.Chart(inline(own))
+            .mark_bar(color=SOFT, opacity=0.6)
+            .encode(
+                x=alt.X("low:Q").bin("binned").title("value").scale(zero=False),
+                x2="high",
+                y=alt.Y("count:Q").title("clients"),
+                tooltip=tooltips(own, Axis("")),
+            )
+        )
+        rules = (
+            alt.Chart(inline(marks[(marks["part"] == part) & (marks["place"] == place)]))
+            .mark_rule(strokeWidth=2.2)
+            .encode(
+                x="value:Q",
+                color=alt.Color("kind:N").scale(scale).title(None),
+                strokeDash=alt.StrokeDash("kind:N").scale(dashes).title(None),
+                tooltip=["kind:N", "value:Q"],
+            )
+        )
+        charts.append(alt.layer(bars, rules).properties(width=small_width(3), height=170, title=part))
+    return alt.concat(*charts, columns=-(-len(charts) // frame["place"].nunique()))
+
+
+def beside(*charts: Chart, columns: int = 0, independent: Sequence[str] = ("color", "size")) -> Chart:
+    """Return charts side by side. independent: scales that each has for itself."""
+    with warnings.catch_warnings():
+        # a pick in the legend, and a zoom, are those of all
+        warnings.filterwarnings("ignore", "Automatically deduplicated")
+        found = alt.concat(*charts, columns=columns or len(charts))
+    return found.resolve_scale(**dict.fromkeys(independent, "independent"))
+
+
+def below(*charts: Chart, shared: bool = False) -> Chart:
+    """Return charts one below the other, each with colours of its own. shared: with one x axis."""
+    x = {"x": "shared"} if shared else {}
+    return alt.vconcat(*charts).resolve_scale(color="independent", **x)

@@ -1,0 +1,1 @@
+"""A Flower app in PyTorch with a personalized method of Corolla."""

@@ -1,0 +1,70 @@
+"""How a site's own table differs from the run's: its signs, names, units and missing columns (`[data]` of site.toml).
+
+```toml
+[data]
+separator = ";"
+decimal = ","
+rename = {Druck = "pressure"}       # its column, and the run's name
+scale = {pressure = 0.001}          # by the run's names: mbar to bar
+fill = {humidity = 40.0}            # where the column, or a value in it, is missing
+```
+
+The SuperNode hands the table to its applications in an environment variable, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fl_app.errors import MALFORMED, UserError, listed
+from fl_app.keys import nearest
+
+VARIABLE = "COROLLA_SITE_COLUMNS"
+"""Environment variable of applications, with a site's table `[data]`."""
+
+
+@dataclass(frozen=True)
+class SiteColumns:
+    """A site's `[data]`. rename: the run's names by the file's. scale, fill: by the run's names."""
+
+    separator: str = ""
+    decimal: str = ""
+    rename: tuple[tuple[str, str], ...] = ()
+    scale: tuple[tuple[str, float], ...] = ()
+    fill: tuple[tuple[str, float | str], ...] = ()
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> Self:
+        """Return the table as site.toml has it."""
+        given: dict[str, Any] = {
+            n: value if isinstance(value, str) else tuple(value.items()) for n, value in table.items()
+        }
+        return cls(**given)
+
+    @classmethod
+    def of_environment(cls) -> Self:
+        """Return the table that this process was given; the one without effect if there is none."""
+        try:
+            return cls.of(json.loads(os.environ.get(VARIABLE) or "{}"))
+        except MALFORMED:
+            raise UserError(f"{VARIABLE}: must be a site's table [data] as JSON") from None
+
+    @property
+    def text(self) -> str:
+        """The table as JSON, "" for the one without effect."""
+        given = {name: value for name, value in asdict(self).items() if value}
+        return json.dumps({name: v if isinstance(v, str) else dict(v) for name, v in given.items()}) if given else ""
+
+    def names(self, path: Path, header: list[str]) -> list[str]:
+        """Return the run's names of a file's columns. Raises UserError for a column that the file does not have."""
+        renamed = dict(self.rename)
+        if lacking := [name for name in renamed if name not in header]:
+            raise UserError(
+                f"rename: {path} has no column {lacking[0]!r}; it has {listed(header)}{nearest(lacking[0], header)}"
+            )
+        return [renamed.get(name, name) for name in header]

@@ -1,0 +1,643 @@
+"""The registry of clients: which SuperNode is which client. Each new node is queried once for its report.
+
+Flower's node ids are random and change when a SuperNode restarts. Only this module and the exchange of messages use
+them. All other code uses client ids (a SuperNode's partition-id). Each report is examined once, at a cost that does not
+grow with the number of earlier reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fl_app import software
+from fl_app.checksums import DataHashes
+from fl_app.config import RunConfig
+from fl_app.data.moments import added
+from fl_app.data.spelling import spellings
+from fl_app.errors import UserError, listed, plain
+from fl_app.known_names import SCALING
+from fl_app.server import properties
+from fl_app.server.events import LeftOut, tell
+from fl_app.server.properties import ClientReport, Properties
+from fl_app.server.run_folder import called, name_of
+from fl_app.sources import NODE
+from fl_app.transport import site_data, wire
+from fl_app.transport.agreement import Agreed, Agreement, majority
+from fl_app.transport.fetched_reply import SuperLinkCalls, has_fixed_nodes
+from fl_app.transport.identity import Holders, Identity
+from fl_app.transport.replies import Answer, Inbox
+
+if TYPE_CHECKING:
+    from fl_app.privacy.keyring import Statements
+
+log = logging.getLogger("corolla")
+
+POLL_SECONDS = 0.1
+# Seconds after which the log reports that nodes have not answered.
+_SILENT_SECONDS = 60
+# Most queries to a node that answers with an error, or too late.
+_QUERIES = 3
+# Seconds before the second query, twice that before the third; at most a tenth of available-timeout.
+_PAUSE = 0.5
+# Seconds that a round waits for newcomers' answers that are on their way.
+_ARRIVAL = 2.0
+# After scanning all nodes, pause nine times as long as the scan took, at least POLL_SECONDS: scans take a tenth of the time.
+_REST = 9
+# Most client ids in an error.
+_MOST_SHOWN = 50
+
+
+class Stage(Enum):
+    """What is known of a connected node (`ClientRegistry` has the diagram)."""
+
+    FOUND = auto()
+    ASKED = auto()
+    PAUSED = auto()
+    ANSWERED = auto()
+    CLIENT = auto()
+    CONTESTED = auto()
+    REFUSED = auto()
+
+
+@dataclass(eq=False)
+class Node:
+    """A connected SuperNode.
+
+    - `who`: its identity.
+    - `queries`: number of queries to it. `due`: time of the next one, if it is PAUSED.
+    - `report`: its answer to the query. `matched`: the same by the run's columns, if its own have another order, or are more.
+    - `client_id`: the client that it is, or that it is known to be before it answers.
+    - `left_out`: the client that it claims to be, and why it takes no part.
+    """
+
+    id: int
+    stage: Stage = Stage.FOUND
+    who: Identity = Identity(b"")
+    queries: int = 0
+    due: float = 0.0
+    report: ClientReport | None = None
+    matched: ClientReport | None = None
+    client_id: int = -1
+    left_out: tuple[str, str] = ("", "")
+
+    @property
+    def name(self) -> str:
+        """Its registered name, or its number."""
+        return plain(self.who.name) if self.who.name else f"SuperNode {self.id}"
+
+    @property
+    def by_run(self) -> ClientReport | None:
+        """Its report by the run's columns."""
+        return self.matched or self.report
+
+
+class ClientRegistry:
+    """The clients of a run: each client's node (`node_of`) and its report (`properties`).
+
+    A connected node is at one of these stages. A node that goes is forgotten, and those it stood in the way of are tried again:
+
+        FOUND ── query ──► ASKED ── report ──► ANSWERED ──────────► CLIENT
+          ▲               │  ▲  │                │  ▲ │                │
+          └─ undelivered ─┘  │  │ error, late    │  │ └─ its id is     │ another node has
+                             │  ▼                │  │    another's ─►  ▼ its id now
+                           PAUSED ─ the last ─►  │  └─ a node went ─ CONTESTED
+                                     query       ▼
+                                      └─────► REFUSED
+
+    Before the start, a new majority for the facts of `agreed` makes every node with a report ANSWERED again.
+
+    progress(what, done, total) is called as clients connect, and while none does. link: the grid's access to single
+    replies, None if it has none.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        config: RunConfig,
+        progress: Callable[[str, int, int], None],
+        link: SuperLinkCalls | None = None,
+    ) -> None:
+        self.grid = grid
+        self.config = config
+        self.progress = progress
+        # The facts that a client must share to get its id. Before the start, a new majority can change them.
+        self.agreed = Agreed(config.num_clients)
+        # Hashes of the data that the run started with: by client id if each client has its own data, else under None.
+        self.recorded: dict[int | None, DataHashes] = {}
+        # What tells whether the clients of a private run have signed something.
+        self.statements: Statements | None = None
+        self.properties: dict[int, Properties] = {}
+        # client id -> node id
+        self.node_of: dict[int, int] = {}
+        self._agreement = Agreement(config)
+        # number of reports when all ids were last assigned
+        self._assigned_among = 0
+        self._nodes: dict[int, Node] = {}
+        # nodes by stage, each in the order in which they came to it; those with a report, in the order of their reports
+        self._at: dict[Stage, dict[int, Node]] = {stage: {} for stage in Stage}
+        self._reported: dict[int, Node] = {}
+        # id of a pending query -> node
+        self._queries: dict[str, Node] = {}
+        # nodes by client id, if known before the clients answer (`expect`); a client not queried yet is FOUND
+        self._known: dict[int, Node] = {}
+        self._inbox = Inbox(grid, link)
+        # time of the next scan of all nodes
+        self._next_look = 0.0
+        self._holders = Holders()
+        # refusals that the log has: a node's id, and the cause
+        self._logged: set[tuple[int, str]] = set()
+        # nodes that had not answered when a wait ended
+        self._silent: set[Node] = set()
+        # clients that were not compared with the server and the others yet, and the lines about those that were
+        self._uncompared: list[int] = []
+        self._compared = 0
+        self._said: set[str] = set()
+        self._started = False
+
+    @property
+    def num_clients(self) -> int:
+        """Number of the run's clients, by the config or by most nodes; 0 until it is known."""
+        return self.agreed.num_clients
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Ids of connected clients, sorted. A client may not have sent its properties yet (see `query`)."""
+        unmet = [node.client_id for node in self._at[Stage.FOUND].values()] if self._known else []
+        return sorted([*self.node_of, *unmet])
+
+    @property
+    def minimum(self) -> int:
+        """Number of clients that must be connected before a round starts."""
+        there = self.num_clients - len(self.config.gone)
+        return min(self.config.min_available_clients or there, there) or 1
+
+    def node(self, client_id: int) -> int:
+        """Return the node id of a connected client."""
+        return self.node_of[client_id] if client_id in self.node_of else self._known[client_id].id
+
+    def identity(self, client_id: int) -> Identity:
+        """Return the identity of a connected client's node, as the SuperLink knows it."""
+        return self._nodes[self.node(client_id)].who
+
+    def client(self, node: int) -> int:
+        """Return the client id of a connected node."""
+        return self._nodes[node].client_id
+
+    def expect(self, nodes: Mapping[int, int]) -> None:
+        """Query each client only when it is first needed (`query`). nodes: node id by client id."""
+        there = {client_id: node for client_id, node in nodes.items() if client_id not in self.config.gone}
+        self._known = {client_id: self._found(node) for client_id, node in there.items()}
+        for client_id, node in self._known.items():
+            node.client_id = client_id
+
+    def wait(self) -> None:
+        """Wait until `minimum` clients are connected, and every connected node has answered or has had its time.
+
+        Refused and silent nodes are left out, and the log names them. Raises UserError if `available-timeout` passes
+        with too few clients, or at once if no others can come or every client has refused. While answers are pending,
+        the limit is at least `round-timeout`.
+        """
+        if self._known and not self._started:
+            self._query_first()
+            return
+        started = time.monotonic()
+        hinted = False
+        while True:
+            waited = time.monotonic() - started
+            answered = self._take_in(late=waited > self.config.available_timeout)
+            pending = self._pending
+            if not pending:
+                self._warn_of_refused()
+            if len(self.node_of) >= self.minimum and (not pending or waited > self.config.available_timeout):
+                self._warn_of_refused()
+                self._warn_of_silent(waited)
+                self._start()
+                return
+            self.progress("clients connected", len(self.node_of), self.minimum)
+            if self._queries and waited > _SILENT_SECONDS and not self._started and not hinted:
+                hinted = True
+                why = "the machine is busy" if os.environ.get(wire.SIMULATION) else "a site may have to approve the run"
+                log.info("%d SuperNodes have not answered yet: %s", len(self._queries), why)
+            limit = max(self.config.available_timeout, self.config.round_timeout if pending else 0)
+            if waited > limit or (not pending and self._all_refused):
+                raise UserError(self._too_few(waited))
+            if not answered:
+                time.sleep(POLL_SECONDS)
+
+    def query(self, client_ids: Sequence[int]) -> bool:
+        """Query those of the clients that were not asked yet. Return when they have answered or have had their time.
+
+        Return whether all of the clients take part. Refused and silent clients leave `client_ids`, and the log names
+        them. Raises UserError if fewer than `minimum` clients are left.
+        """
+        nodes = [node for i in client_ids if (node := self._known.get(i)) and node.stage is Stage.FOUND]
+        if not nodes:
+            return all(i in self.node_of for i in client_ids)
+        # those that were silent when they were needed first: no later meeting waits for them
+        silent = self._unanswered
+        self._ask(nodes)
+        heard = time.monotonic()
+        while (left := len(self._unanswered - silent)) and time.monotonic() - heard <= self.config.available_timeout:
+            self.progress("clients queried", len(nodes) - left, len(nodes))
+            if self._take_answers():
+                heard = time.monotonic()
+            else:
+                time.sleep(POLL_SECONDS)
+        self._warn_of_refused()
+        self._warn_of_silent(time.monotonic() - heard)
+        if len(self.client_ids) < self.minimum:
+            raise UserError(self._too_few(0.0))
+        return all(i in self.node_of for i in client_ids)
+
+    def columns(self, client_id: int) -> dict[str, str]:
+        """Return the scalar that a client needs to take its columns by the run's names; {} if it has these."""
+        node = self._nodes[self.node(client_id)]
+        told = node.report if node.matched else None
+        return {properties.COLUMNS: json.dumps(self.agreed.names.features)} if told and self.agreed.names else {}
+
+    def agreed_scaling(self) -> dict[str, list[float]] | None:
+        """Return the scaling of raw numbers over all connected sites, as in run.json; None if no site sends sums."""
+        told = [report.sums for _, node in sorted(self.node_of.items()) if (report := self._nodes[node].by_run)]
+        known = [sums for sums in told if sums is not None]
+        if not known:
+            return None
+        found = added(known).scaling
+        lists = (found.mean, found.std, found.shift, found.scale, ())
+        return {name: [*values] for name, values in zip(SCALING, lists, strict=True)}
+
+    def refresh(self) -> None:
+        """Take in nodes that came or went since the last round. Wait only if fewer than `minimum` clients are left."""
+        self._next_look = 0.0
+        self._take_in()
+        until = time.monotonic() + _ARRIVAL
+        # a node that has answered takes part in this round
+        while self._queries and self._inbox.arriving and time.monotonic() < until:
+            time.sleep(POLL_SECONDS / 10)
+            self._take_in()
+        self._warn_of_refused()
+        if len(self.client_ids) < self.minimum:
+            self.wait()
+
+    # Missing clients, and the causes
+
+    def _too_few(self, waited: float) -> str:
+        if (self._started and not self._known) or not self._left_out:
+            ids = self.client_ids
+            shown = str(ids) if len(ids) <= _MOST_SHOWN else f"{str(ids[:_MOST_SHOWN])[:-1]}, ...]"
+            return (
+                f"min-available-clients: {self.minimum} clients must be connected, {len(ids)} were after "
+                f"{waited:.0f} s (client ids {shown})"
+            )
+        reports = [node.report for node in self._reported.values() if node.report]
+        shapes = properties.differing_shapes(reports)
+        if shapes and (self.config.dataset != NODE or len({report.names for report in reports}) == 1):
+            return f"clients' data must have the same channels, classes and image size:\n{shapes}"
+        return "clients that cannot take part:\n" + "\n".join(
+            f"  {who}: {why}" for who, why in sorted(node.left_out for node in self._left_out)
+        )
+
+    @property
+    def _all_refused(self) -> bool:
+        """Whether waiting has no use before the start: every client has refused, or one has and no node can join."""
+        if self._started or not self._left_out:
+            return False
+        everyone = max(self.num_clients, self.minimum)
+        return has_fixed_nodes(self.grid) or (not self.node_of and len(self._left_out) >= everyone)
+
+    @property
+    def _left_out(self) -> list[Node]:
+        """Nodes that take no part, each with the cause."""
+        return [*self._at[Stage.REFUSED].values(), *self._at[Stage.CONTESTED].values()]
+
+    def _leave_out(self, node: Node, stage: Stage, who: str, why: str) -> None:
+        self._move(node, stage)
+        node.left_out = who, why
+
+    def _warn_of_refused(self) -> None:
+        for node in self._left_out:
+            who, why = node.left_out
+            if (node.id, why) not in self._logged:
+                self._logged.add((node.id, why))
+                tell(LeftOut(who=who, why=why))
+        if self._started:
+            for line in self.notes():
+                log.warning("%s", line)
+
+    def notes(self) -> list[str]:
+        """Return lines about clients that were not compared yet: other software, remarks on sites' data, names that look alike."""
+        if not self._uncompared:
+            return []
+        lines = [line for line in [*self._notes_on_software(), *self._notes_on_all()] if line not in self._said]
+        self._said.update(lines)
+        return lines
+
+    def _notes_on_all(self) -> list[str]:
+        """Return lines about all clients together, if there are a tenth more than at the last comparison.
+
+        So the comparisons of a run take time in proportion to its clients, also where they come one by one.
+        """
+        if len(self.node_of) < 1.1 * self._compared:
+            return []
+        self._compared = len(self.node_of)
+        told = {i: report for i, node in self.node_of.items() if (report := self._nodes[node].by_run)}
+        names = spellings("clients", filter(None, (name_of(self.properties.get(i, {})) for i in told)), "client")
+        return [*site_data.remarks(told, lambda i: called(i, self.properties)), *names]
+
+    def _notes_on_software(self) -> list[str]:
+        """Return a line for each software that differs from the server's, with its clients. Each client is named once."""
+        here, found = software.announced(), dict[str, list[int]]()
+        for client_id in dict.fromkeys(self._uncompared):
+            if client_id in self.node_of:
+                report = self._nodes[self.node_of[client_id]].report
+                if report and (differs := software.differences(here, report.software)):
+                    found.setdefault(differs, []).append(client_id)
+        self._uncompared = []
+        return [
+            f"{'client' if len(ids) == 1 else 'clients'} {listed([str(i) for i in sorted(ids)], most=_MOST_SHOWN)}: "
+            f"{differs} as the server: results may differ in bits"
+            for differs, ids in found.items()
+        ]
+
+    @property
+    def left_out(self) -> list[dict[str, str]]:
+        """Connected nodes that take no part, each with the cause, for the record."""
+        return [{"who": who, "cause": why} for who, why in sorted(node.left_out for node in self._left_out)]
+
+    def _warn_of_silent(self, waited: float) -> None:
+        if silent := self._unanswered - self._silent:
+            goes_on = "goes on" if self._started else "starts"
+            for node in sorted(silent, key=lambda node: node.id):
+                who = f"client {called(node.client_id, self.properties)}" if self._known else node.name
+                log.warning("%s has not answered within %.0f s: the run %s without it", who, waited, goes_on)
+        self._silent = self._unanswered
+
+    # Connected nodes
+
+    def _found(self, node: int) -> Node:
+        """Return a new node, which is connected."""
+        found = self._nodes[node] = self._at[Stage.FOUND][node] = Node(node)
+        return found
+
+    def _move(self, node: Node, stage: Stage) -> None:
+        self._at[node.stage].pop(node.id, None)
+        node.stage = stage
+        self._at[stage][node.id] = node
+
+    @property
+    def _pending(self) -> bool:
+        """Whether a node has yet to answer."""
+        return bool(self._at[Stage.ASKED] or self._at[Stage.PAUSED])
+
+    @property
+    def _unanswered(self) -> set[Node]:
+        """Nodes that have yet to answer."""
+        return {*self._at[Stage.ASKED].values(), *self._at[Stage.PAUSED].values()}
+
+    def _start(self) -> None:
+        """Fix the facts that clients agree on.
+
+        Keep the hashes of the data, to check clients that come later or return.
+        """
+        self._started = True
+        for client_id in self.node_of:
+            self._record_hashes(client_id)
+
+    def _query_first(self) -> None:
+        """Query clients one by one until one answers: its facts are enough to start the run."""
+        for client_id in self._known:
+            self.query([client_id])
+            if self.node_of:
+                break
+        self._start()
+
+    def _take_in(self, late: bool = False) -> bool:
+        """Query new nodes and take in answers. Return whether there were any answers.
+
+        late: assign client ids even if answers are pending.
+        """
+        if not self._known and time.monotonic() >= self._next_look:
+            self._look_around()
+        return self._take_answers(late)
+
+    def _look_around(self) -> None:
+        """Find nodes that came or went, and query the new ones. The cost grows with the number of nodes."""
+        started = time.monotonic()
+        if not (self._nodes and has_fixed_nodes(self.grid)):
+            online = set(self.grid.get_node_ids())
+            if gone := [node for node in self._nodes.values() if node.id not in online]:
+                self._leave(gone)
+            for node in online - self._nodes.keys():
+                self._found(node)
+        now = time.monotonic()
+        self._next_look = now + max(POLL_SECONDS, _REST * (now - started))
+        self._ask([*self._at[Stage.FOUND].values()])
+
+    def _leave(self, gone: list[Node]) -> None:
+        """Forget nodes that have gone. Before the start, the others are counted and given client ids anew."""
+        for node in gone:
+            if node.stage is Stage.CLIENT:
+                log.warning("client %s is gone", called(node.client_id, self.properties))
+                del self.node_of[node.client_id]
+            del self._nodes[node.id], self._at[node.stage][node.id]
+            self._reported.pop(node.id, None)
+        for message_id in [name for name, node in self._queries.items() if node.id not in self._nodes]:
+            del self._queries[message_id]
+            self._inbox.forget(message_id)
+        if self._started:
+            self._try_again()
+            return
+        self._agreement = Agreement(self.config)
+        for node in self._reported.values():
+            if node.report:
+                self._agreement.add(node.report)
+        self._assign_anew()
+
+    def _ask(self, nodes: Iterable[Node]) -> None:
+        new = sorted(nodes, key=lambda node: node.id)
+        if not new:
+            return
+        # nodes that are known from the start need no identity
+        infos = () if self._known else self.grid.get_nodes()
+        named = {info.node_id: Identity(info.public_key, info.name) for info in infos}
+        messages = [Message(wire.encode_query(), node.id, wire.QUERY) for node in new]
+        for node, message_id in zip(new, self.grid.push_messages(messages), strict=True):
+            who = named.get(node.id)
+            node.who = who if who and who.key else Identity(f"node {node.id}".encode())
+            node.queries += 1
+            # undelivered: asked again next time
+            self._move(node, Stage.ASKED if message_id else Stage.FOUND)
+            if message_id:
+                self._queries[message_id] = node
+                self._inbox.expect(message_id, self.config.round_timeout)
+
+    def _take_answers(self, late: bool = False) -> bool:
+        """Take in answers and assign client ids. Return whether there were any answers. late: as in `_take_in`."""
+        if paused := self._at[Stage.PAUSED]:
+            now = time.monotonic()
+            self._ask([node for node in paused.values() if node.due <= now])
+        answers = self._inbox.take(0) if self._queries else []
+        for answer in answers:
+            self._receive(self._queries.pop(answer.message_id), answer)
+        self._assign_new(late)
+        return bool(answers)
+
+    def _receive(self, node: Node, answer: Answer) -> None:
+        """Take in a node's report, or the reason why it has none. Schedule another query after an error."""
+        if answer.kind in ("error", "late") and node.queries < _QUERIES:
+            node.due = time.monotonic() + min(_PAUSE, self.config.available_timeout / 10) * node.queries
+            self._move(node, Stage.PAUSED)
+            return
+        who = node.name if node.who.name else "a node"
+        try:
+            if answer.content is None:
+                raise wire.WireError(answer.cause if answer.kind == "malformed" else f"no properties: {answer.reason}")
+            given = properties.known(wire.decode_properties(answer.content))
+            who = claimed(given)
+            if error := wire.error_in(given):
+                raise wire.WireError(error)
+            report = ClientReport(given)
+            properties.check_wire(report.software)
+        except wire.WireError as error:
+            self._leave_out(node, Stage.REFUSED, who, str(error))
+            return
+        node.report = report
+        self._reported[node.id] = node
+        self._move(node, Stage.ANSWERED)
+        if not self._started:
+            self._agreement.add(report)
+
+    # Which node is which client
+
+    def _assign_new(self, late: bool) -> None:
+        """Give every node that has answered the client id it claims, or record why not.
+
+        Before the start, a new majority makes all ids be assigned anew. The cost grows with the number of reports. So
+        this waits until the number of reports has doubled, no answer is pending, or `late` is set.
+        """
+        if not self._started and self._at[Stage.ANSWERED] and self._outdated:
+            if not self._pending or late or len(self._reported) >= 2 * self._assigned_among:
+                self._assign_anew()
+            return
+        for node in [*self._at[Stage.ANSWERED].values()]:
+            self._assign_client_id(node)
+
+    def _try_again(self) -> None:
+        """Let contested nodes claim their client ids again, because an id or a key may have become free."""
+        for node in [node for node in self._reported.values() if node.stage in (Stage.ANSWERED, Stage.CONTESTED)]:
+            self._move(node, Stage.ANSWERED)
+
+    @property
+    def _outdated(self) -> bool:
+        """Whether the client ids rest on facts that most clients no longer share.
+
+        Always true in private runs with sites' own data: the most common names are found by comparing all answers. This
+        is cheap, because sites are few.
+        """
+        if self.config.private and self.config.dataset == NODE:
+            return True
+        return self._agreement.found != self.agreed
+
+    def _assign_anew(self) -> None:
+        """Assign all client ids anew, by the facts that most clients share."""
+        reports = [node.report for node in self._reported.values() if node.report]
+        like = majority(reports) if self.config.dataset == NODE else None
+        self.agreed = self._agreement.found._replace(like=like)
+        if self.config.private:
+            config = dataclasses.replace(self.config, num_clients=self.num_clients)
+            self.statements = properties.statements(reports, self.agreed.key_list, int(self.grid.run.run_id), config)
+        self._assigned_among = len(self._reported)
+        self.node_of, self.properties, self._holders = {}, {}, Holders()
+        self._uncompared = []
+        for node in self._reported.values():
+            self._move(node, Stage.ANSWERED)
+        for node in self._reported.values():
+            self._assign_client_id(node)
+
+    def _assign_client_id(self, node: Node) -> None:
+        """Give a node that has answered the client id it claims, or record why not."""
+        assert node.report is not None, "only nodes with a report are given client ids"
+        report, stage, node.matched = node.report, Stage.REFUSED, None
+        try:
+            if self.config.dataset == NODE and not self.config.private:
+                node.matched = properties.by_name(report, self.agreed.names, self.agreed.shape)
+                report = node.matched or report
+            client_id = self._checked(node, report)
+            stage = Stage.CONTESTED
+            self._holders.claim(client_id, node.who, client_id in self.node_of)
+        except wire.WireError as error:
+            self._leave_out(node, stage, claimed(report.answer), str(error))
+            return
+        if client_id in self.properties and self._started:
+            log.warning("client %s is now another SuperNode", called(client_id, self.properties))
+            # the key of its last holder may be free
+            self._try_again()
+        if client_id in self.node_of:
+            other = self._nodes[self.node_of[client_id]]
+            self._leave_out(other, Stage.CONTESTED, f"client {client_id}", "two SuperNodes carry this partition-id")
+        self.node_of[client_id], node.client_id = node.id, client_id
+        self._move(node, Stage.CLIENT)
+        self.properties[client_id] = report.answer
+        self._uncompared.append(client_id)
+        if self._started:
+            self._record_hashes(client_id)
+
+    def _checked(self, node: Node, told: ClientReport) -> int:
+        """Return the client id that a node claims.
+
+        Raises WireError if its data differ from most clients' or from the run's.
+        """
+        client_id = properties.check(told.answer, self.num_clients)
+        if client_id in self.config.gone:
+            raise wire.WireError("the run goes on without it (without)")
+        if self._known and self._known.get(client_id) is not node:
+            raise wire.WireError("its node is another client's")
+        if self.config.dataset == NODE:
+            properties.check_names(told, self.agreed.names)
+            like = self.agreed.like
+            if self.config.private and like is not None and not told.tags.alike(like.tags):
+                raise wire.WireError(
+                    f"its features or classes differ in names or order from those of {claimed(like.answer)} and most others; only "
+                    "the sites can compare them"
+                )
+        if told.shape != (most := self.agreed.shape):
+            raise wire.WireError(
+                f"its data have {properties.describe(told.shape)}, the others' {properties.describe(most)}"
+            )
+        properties.check_sums(told, self.agreed.sums_kind, self.config.validation_ratio > 0)
+        self._check_data(client_id, told.hashes)
+        if self.config.private:
+            properties.check_keys(told, client_id, self.agreed.key_list, self.statements)
+        return client_id
+
+    def _check_data(self, client_id: int, found: DataHashes | None) -> None:
+        """Raise WireError if a client's data differ from those that the run started with, or from the others'."""
+        if found is None:
+            return
+        whose = None if found.partition else client_id
+        if differs := found.difference(self.recorded.get(whose, found)):
+            raise wire.WireError(f"its {differs} has changed since the run started")
+        if whose is None and (most := self.agreed.hashes) is not None and (differs := found.difference(most)):
+            raise wire.WireError(f"its {differs} differs from the others'")
+
+    def _record_hashes(self, client_id: int) -> None:
+        """Keep the hashes of a client's data, to check them when the client returns."""
+        report = self._nodes[self.node_of[client_id]].report
+        found = report.hashes if report else None
+        if found is not None:
+            self.recorded.setdefault(None if found.partition else client_id, found)
+
+
+def claimed(given: Properties) -> str:
+    """Return the client that a node claims to be, as text."""
+    return f"client {wire.one_line(given.get('client-id', '?'))[:40]}"

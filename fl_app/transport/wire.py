@@ -1,0 +1,725 @@
+"""The one codec between server and client: typed downloads and uploads as Flower records, and back.
+
+A message is a list of arrays and a flat table of scalars (`fitins.*` / `fitres.*`, Flower's compat records, which
+NumPyClient uses). The table's `arrays` names the arrays in order. Bytes are counted as array bytes, without framing.
+Everything from a client is checked here, before it is copied: names, shapes, dtypes, finiteness, number of ones in a
+mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.compat.common import recorddict_compat as compat
+from flwr.compat.common.typing import Code, Config
+from numpy.typing import NDArray
+
+from fl_app import reasons
+from fl_app.errors import plain
+from fl_app.keys import Scalar
+from fl_app.layout import Layout, Model
+from fl_app.metrics import MAX_NUMBER, range_error
+from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
+from fl_app.run_secret import experiment_of
+from fl_app.transport.flower_patches import ReceivedArray, fill
+
+Array = NDArray[np.generic]
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
+ARRAYS, ERROR = "arrays", "error"
+# Entry of a site's reply beside ERROR: the error's text, which few sites let leave.
+DETAILS = "details"
+# Name of an upload's record with its metrics, or with the client's error.
+RESULT = "fitres.metrics"
+# Version of this file's messages. It grows with every change that a node of an earlier version would misread. Nodes that send
+# none are of the first.
+WIRE_VERSION = "1"
+# Type of the message that asks a node for its properties, or a question of a private round.
+QUERY = "get_properties"
+# Task of a question to one client: seal the sketches' key for others. The answer's entry, which a client's download has, too.
+SEAL, SEALED = "seal", "private-sealed"
+# Tasks of questions once all have answered or dropped out: agree on those that are left, and open their sum.
+AGREE, OPEN = "agree", "open"
+# Task of a question to members: sign the split of their aggregation group. The answer's entry; and the splits so far, in
+# questions and downloads.
+SPLIT, SIGNED, SPLITS = "split", "private-signed", "private-splits"
+# Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
+SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
+# Metric: the generation of state that this message made, "" without any.
+STATE_VERSION = "state-version"
+# Scalar of a client's first download in a run that goes on from another one (fl_app/server/origin.py): that run's secret,
+# the client's id and its state's generation there, as JSON.
+STATE_OF = "state-of"
+# Metric of a client with damaged state: the earlier generation that it continued from.
+STATE_USED = "state-used"
+# Prefix of the scalars of private rounds. As a metric: the attempt of the masks in an upload.
+PRIVATE = "private"
+# Metrics of a client on the server's machine: the lines that it printed, and the traceback of its error.
+PRINTED, TRACEBACK = "printed", "traceback"
+# Properties of a site with its own data: the names of its features, or in private runs a tag of them for each client.
+FEATURES, FEATURE_TAGS = "feature-names", f"{PRIVATE}-feature-tags"
+# Extra array of a private round: params, buffers and weight in fixed point under masks, uint64 [d + b + 1].
+SUM = "masked"
+# Entries of an upload and of answers: sealed shares of the upload's own mask; a signature of the survivors; shares, and keys with
+# the members that dropped out.
+SHARES, AGREED, OPENED, BETWEEN = f"{PRIVATE}-shares", f"{PRIVATE}-agreed", f"{PRIVATE}-opened", f"{PRIVATE}-between"
+# Entry of an upload: hashes of its shares, by member, and of the mask's seed. A question has those for its client.
+COMMITTED = f"{PRIVATE}-commitments"
+# Metric of the reply to "forget" in a private run: whether a value was ever clipped to `private-range`.
+CLIPPED = f"{PRIVATE}-clipped"
+# Fewest clients in a sum of a private round: with two, each would know the other's model.
+GROUP_MIN = 3
+# Environment variable, set in a simulation with Ray: the number of clients that train at the same time on this machine;
+# 0: they are on others.
+SIMULATION = "COROLLA_SIMULATION"
+# Key of a node's config: where its keys for private runs are.
+PRIVATE_KEYS = "private-keys"
+# Another one: the name of the site, which is the client's if the data name none.
+NODE_NAME = "name"
+# Value in place of a path: keys made from the run's seed, if all clients are on one machine.
+SEED_KEYS = "seed"
+# Keys of a node's config: the node is in the command's process; it is in a process for a simulation's clients.
+IN_PROCESS, SIMULATED = "in-process", "simulated"
+# Number of the run in a process for a simulation's clients, as Flower numbers a deployment's runs.
+SIMULATED_RUN = 1
+# Most characters of a name or a text among the scalars; class counts of 100,000 classes fit.
+MAX_TEXT = 2**20
+# Dtype of a round's uploaded parameters and statistics; the server computes with float32. It does not affect the masked sums of
+# private runs, which are integers, nor collected personal models, which travel in the dtype WHOLE, as they were hashed.
+UPLOADED, WHOLE = "<f4", "<f4"
+_LINE = 500
+_SCALARS = frozenset({bool, int, float, str})
+_HEADER = re.compile(
+    rb"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
+)
+_META = ("round", "attempt", "task", "experiment", "state-version", "keep", ARRAYS)
+
+
+def simulated_node(client_id: int, num_clients: int, where: str) -> dict[str, Scalar]:
+    """Return the node config of a client on this machine. where: IN_PROCESS or SIMULATED."""
+    return {"partition-id": client_id, "num-partitions": num_clients, PRIVATE_KEYS: SEED_KEYS, where: True}
+
+
+class WireError(ValueError):
+    """A message breaks the protocol. The text states how, on one short line; the caller knows the client."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(plain(" ".join(text.split()))[:_LINE])
+
+
+class OtherArrays(WireError):
+    """An upload has other arrays than its form. more: the names of those that the form does not have."""
+
+    def __init__(self, text: str, more: Sequence[str]) -> None:
+        super().__init__(text)
+        self.more = more
+
+
+@dataclass(frozen=True)
+class Download:
+    """The server's message to one client for one task.
+
+    secret: of the run's server alone. model: the tensors that travel, packed. extras: further arrays of the method.
+    state_version: the generation of client state to load ("" for none). keep: generations that a checkpoint names.
+    method: scalars for the method's client half.
+    """
+
+    # "train", "evaluate", "collect", "forget" at the run's end: remove the client's state, or a question of a private round
+    task: str
+    round: int
+    attempt: int
+    secret: str
+    model: Model
+    state_version: str = ""
+    keep: tuple[str, ...] = ()
+    extras: Mapping[str, Array] = field(default_factory=dict)
+    method: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def experiment(self) -> str:
+        """The experiment's id, under which clients keep state and notes. Only who has the secret reaches them."""
+        return experiment_of(self.secret)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A client's reply: the tensors that travel, a packed mask if the method has one, extra arrays, scalars.
+
+    dtype: of the tensors on the wire, "" for UPLOADED.
+    """
+
+    model: Model
+    mask: NDArray[np.uint8] | None = None
+    extras: Mapping[str, Array] = field(default_factory=dict)
+    metrics: Mapping[str, Scalar] = field(default_factory=dict)
+    num_examples: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The required form of an upload.
+
+    d, b: lengths of the travelling params and buffers. num_params: bits in a mask (0: no mask is sent). num_selected:
+    ones in it (-1: any). extras: dtype and shape by name. dtype: of params and buffers on the wire, "" for UPLOADED.
+    variances: slices [start, stop) of the buffers that hold BatchNorm's variances, which are never negative.
+    """
+
+    d: int
+    b: int
+    num_params: int = 0
+    num_selected: int = -1
+    extras: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    dtype: str = ""
+    variances: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        *,
+        num_params: int = 0,
+        num_selected: int = -1,
+        extras: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+        dtype: str = "",
+    ) -> Expected:
+        """Return the form of an upload with the tensors of a layout, and with a method's additions."""
+        variances = tuple((slot.start, slot.stop) for slot in layout.variances)
+        return cls(layout.d, layout.b, num_params, num_selected, extras or {}, dtype, variances)
+
+    @property
+    def sends_mask(self) -> bool:
+        """Whether a mask is part of the upload."""
+        return self.num_params > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an upload's arrays."""
+        return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in self.shapes().values())
+
+    def blank(self) -> Upload:
+        """Return an upload of this form: all zeros, except for the ones that its mask must have."""
+        mask = None
+        if self.sends_mask:
+            ones = np.arange(self.num_params) < max(0, self.num_selected)
+            mask = np.packbits(ones, bitorder="little")
+        model = Model(np.zeros(self.d, np.float32), np.zeros(self.b, np.float32))
+        return Upload(model, mask, {name: np.zeros(shape, dtype) for name, (dtype, shape) in self.extras.items()})
+
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape by array name, in wire order. Empty arrays do not travel."""
+        out: dict[str, tuple[str, tuple[int, ...]]] = {
+            "params": (self.dtype or UPLOADED, (self.d,)),
+            "buffers": (self.dtype or UPLOADED, (self.b,)),
+        }
+        if self.num_params:
+            out["mask"] = ("|u1", (-(-self.num_params // 8),))
+        out |= self.extras
+        return {name: spec for name, spec in out.items() if math.prod(spec[1])}
+
+
+def _arrays(model: Model, mask: Array | None, extras: Mapping[str, Array]) -> dict[str, Array]:
+    named: dict[str, Array] = {"params": model.params, "buffers": model.buffers}
+    if mask is not None:
+        named["mask"] = mask
+    named |= extras
+    return {name: a for name, a in named.items() if a.size}
+
+
+# Server side --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SharedBytes:
+    """The arrays of the last download, as bytes by name: messages that follow share those that are equal."""
+
+    last: dict[str, FlowerArray] = field(default_factory=dict)
+
+    def of(self, name: str, array: Array) -> FlowerArray:
+        """Return an array as bytes: those of the last array of this name if they are equal, else new ones."""
+        data, known = _dump(array), self.last.get(name)
+        if known is None or known.data != data:
+            known = self.last[name] = _sent(data)
+        return known
+
+
+def encode_download(download: Download, shared: SharedBytes | None = None) -> RecordDict:
+    """Encode a download as Flower's fit instructions ("train", "collect", "forget") or evaluate instructions.
+
+    shared: bytes to share with the downloads that were encoded before with it.
+    """
+    arrays, shared = _arrays(download.model, None, download.extras), shared or SharedBytes()
+    what = "evaluateins" if download.task == "evaluate" else "fitins"
+    record = _record([shared.of(name, array) for name, array in arrays.items()])
+    return _content({f"{what}.parameters": record, f"{what}.config": _config(_said(download, arrays))})
+
+
+def _said(download: Download, arrays: Iterable[str] = ()) -> Config:
+    """Return the scalars of a download. arrays: the names of its arrays."""
+    return {
+        "task": download.task,
+        "round": download.round,
+        "attempt": download.attempt,
+        "experiment": download.secret,
+        "state-version": download.state_version,
+        "keep": ",".join(download.keep),
+        ARRAYS: ",".join(arrays),
+        **download.method,
+    }
+
+
+def payload_bytes(content: RecordDict) -> int:
+    """Return the bytes of a message's arrays, without headers and framing, as a round's record counts them."""
+    total = 0
+    for record in _records(content, ArrayRecord):
+        for name, array in record.items():
+            if name != compat.EMPTY_TENSOR_KEY:
+                pieces = _pieces(array)
+                # a client may write any length into its header
+                total += max(0, sum(map(len, pieces)) - _header_bytes(_first(pieces, 10)))
+    return total
+
+
+def encode_query(question: Download | None = None) -> RecordDict:
+    """Encode the question for a node's properties, or a question of a private round, which has no arrays."""
+    return _content({"getpropertiesins.config": _config(_said(question) if question else {})})
+
+
+def decode_properties(content: RecordDict) -> dict[str, Scalar]:
+    """Return a node's properties. Raises WireError if they are missing or malformed."""
+    try:
+        return _scalars(_record_of(content, "getpropertiesres.properties", ConfigRecord))
+    except Exception as error:  # Flower's decoder may raise any error
+        raise WireError(f"malformed properties: {error!r:.{_LINE}}") from None
+
+
+def decode_answer(content: RecordDict) -> dict[str, Scalar]:
+    """Return the answer to a question. Raises WireError for a client's reported error, and for a malformed reply."""
+    answer = decode_properties(content)
+    if why := error_in(answer):
+        raise WireError(why)
+    return answer
+
+
+def decode_upload(content: RecordDict, expected: Expected) -> Upload:
+    """Return a train reply, decoded and checked. Array data is not copied (read-only views into the message).
+
+    Raises WireError for a client's reported error and for every breach of the protocol.
+    """
+    try:
+        record = _record_of(content, "fitres.parameters", ArrayRecord)
+        metrics = _scalars(_record_of(content, RESULT, ConfigRecord))
+        num_examples = _record_of(content, "fitres.num_examples", MetricRecord)["num_examples"]
+        tensors = [record[name] for name in record if name != compat.EMPTY_TENSOR_KEY]
+    except Exception as error:
+        raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
+    if why := error_in(metrics):
+        raise WireError(why)
+    if type(num_examples) is not int or num_examples < 0:
+        raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(num_examples)}")
+    shapes = expected.shapes()
+    names = [name for name in str(metrics.pop(ARRAYS, "")).split(",") if name]
+    if names != list(shapes) or len(tensors) != len(names):
+        more = [name for name in names if name not in shapes]
+        raise OtherArrays(f"expected the arrays {list(shapes)}, got {reprlib.repr(names)} ({len(tensors)} sent)", more)
+    arrays = {n: _load(n, t, *shapes[n]) for n, t in zip(names, tensors, strict=True)}
+    mask = arrays.get("mask")
+    if mask is not None:
+        _check_mask(mask.view(np.uint8), expected)
+    params, buffers = (np.asarray(arrays.get(n, ()), np.float32) for n in ("params", "buffers"))
+    if negative := sum(int(np.count_nonzero(buffers[start:stop] < 0)) for start, stop in expected.variances):
+        raise WireError(f"array buffers has {negative} negative variances")
+    extras = {n: arrays[n] for n in expected.extras if n in arrays}
+    return Upload(Model(params, buffers), mask, extras, metrics, num_examples)  # type: ignore[arg-type]
+
+
+def decode_evaluation(content: RecordDict, hashed: bool = True) -> tuple[float, int, dict[str, Scalar]]:
+    """Return (loss, test samples, metrics) of an evaluate reply. Raises WireError as decode_upload.
+
+    hashed: whether the metrics must have the hashes of the client's model. Otherwise they are left out.
+    """
+    try:
+        result = compat.recorddict_to_evaluateres(content)
+        metrics = _scalars(result.metrics)
+    except Exception as error:
+        raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
+    if why := error_in(metrics):
+        raise WireError(why)
+    if not isinstance(result.loss, float) or result.loss < 0:
+        raise WireError(f"loss must be a number >= 0, got {reprlib.repr(result.loss)}")
+    if type(result.num_examples) is not int or result.num_examples < 0:
+        raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(result.num_examples)}")
+    if not hashed:
+        metrics = {name: value for name, value in metrics.items() if name not in (SHA256, BUFFERS_SHA256)}
+    for name in (SHA256, BUFFERS_SHA256)[: 1 + (BUFFERS_SHA256 in metrics)] if hashed else ():
+        if not re.fullmatch("[0-9a-f]{64}", str(value := metrics.get(name, ""))):
+            raise WireError(f"{name} must be 64 hexadecimal digits, got {reprlib.repr(value)}")
+    return number({"loss": result.loss}, "loss", 0), result.num_examples, metrics
+
+
+def take_aside(content: RecordDict) -> tuple[str, str, str]:
+    """Return a reply's error, printed lines and traceback. The last two are removed from the reply."""
+    found = {name: "" for name in (ERROR, PRINTED, TRACEBACK)}
+    for record in _records(content, ConfigRecord):
+        for name in found:
+            text = record.get(name) if name == ERROR else record.pop(name, None)
+            if isinstance(text, str):
+                found[name] = text[:MAX_TEXT]
+    return found[ERROR], found[PRINTED], found[TRACEBACK]
+
+
+def hashes(model: Model) -> dict[str, str]:
+    """Return the hashes of the model that a client is evaluated with, as metrics.
+
+    They are the SHA-256 of its parameters, and of its buffers if it has any.
+    """
+    found = {SHA256: hashlib.sha256(model.params.tobytes()).hexdigest()}
+    if model.buffers.size:
+        found[BUFFERS_SHA256] = hashlib.sha256(model.buffers.tobytes()).hexdigest()
+    return found
+
+
+def sent_hash(download: Download) -> str:
+    """Return the SHA-256 of all arrays that a client is sent: parameters, buffers, and further ones by name."""
+    found = hashlib.sha256()
+    for name, array in [
+        ("params", download.model.params),
+        ("buffers", download.model.buffers),
+        *download.extras.items(),
+    ]:
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
+def error_in(entries: Mapping[str, Scalar]) -> str:
+    """Return the error in a client's reply, on one line; "" if there is none.
+
+    A site sends a reason. It becomes a sentence, unless the site sends details, too.
+    """
+    if not (error := entries.get(ERROR)):
+        return ""
+    if details := entries.get(DETAILS):
+        return one_line(details)
+    reason = reasons.read(error)
+    return reason.sentence if reason else one_line(error)
+
+
+def one_line(text: object) -> str:
+    """Return a client's text on one line, for logs that others read. Of a long one, 500 characters: front and end."""
+    line = plain(" ".join(str(text).split()))
+    return line if len(line) <= _LINE else f"{line[: _LINE // 2]} ... {line[5 - _LINE // 2 :]}"
+
+
+def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> float:
+    """Return a metric as a number, NaN if it is absent. Raises WireError if it is not in [low, high]."""
+    value = metrics.get(name, math.nan)
+    if error := range_error(name, value, low, high):
+        raise WireError(error)
+    return float(value)
+
+
+def state_version(round: int, attempt: int) -> str:
+    """Return the name of the generation of client state that a message makes."""
+    return f"{round:06d}-{attempt:06d}"
+
+
+# Flower's `RecordDict.array_records`, and its siblings, return a dict in a reference cycle with the content: a whole
+# message would stay in memory until the garbage collector's next full pass.
+
+
+def _records(content: RecordDict, kind: type[R]) -> list[R]:
+    """Return a message's records of one kind."""
+    return [record for record in content.values() if isinstance(record, kind)]
+
+
+def _record_of(content: RecordDict, name: str, kind: type[R]) -> R:
+    """Return a message's record. Raises KeyError if there is none of this name and kind."""
+    record = content[name]
+    if not isinstance(record, kind):
+        raise KeyError(name)
+    return record
+
+
+def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
+    out: dict[str, Scalar] = {}
+    for name, value in record.items():
+        if not isinstance(value, (bool, int, float, str)):
+            raise TypeError(f"{name[:80]} must be a scalar, got {type(value).__name__}")
+        length = max(len(name), len(value) if isinstance(value, str) else 0)
+        if length > MAX_TEXT:
+            raise ValueError(f"{name[:80]} has {length} characters, at most {MAX_TEXT} are allowed")
+        out[name] = value
+    return out
+
+
+def _check_mask(mask: NDArray[np.uint8], expected: Expected) -> None:
+    padding = mask.size * 8 - expected.num_params
+    if padding and mask[-1] >> (8 - padding):
+        raise WireError(f"mask has ones beyond its {expected.num_params} bits")
+    ones = int(np.bitwise_count(mask).sum(dtype=np.int64))
+    if expected.num_selected >= 0 and ones != expected.num_selected:
+        raise WireError(f"mask has {ones} ones, expected {expected.num_selected}")
+
+
+# Client side --------------------------------------------------------------------------------------------------------
+
+
+def instructions(content: RecordDict, what: str) -> tuple[list[Array], Config]:
+    """Return the arrays and scalars of a download, and free the arrays' bytes in its message.
+
+    what: "fit" or "evaluate". The arrays are copies that the receiver may write into. Raises WireError and KeyError if
+    the message is no download.
+    """
+    record, arrays = _record_of(content, f"{what}ins.parameters", ArrayRecord), []
+    for name in list(record):
+        sent = record.pop(name)
+        if name != compat.EMPTY_TENSOR_KEY:
+            arrays.append(_own(sent.data))
+    return arrays, {**_scalars(_record_of(content, f"{what}ins.config", ConfigRecord))}
+
+
+def _own(data: bytes) -> Array:
+    """Return a copy of the array in these bytes. Raises WireError if they hold none."""
+    try:
+        dtype, shape, fortran, offset = _header(data[:256])
+        if dtype.hasobject or fortran and len(shape) > 1:
+            raise ValueError(f"dtype {dtype}, Fortran order {fortran}")
+        return np.frombuffer(data, dtype, offset=offset).reshape(shape).copy()
+    except (ValueError, TypeError) as error:
+        raise WireError(f"an array is not in NumPy's format: {error}") from None
+
+
+def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
+    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `fit`."""
+    return _content(
+        {
+            RESULT: _config(metrics),
+            "fitres.num_examples": fill(MetricRecord(), {"num_examples": num_examples}),
+            "fitres.parameters": _record([_sent(_dump(array)) for array in arrays]),
+            "fitres.status": _config({"code": Code.OK.value, "message": "Success"}),
+        }
+    )
+
+
+def properties_reply(properties: Mapping[str, object]) -> RecordDict:
+    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `get_properties`."""
+    return _content(
+        {
+            "getpropertiesres.properties": _config(properties),
+            "getpropertiesres.status": _config({"code": Code.OK.value, "message": "Success"}),
+        }
+    )
+
+
+def evaluate_reply(loss: float, num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
+    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `evaluate`."""
+    return _content(
+        {
+            "evaluateres.loss": MetricRecord({"loss": loss}),
+            "evaluateres.num_examples": MetricRecord({"num_examples": num_examples}),
+            "evaluateres.metrics": _config(metrics),
+            "evaluateres.status": _config({"code": Code.OK.value, "message": "Success"}),
+        }
+    )
+
+
+def asked(content: RecordDict) -> Config:
+    """Return the scalars of a question, which are none if it is for a node's properties."""
+    return {**_scalars(_record_of(content, "getpropertiesins.config", ConfigRecord))}
+
+
+def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Download:
+    """Decode the arguments of NumPyClient.fit and .evaluate, or the scalars of a question."""
+    names = [name for name in str(config[ARRAYS]).split(",") if name]
+    if len(names) != len(arrays):
+        raise WireError(f"expected the arrays {names}, got {len(arrays)}")
+    named = dict(zip(names, arrays, strict=True))
+    empty = np.zeros(0, np.float32)
+    model = Model(
+        np.asarray(named.pop("params", empty), np.float32), np.asarray(named.pop("buffers", empty), np.float32)
+    )
+    scalars = _scalars(config)
+    return Download(
+        task=str(scalars["task"]),
+        round=int(scalars["round"]),
+        attempt=int(scalars["attempt"]),
+        secret=str(scalars["experiment"]),
+        model=model,
+        state_version=str(scalars["state-version"]),
+        keep=tuple(filter(None, str(scalars["keep"]).split(","))),
+        extras=named,
+        method={k: v for k, v in scalars.items() if k not in _META},
+    )
+
+
+def encode_upload(upload: Upload) -> tuple[list[Array], int, dict[str, Scalar]]:
+    """Return an upload as NumPyClient.fit returns it: arrays, number of training samples, metrics."""
+    arrays = _arrays(upload.model, upload.mask, upload.extras)
+    for name in {"params", "buffers"} & arrays.keys():
+        # The server refuses a method's array of another dtype.
+        if arrays[name].dtype == np.float32:
+            arrays[name] = _narrowed(name, arrays[name], upload.dtype or UPLOADED)
+    return list(arrays.values()), upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics}
+
+
+def _narrowed(name: str, array: Array, dtype: str) -> Array:
+    """Return a float32 array in its dtype on the wire. Raises WireError if values do not fit."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        sent = array.astype(dtype, copy=False)
+    if lost := np.count_nonzero(np.isinf(sent) & np.isfinite(array)):
+        raise WireError(f"array {name} has {lost} values beyond {sent.dtype}, its dtype on the wire")
+    return sent
+
+
+def upload_message(upload: Upload) -> RecordDict:
+    """Return an upload as a reply of Flower's."""
+    return fit_reply(*encode_upload(upload))
+
+
+# Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
+
+
+def _record(arrays: Sequence[FlowerArray]) -> ArrayRecord:
+    """Return arrays as a record of Flower's, numbered in order."""
+    named = {str(k): array for k, array in enumerate(arrays)}
+    return fill(ArrayRecord(), named or {compat.EMPTY_TENSOR_KEY: _sent(b"")})
+
+
+def named_record(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """Return arrays as a record of Flower's under their names, as `ArrayRecord` makes it of NumPy's arrays."""
+    sent = {
+        name: FlowerArray(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", data=_dump(array))
+        for name, array in arrays.items()
+    }
+    return fill(ArrayRecord(), sent)
+
+
+def viewed(sent: FlowerArray) -> Array:
+    """Return an array of a record: a view of its bytes that cannot be written into, or a copy if its layout is an unusual one."""
+    try:
+        dtype, shape, fortran, offset = _header(sent.data[:256])
+    except (ValueError, TypeError):
+        fortran, dtype = True, np.dtype(np.void)
+    if fortran or dtype.hasobject:
+        return sent.numpy()
+    return np.frombuffer(sent.data, dtype, offset=offset).reshape(shape)
+
+
+def _config(scalars: Mapping[str, object]) -> ConfigRecord:
+    """Return scalars as a record of Flower's. Raises TypeError for a value that is no scalar."""
+    if all(type(value) in _SCALARS for value in scalars.values()):
+        return fill(ConfigRecord(), scalars)
+    return ConfigRecord(dict(scalars))  # type: ignore[arg-type]
+
+
+def _content(records: Mapping[str, ArrayRecord | ConfigRecord | MetricRecord]) -> RecordDict:
+    """Return a message's content."""
+    return fill(RecordDict(), records)
+
+
+def _sent(data: bytes) -> FlowerArray:
+    return FlowerArray(dtype="", shape=(), stype="numpy.ndarray", data=data)
+
+
+def _dump(array: Array) -> bytes:
+    # NumPy gives an array without dimensions one
+    whole = np.ascontiguousarray(array)
+    return b"".join([_header_of(whole.dtype, array.shape), whole.data])
+
+
+@functools.lru_cache(maxsize=256)
+def _header_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return the header of NumPy's format 1.0 for a contiguous array."""
+    out = io.BytesIO()
+    fields = {"shape": shape, "fortran_order": False, "descr": np.lib.format.dtype_to_descr(dtype)}
+    np.lib.format.write_array_header_1_0(out, fields)
+    return out.getvalue()
+
+
+def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> Array:
+    """Return a view of one array's bytes.
+
+    Raises WireError unless the header names exactly this dtype and shape, and all floats are finite.
+    """
+    pieces = _pieces(sent)
+    try:
+        got_dtype, got_shape, fortran, offset = _header(_first(pieces, 256))
+    except (ValueError, TypeError) as error:
+        raise WireError(f"array {name} is not a NumPy array: {error}") from None
+    if got_dtype != np.dtype(dtype):
+        raise WireError(f"array {name} has dtype {got_dtype}, expected {np.dtype(dtype)}")
+    if got_shape != shape or (fortran and len(shape) > 1):
+        raise WireError(f"array {name} has shape {got_shape}, expected {shape}")
+    got = sum(len(piece) for piece in pieces) - offset
+    if got != (needed := np.dtype(dtype).itemsize * math.prod(shape)):
+        raise WireError(f"array {name} has {got} bytes, expected {needed} for shape {shape}")
+    data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    array = np.frombuffer(data, np.dtype(dtype), offset=offset).reshape(shape)
+    check_finite({name: array})
+    return array
+
+
+def check_finite(arrays: Mapping[str, Array]) -> None:
+    """Raise WireError if an array of floats has a value that is not finite. arrays: by their names in the message."""
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise WireError(f"array {name} has {np.count_nonzero(~np.isfinite(array))} non-finite values")
+
+
+def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    """Return dtype, shape, Fortran order and size in bytes of a header of NumPy's format 1.0.
+
+    Only headers as NumPy writes them are read. NumPy itself reads them with Python's parser, which a stranger's bytes
+    should not reach. Before Python 3.11.8 that parser sometimes fails while another thread parses
+    (python/cpython#106905).
+    """
+    if start[:6] != b"\x93NUMPY":
+        raise ValueError(f"begins with {start[:6]!r}")
+    if start[6:8] != b"\1\0":
+        raise ValueError(f"format version {tuple(start[6:8])}")
+    end = _header_bytes(start)
+    if end > len(start):
+        raise ValueError(f"header {start[10:end]!r}")
+    return *_fields(start[10:end]), end
+
+
+@functools.lru_cache(maxsize=256)
+def _fields(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """Return dtype, shape and Fortran order of a header's text. Raises ValueError or TypeError for another text."""
+    found = _HEADER.fullmatch(text)
+    if found is None:
+        raise ValueError(f"header {text!r}")
+    dtype, order, shape = (group.decode() for group in found.groups())
+    return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True"
+
+
+def _header_bytes(start: bytes) -> int:
+    """Return the length of a header of NumPy's format 1.0 from its first ten bytes."""
+    return 10 + int.from_bytes(start[8:10], "little")
+
+
+def _pieces(array: FlowerArray) -> Sequence[memoryview]:
+    """Return an array's bytes as received, header included."""
+    return array.pieces if isinstance(array, ReceivedArray) else [memoryview(array.data)]
+
+
+def _first(pieces: Sequence[memoryview], count: int) -> bytes:
+    """Return the first `count` bytes, without joining the rest."""
+    out = bytearray()
+    for piece in pieces:
+        out += piece[: count - len(out)]
+        if len(out) == count:
+            break
+    return bytes(out)

@@ -1,0 +1,65 @@
+"""`corolla flower init` writes a Flower app that Flower's own command takes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fl_app.processes import script
+from tests.conftest import Command
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "flower" / "pytorch"
+
+
+def files(directory: Path) -> dict[str, str]:
+    found = (path for path in directory.rglob("*") if path.suffix in (".py", ".toml"))
+    return {str(path.relative_to(directory)): path.read_text() for path in found}
+
+
+def test_it_is_the_example(command: Command, tmp_path: Path) -> None:
+    code, out, err = command("flower", "init", tmp_path / "mine")
+    assert (code, err) == (0, "") and f"flwr run {tmp_path / 'mine'}" in " ".join(out.split())
+    assert files(tmp_path / "mine") == files(EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("method", "cls", "lines"), [("lg-fedavg", "LGFedAvg", 0), ("fedprox", "FedProx", 1), ("fedrep", "FedRep", 2)]
+)
+def test_another_method(command: Command, tmp_path: Path, method: str, cls: str, lines: int) -> None:
+    assert command("flower", "init", tmp_path / "mine", "--method", method)[0] == 0
+    written = files(tmp_path / "mine")
+    server, loop = written["pytorch_app/server_app.py"], written["pytorch_app/task.py"]
+    assert f"from corolla.flower import {cls}" in server and f"strategy = {cls}(fraction_train=" in server
+    assert loop.count("corolla.flower.") == lines and loop.count("import corolla.flower") == (lines > 0)
+    for text in (server, loop):
+        ast.parse(text)
+    done = subprocess.run(
+        [sys.executable, "-c", "import pytorch_app.server_app, pytorch_app.client_app"], cwd=tmp_path / "mine"
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--method", "moon"], "moon"), (["--method", "fedcav"], "method"), ([], "empty")]
+)
+def test_what_cannot_be(command: Command, tmp_path: Path, options: list[str], said: str) -> None:
+    if not options:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "file").write_text("")
+    code, _, err = command("flower", "init", tmp_path / "mine", *options)
+    assert code == 2 and said in err
+    assert not (tmp_path / "mine" / "pyproject.toml").exists()
+
+
+@pytest.mark.parametrize("app", sorted(EXAMPLE.parent.glob("*/pyproject.toml")), ids=lambda path: path.parent.name)
+def test_flower_builds_the_examples(app: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [script("flwr"), "build", "--app", str(app.parent)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and list(tmp_path.glob("*.fab")), done.stdout + done.stderr
+    assert tomllib.loads(app.read_text())["tool"]["flwr"]["app"]["components"]

@@ -1,0 +1,93 @@
+"""A column in another unit at one site, and the same data at two sites: named at the start, and when a site comes later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_app.data.moments import MomentSums
+from fl_app.known_names import CLIENT_NAME
+from fl_app.transport.exchange import Exchange
+from fl_app.transport.wire import FEATURES
+from tests.server.fake_grid import exchange, properties
+
+ROWS = np.random.default_rng(0).normal([20.0, 4.0, 0.0], [3.0, 0.5, 1.0], (6, 5, 3)).astype(np.float32)
+
+
+def site(k: int, rows: np.ndarray, num_clients: int, **more: Any) -> dict[str, Any]:
+    sums = {"sums": MomentSums.of(rows).to_json(), FEATURES: json.dumps(["heat", "pressure", "drift"])}
+    return properties(k, num_clients, **{**sums, CLIENT_NAME: f"plant {k}", **more})
+
+
+def connected(tables: Sequence[np.ndarray], **more: Any) -> Exchange:
+    nodes = {70 + k: site(k, rows, len(tables), **more) for k, rows in enumerate(tables)}
+    e = exchange(nodes, num_clients=len(tables), dataset="node", classes="0,1", min_available_clients=1)
+    e.registry.wait()
+    return e
+
+
+def scaled(factors: Sequence[float]) -> list[np.ndarray]:
+    return [ROWS[k] * np.array([1, factor, 1], np.float32) for k, factor in enumerate(factors)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "named"),
+    [
+        ((1, 1, 1000, 1), ["2 (plant 2)"]),
+        ((1, 0.001, 1, 1, 1, 1), ["1 (plant 1)"]),
+        ((1000, 1, 1, 1000, 1), ["0 (plant 0), 3 (plant 3)"]),
+        ((1, 1, 1000, 1, 0.001), ["2 (plant 2)", "4 (plant 4)"]),
+        ((1, 1000), ["1 (plant 1)"]),
+        ((1, 50, 1, 20), []),
+        ((1, 0, 1), []),
+    ],
+)
+def test_a_column_in_another_unit_is_named_with_its_site(factors: tuple[float, ...], named: list[str]) -> None:
+    notes = connected(scaled(factors)).registry.notes()
+    about = [line.partition(" at client")[2].partition(" ")[2].partition(" are ")[0] for line in notes]
+    assert sorted(about) == sorted(named) and all(line.startswith("column pressure: ") for line in notes)
+
+
+def test_two_sites_with_the_same_data_are_named() -> None:
+    tables = [ROWS[0], ROWS[1], ROWS[0][::-1], ROWS[2]]
+    assert [line for line in connected(tables).registry.notes()] == [
+        "clients 0 (plant 0), 2 (plant 2) have the same data"
+    ]
+    assert connected(ROWS[:4]).registry.notes() == []
+
+
+def test_sites_whose_names_look_alike_are_named() -> None:
+    names = ["Bern", "Zug", "bern ", "Ger\u0430"]
+    nodes = {70 + k: site(k, ROWS[k], len(names), **{CLIENT_NAME: name}) for k, name in enumerate(names)}
+    e = exchange(nodes, num_clients=len(names), dataset="node", classes="0,1", min_available_clients=1)
+    e.registry.wait()
+    (line,) = e.registry.notes()
+    assert "'Bern' and 'bern'" in line and "Zug" not in line and not e.registry.notes()
+
+
+def test_the_same_files_at_one_machine_are_named_without_sums() -> None:
+    nodes = {70 + k: properties(k, 3, **{"data-sha256": "ab"[k % 2] * 64}) for k in range(3)}
+    e = exchange(nodes, dataset="node", classes="0,1")
+    e.registry.wait()
+    assert e.registry.notes() == ["clients 0, 2 have the same data"]
+    # a shared data set is everybody's
+    shared = {node: {**told, "partition-sha256": "c" * 64, "data-sha256": "a" * 64} for node, told in nodes.items()}
+    e = exchange(shared)
+    e.registry.wait()
+    assert e.registry.notes() == []
+
+
+def test_a_site_that_comes_later_is_compared(caplog: pytest.LogCaptureFixture) -> None:
+    tables = scaled((1, 1, 1, 1000))
+    nodes = {70 + k: site(k, rows, 4) for k, rows in enumerate(tables[:3])}
+    e = exchange(nodes, num_clients=4, dataset="node", classes="0,1", min_available_clients=3)
+    e.registry.wait()
+    assert e.registry.notes() == []
+    nodes[73] = site(3, tables[3], 4)
+    e.refresh()
+    e.refresh()
+    assert len([line for line in caplog.messages if "pressure" in line and "3 (plant 3)" in line]) == 1
