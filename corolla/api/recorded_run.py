@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corolla.api.brief import brief
+from corolla.api.settings import look_for_plugins
 from corolla.experiments.runs import RecordedRun, find, listing, named
 from fl_app import extras
 from fl_app.errors import UserError, listed
 from fl_app.server import matrices
 from fl_app.server.client_rows import RowFiles
 from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
+from strategies import METHODS
 
 if TYPE_CHECKING:
     import pandas
 
+    from corolla.experiments.exported.client_answers import ClientAnswers
     from corolla.experiments.exported.predict import Predictor
     from corolla.report.plots import Plots
     from fl_app.keys import Scalar
@@ -118,7 +121,7 @@ class Run:
         extras.require("altair", "a run's pictures")
         from corolla.report.plots import Plots
 
-        return Plots(self._recorded.path)
+        return Plots(self._recorded.path, client_answers)
 
     @brief
     def matrix(self, name: str, round: int | None = None) -> pandas.DataFrame:
@@ -149,11 +152,9 @@ class Run:
         evaluation. Raises UserError if the run is not finished, if the client does not exist, or if the server does not
         have the model.
         """
-        from corolla.api.settings import look_for_plugins
         from corolla.experiments.exported import loading, run_models
         from corolla.experiments.exported.predict import Predictor
         from fl_app import model_card
-        from strategies import METHODS
 
         look_for_plugins(self._recorded.path / PLUGINS)
         model = run_models.load(self._recorded.path, client, METHODS)
@@ -167,16 +168,17 @@ class Run:
         )
 
     @brief
-    def report(self, output: str | os.PathLike[str] | None = None) -> Path:
+    def report(self, output: str | os.PathLike[str] | None = None, features: bool = False) -> Path:
         """Write report.html and its pictures, as `corolla report` does, and return the page's path.
 
-        output: default the run folder.
+        output: default the run folder. features: as `--features`.
         """
         for package in ("altair", "vl_convert"):
             extras.require(package, "a run's report")
         from corolla.report.page import write_report
 
-        return write_report([self._recorded.path], self._recorded.path if output is None else Path(output))[0]
+        where = self._recorded.path if output is None else Path(output)
+        return write_report([self._recorded.path], where, tested=client_answers if features else None)[0]
 
     def __repr__(self) -> str:
         """Return `Run('path')`."""
@@ -226,6 +228,14 @@ def load(path: str | os.PathLike[str]) -> Run:
     if missing := sorted(set(range(1, planned + 1)) - set(run.rounds)):
         raise UserError(f"{where / METRICS}: no readable record of round {listed([str(n) for n in missing])}")
     return Run(where)
+
+
+def client_answers(path: Path) -> list[ClientAnswers]:
+    """Return the answers of a run's final models on their clients' test samples, as `of_run` does, for its pictures."""
+    from corolla.experiments.exported.client_answers import of_run
+
+    look_for_plugins(path / PLUGINS)
+    return of_run(path, METHODS)
 
 
 def folder(path: object) -> Path:

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from corolla.api.console import console, errors, say_partial, say_unfinished, warn
+from corolla.api.recorded_run import client_answers
 from corolla.api.waiting import waiting
 from corolla.cli.as_json import of_runs, of_summary, show_json
 from corolla.cli.completion import metrics_of, rows_of
@@ -304,6 +305,13 @@ def report(
     latex: Annotated[
         bool, typer.Option("--latex", help="With --tables: also write results.tex, for booktabs.")
     ] = False,
+    features: Annotated[
+        bool,
+        typer.Option(
+            "--features",
+            help="Also test each client's final model: confusion matrices, and the features of test samples by t-SNE.",
+        ),
+    ] = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG files."""
@@ -320,7 +328,8 @@ def report(
         from corolla.report.page import reported, write_report
 
         before = reported(output)
-        written = write_report(runs, output, figures, tables, METHODS.title if latex else None)
+        tested = client_answers if features else None
+        written = write_report(runs, output, figures, tables, METHODS.title if latex else None, tested)
     for path in written:
         console.print(f"{path}", soft_wrap=True)
     if before and before != reported(output):

@@ -8,6 +8,7 @@ other column is shown when a reader points at a mark. Without a number a cell is
 from __future__ import annotations
 
 import csv
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ Frame = Any
 WIDTH = 960
 # about the pixels of a letter, and of what stands beside a legend's text
 LETTER, SYMBOL = 7, 50
+# most classes of a confusion matrix with numbers in its cells
+MOST_WRITTEN = 20
 # small charts in a row
 IN_A_ROW = 4
 # columns that draw, and are not in tooltips
@@ -412,6 +415,24 @@ def counts(frame: Frame, x: str, y: str, width: int = WIDTH, height: int = 100) 
     )
 
 
+def confusions(frame: Frame, classes: Sequence[str], whose: Sequence[str]) -> Chart:
+    """Return the confusion matrix of one of `whose` at a time, the first one first.
+
+    frame: whose, class, predicted, samples, value. The highlighted client is shown if it has a matrix.
+    """
+    side = max(200, min(560, 44 * len(classes)))
+    x = names("x", "predicted", "predicted class", classes, room=side).scale(domain=list(classes))
+    y = names("y", "class", "true class", classes).scale(domain=list(classes))
+    share = Axis("share of the class", ".0%")
+    chart = cells(frame, x, y, coloured(share, (0.0, 1.0)), share, side, side)
+    if len(classes) <= MOST_WRITTEN:
+        ink = when(alt.ColorValue, "datum.value > 0.6", "black", "white")
+        chart = alt.layer(chart, chart.mark_text(fontSize=11).encode(text="samples:Q", color=ink))
+    choice = alt.binding_select(options=list(whose), name="confusion matrix of ")
+    shown = f"datum.whose === (indexof({json.dumps(list(whose))}, client) < 0 ? chosen : client)"
+    return chart.add_params(alt.param(name="chosen", value=whose[0], bind=choice)).transform_filter(shown)
+
+
 def written(chart: Chart, frame: Frame) -> Chart:
     """Return cells with their texts. frame: text, and `ink`, the text's colour."""
     ink = when(alt.ColorValue, "datum.ink === 'black'", "black", "white")
@@ -424,11 +445,6 @@ def written(chart: Chart, frame: Frame) -> Chart:
 
 def maps(frame: Frame, classes: Sequence[str]) -> Chart:
     """Return maps of clients, a row for each kind. frame: kind, part (a round), client, x, y, and `class` if it is known."""
-    style = plain_looks(len(classes))
-    colours: dict[str, Any] = (
-        {"range": [look.drawn for look in style]} if len(classes) <= len(COLOURS) else {"scheme": "turbo"}
-    )
-    legend = alt.Legend(title="main class", columns=legend_columns(classes)) if classes else None
     rows = []
     for kind, own in frame.groupby("kind", sort=False):
         middle, half = (
@@ -447,13 +463,40 @@ def maps(frame: Frame, classes: Sequence[str]) -> Chart:
             )
         )
         if classes:
-            mark = mark.encode(
-                color=alt.Color("class:N").scale(domain=classes, **colours).legend(legend),
-                shape=alt.Shape("class:N").scale(domain=classes, range=[look.marker for look in style]).legend(legend),
-            )
+            mark = mark.encode(**by_class(classes, "main class"))
         parts = own["part"].drop_duplicates().tolist()
         rows.append(faceted(alt.layer(mark, data=inline(own)), own, 270, 270) if len(parts) else mark)
     return alt.vconcat(*rows)
+
+
+def by_class(classes: Sequence[str], title: str) -> dict[str, Any]:
+    """Return the colour and the shape of points by `class`."""
+    style = plain_looks(len(classes))
+    colours: dict[str, Any] = (
+        {"range": [look.drawn for look in style]} if len(classes) <= len(COLOURS) else {"scheme": "turbo"}
+    )
+    legend = alt.Legend(title=title, columns=legend_columns(classes))
+    shapes = [look.marker for look in style]
+    return {
+        "color": alt.Color("class:N").scale(domain=list(classes), **colours).legend(legend),
+        "shape": alt.Shape("class:N").scale(domain=list(classes), range=shapes).legend(legend),
+    }
+
+
+def features(frame: Frame, classes: Sequence[str]) -> Chart:
+    """Return samples as points without axes. frame: client, class, predicted, x, y."""
+    return (
+        alt.Chart(inline(frame))
+        .mark_point(filled=True, size=36)
+        .encode(
+            x=alt.X("x:Q").title(None).axis(None).scale(zero=False),
+            y=alt.Y("y:Q").title(None).axis(None).scale(zero=False),
+            **by_class(classes, "class"),
+            opacity=when(alt.OpacityValue, NO_OTHER, 0.8, 0.06),
+            tooltip=["client:N", "class:N", "predicted:N"],
+        )
+        .properties(width=640, height=640)
+    )
 
 
 def against(frame: Frame, x: Axis, y: Axis) -> Chart:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape, unescape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from corolla.experiments import latex
 from corolla.experiments.result_table import caption, text_table
@@ -19,6 +20,7 @@ from corolla.report.by_kind import of_run
 from corolla.report.clients import clients_section
 from corolla.report.cost_pictures import costs
 from corolla.report.csv_files import CLIENTS, ROUNDS, clients_csv, rounds_csv
+from corolla.report.features import of_features
 from corolla.report.groups import Group, grouped, short
 from corolla.report.losses import losses
 from corolla.report.partitions import partitions
@@ -40,6 +42,9 @@ from corolla.report.upload_figures import of_all_uploads, of_uploads, spreads_of
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
+
+if TYPE_CHECKING:
+    from corolla.experiments.exported.client_answers import ClientAnswers
 
 PAGE = "report.html"
 PICTURES = "report-figures"
@@ -63,15 +68,17 @@ def write_report(
     figures: Path | None = None,
     tables: Path | None = None,
     title: Callable[[str], str] | None = None,
+    tested: Callable[[Path], Sequence[ClientAnswers]] | None = None,
 ) -> tuple[Path, Path]:
     """Write report.html and the folder of pictures into `output`, and return their paths.
 
     Both replace an earlier report's. paths: run folders, or folders of run folders. figures: directory for every
     picture as PNG, SVG and PDF. tables: directory for the numbers as CSV. title: with `tables`, also write results.tex,
-    with the methods' names that it returns.
+    with the methods' names that it returns. tested: returns the answers of a run's final models on test samples, which
+    are drawn too.
 
     Raises UserError naming every path without a run, a directory that cannot be written, or an existing file of such a
-    name that is not a report's.
+    name that is not a report's; and what `tested` raises.
     """
     with _writing("--output", output):
         reported(output)
@@ -80,11 +87,14 @@ def write_report(
             if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
                 raise UserError(f"--tables: {path} exists and is not a report's; choose another directory")
     groups = grouped(read_runs(paths))
+    runs = [run for group in groups for run in group.runs]
     # fail early: the pictures take long
+    answers = {run.number: tested(run.path) for run in runs} if tested else {}
     with _writing("--output", output):
         make_directory(output / PICTURES)
-    runs = [run for group in groups for run in group.runs]
     shared, own = pictures_of(groups)
+    for run in runs if answers else []:
+        own[run.number] += of_features(run, answers[run.number])
     every = [*shared, *(panel for panels in own.values() for panel in panels)]
     drawn = _draw(every, ("png", "svg", "pdf") if figures else ("png",))
     pictures = output / PICTURES
