@@ -141,6 +141,11 @@ class CorollaClient(NumPyClient):
         if (text := download.method.get(COLUMNS)) is not None:
             with reasons.stage("protocol", "dataset", "readable"):
                 self.data = self.data.with_columns(tuple(map(str, json.loads(str(text)))))
+        elif (text := download.method.get(MODEL_NAMES)) is not None:
+            features = tuple(json.loads(str(text))["features"])
+            # other names are refused before the model is used
+            if sorted(features) == sorted(self.data.info.facts.features):
+                self.data = self.data.with_columns(features)
         return download
 
     def _answered(self, question: Download) -> Config:
@@ -361,7 +366,7 @@ class CorollaClient(NumPyClient):
         return dataclasses.replace(self.data, info=dataclasses.replace(info, mean=own.mean, std=own.std))
 
     def _compare_names(self, download: Download) -> None:
-        """Raise UserError if the model that a private run starts from has features or classes of other names, or another order.
+        """Raise UserError if the model that a private run starts from has features of other names, or other classes.
 
         There only the client can compare them. The error must not contain its own names.
         """
@@ -370,10 +375,7 @@ class CorollaClient(NumPyClient):
         mine, told = ModelNames.of(self.data.info), json.loads(str(text))
         for what, ours in (("features", mine.features), ("classes", mine.outputs)):
             if differ(told[what], ours):
-                raise UserError(
-                    f"initial-weights: the {what} of its card differ in names or order from this client's, and the server of a "
-                    "private run cannot put them in order"
-                )
+                raise UserError(f"initial-weights: the {what} of its card have other names than this client's")
 
     def _data_hashes(self) -> Config:
         """Return the hashes that identify the data, and the inputs' scaling where no client may hide it."""

@@ -94,41 +94,12 @@ class ClientData:
 
     def with_columns(self, names: Sequence[str]) -> ClientData:
         """Return the data with these features alone, in this order. Raises UserError if one is missing."""
-        facts = self.info.facts
-        if lacking := [name for name in names if name not in facts.features]:
-            raise UserError(
-                f"dataset: this site has no column {lacking[0]!r}", code="data", key="dataset", rule="readable"
-            )
-        places = [facts.features.index(name) for name in names]
-        columns = list(dict.fromkeys(next(e for e in facts.encodings if name in e.names) for name in names))
-
-        kept = {encoding.column for encoding in columns}
-        roles = tuple(
-            (n, "left out" if role == "feature" and n not in kept else role, how) for n, role, how in facts.columns
-        )
-
-        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(values[k] for k in places) if values else ()
-
-        info = dataclasses.replace(
-            self.info,
-            in_channels=len(places) if self.info.in_channels == len(facts.features) else self.info.in_channels,
-            mean=of(self.info.mean),
-            std=of(self.info.std),
-            still=of(self.info.still),
-            shape=(len(places),) if self.info.shape else (),
-            facts=dataclasses.replace(
-                facts,
-                features=tuple(names),
-                columns=roles,
-                shift=of(facts.shift),
-                scale=of(facts.scale),
-                encodings=tuple(columns),
-            ),
-        )
+        if tuple(names) == self.info.facts.features:
+            return self
+        places = [self.info.facts.features.index(name) for name in names if name in self.info.facts.features]
         return dataclasses.replace(
             self,
-            info=info,
+            info=self.info.with_columns(names),
             x_train=self.x_train[:, places],
             x_test=self.x_test[:, places],
             validation=self.validation and (self.validation[0][:, places], self.validation[1]),
@@ -206,6 +177,7 @@ class OpenedData:
     def client(self, client_id: int) -> ClientData:
         """Return one client's samples, with its validation samples apart.
 
+        In a private run the columns of a site's own table are in the order of their names: the server cannot put them in order.
         Raises UserError if the client has too few samples to have validation samples.
         """
         data = self.data
@@ -224,6 +196,8 @@ class OpenedData:
                 y_train=whole.y_train[kept],
                 validation=(whole.x_train[held_out], whole.y_train[held_out]),
             )
+        if self.config.dataset == NODE and self.config.private:
+            whole = whole.with_columns(data.info.facts.by_column)
         return whole.of_known_labels() if hides_values(self.config) else whole
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -38,6 +38,11 @@ class Encoding:
             return [f"{self.column}={word}" for word in self.words]
         has_indicator = self.fill is not None or self.own_fill
         return [self.column, f"{self.column} missing"] if has_indicator else [self.column]
+
+    def of_features(self, names: Sequence[str]) -> Self:
+        """Return the encoding with those of its words alone whose features are among `names`, in their order."""
+        words = {f"{self.column}={word}": word for word in self.words}
+        return dataclasses.replace(self, words=tuple(words[name] for name in names if name in words))
 
     @property
     def as_told(self) -> Self:

@@ -39,7 +39,7 @@ from fl_app.data.encoding import Encoding
 from fl_app.data.moments import Moments, MomentSums
 from fl_app.data.site_columns import SiteColumns
 from fl_app.data.spelling import spellings
-from fl_app.errors import DataError, describe
+from fl_app.errors import DataError, UserError, describe
 from fl_app.files import build_once, cache_key, expanded, lock, make_directory, publish_text
 from fl_app.known_names import SCALING
 from fl_app.privacy import secure_random
@@ -179,6 +179,12 @@ class Facts:
     encodings: tuple[Encoding, ...] = ()
     bits: int = 0
 
+    @property
+    def by_column(self) -> tuple[str, ...]:
+        """The features in the order of their columns' names."""
+        columns = sorted(self.encodings, key=lambda encoding: encoding.column)
+        return tuple(name for encoding in columns for name in encoding.names) or self.features
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Facts:
         """Return the facts that JSON holds as lists and numbers."""
@@ -236,6 +242,43 @@ class DatasetInfo:
     def scaled_by(self, moments: Moments) -> DatasetInfo:
         """Return a copy with the mean and standard deviation of `moments`."""
         return dataclasses.replace(self, mean=moments.mean, std=moments.std, still=moments.still)
+
+    def with_columns(self, names: Sequence[str]) -> DatasetInfo:
+        """Return a copy with these features alone, in this order. Raises UserError if one is missing."""
+        facts = self.facts
+        if lacking := [name for name in names if name not in facts.features]:
+            raise UserError(
+                f"dataset: this site has no column {lacking[0]!r}", code="data", key="dataset", rule="readable"
+            )
+        if tuple(names) == facts.features:
+            return self
+        places = [facts.features.index(name) for name in names]
+        columns = [e.of_features(names) for e in facts.encodings if set(e.names) & set(names)]
+        columns.sort(key=lambda encoding: names.index(encoding.names[0]))
+        kept = {encoding.column for encoding in columns}
+        roles = tuple(
+            (n, "left out" if role == "feature" and n not in kept else role, how) for n, role, how in facts.columns
+        )
+
+        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[k] for k in places) if values else ()
+
+        return dataclasses.replace(
+            self,
+            in_channels=len(places) if self.in_channels == len(facts.features) else self.in_channels,
+            mean=of(self.mean),
+            std=of(self.std),
+            still=of(self.still),
+            shape=(len(places),) if self.shape else (),
+            facts=dataclasses.replace(
+                facts,
+                features=tuple(names),
+                columns=roles,
+                shift=of(facts.shift),
+                scale=of(facts.scale),
+                encodings=tuple(columns),
+            ),
+        )
 
     @property
     def remarks(self) -> list[str]:

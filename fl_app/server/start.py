@@ -47,9 +47,12 @@ def start_of(config: RunConfig, registry: ClientRegistry, target_shift: tuple[fl
     card = read_card(source, Path(config.initial_weights))
     scaling = own_scaling(config, source, card, names) if config.normalizes_by_initial else None
     line = scaling_line(source, card, normalization_of(config, registry), config.normalize_over) if card else ""
-    hides = config.private and card is not None
-    compared = {"features": card.names.features, "classes": names.outputs or card.names.outputs} if card else {}
-    return Start(names, scaling, [line] if line else [], {MODEL_NAMES: json.dumps(compared)} if hides else {})
+    if card is None or not config.private:
+        return Start(names, scaling, [line] if line else [], {})
+    # the clients take their columns in the model's order
+    names = names._replace(features=card.names.features)
+    compared = {"features": names.features, "classes": names.outputs or card.names.outputs}
+    return Start(names, scaling, [line] if line else [], {MODEL_NAMES: json.dumps(compared)})
 
 
 def own_scaling(config: RunConfig, source: str, card: ModelCard | None, names: ModelNames) -> dict[str, list[float]]:

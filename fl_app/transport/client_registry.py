@@ -301,7 +301,11 @@ class ClientRegistry:
             )
         reports = [node.report for node in self._reported.values() if node.report]
         shapes = properties.differing_shapes(reports)
-        if shapes and (self.config.dataset != NODE or len({report.names for report in reports}) == 1):
+        # a private run's clients do not tell their names, which may be why
+        of_names = self.config.dataset == NODE and (
+            self.config.private or len({report.names for report in reports}) > 1
+        )
+        if shapes and not of_names:
             return f"clients' data must have the same channels, classes and image size:\n{shapes}"
         return "clients that cannot take part:\n" + "\n".join(
             f"  {who}: {why}" for who, why in sorted(node.left_out for node in self._left_out)
@@ -607,8 +611,8 @@ class ClientRegistry:
             like = self.agreed.like
             if self.config.private and like is not None and not told.tags.alike(like.tags):
                 raise wire.WireError(
-                    f"its features or classes differ in names or order from those of {claimed(like.answer)} and most others; only "
-                    "the sites can compare them"
+                    f"its columns or classes have other names than those of {claimed(like.answer)} and most others; only the sites "
+                    "can compare them: their site.toml leaves out a column ([data] exclude), renames it or fills it in"
                 )
         if told.shape != (most := self.agreed.shape):
             raise wire.WireError(
