@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fl_app import models, plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
+from fl_app.data.site_columns import SiteColumns
 from fl_app.files import make_directory, publish_text
 from fl_app.keys import own
 from fl_app.layout import Layout, Model
@@ -85,7 +86,11 @@ def keep(
         **({INITIAL: ModelNames.of(info)._asdict()} if config.initial_weights else {}),
         DATA: {
             NORMALIZED_BY: info.scaling,
-            READ_BY: {"dtype": str(data.x_train.dtype), **info.columns_facts()},
+            READ_BY: {
+                "dtype": str(data.x_train.dtype),
+                **info.columns_facts(),
+                **SiteColumns.of_environment().recorded,
+            },
         },
     }
     facts = {"train-samples": data.num_train, "test-samples": data.num_test, **({NAME: who.name} if who.name else {})}

@@ -71,7 +71,10 @@ _BOUNDS = Form(
 
 def _is_data(value: Any) -> bool:
     """Return whether a value is a table `[data]`."""
-    if not isinstance(value, dict) or set(value) - {"separator", "decimal", "rename", "scale", "fill"}:
+    if not isinstance(value, dict) or set(value) - {"separator", "decimal", "rename", "scale", "fill", "exclude"}:
+        return False
+    exclude = value.get("exclude", [])
+    if not isinstance(exclude, list) or not all(isinstance(name, str) and name for name in exclude):
         return False
     signs = [value[name] for name in ("separator", "decimal") if name in value]
     tables = {name: value.get(name, {}) for name in ("rename", "scale", "fill")}
@@ -87,7 +90,8 @@ def _is_data(value: Any) -> bool:
 
 
 _DATA = Form(
-    'a table with separator, decimal, rename = {OWN = "NAME"}, scale = {NAME = FACTOR} and fill = {NAME = VALUE}',
+    'a table with separator, decimal, rename = {OWN = "NAME"}, scale = {NAME = FACTOR}, fill = {NAME = VALUE} and '
+    'exclude = ["NAME"]',
     _is_data,
 )
 
@@ -151,7 +155,8 @@ class Site:
     data: Mapping[str, Any] = key(
         {},
         "How this site's own table differs from the run's: `separator`, `decimal`, `rename = {Druck = \"pressure\"}`, "
-        "`scale = {pressure = 0.001}`, `fill = {humidity = 40.0}`. `corolla data show --site site.toml` checks it",
+        '`scale = {pressure = 0.001}`, `fill = {humidity = 40.0}`, `exclude = ["foreman"]`. '
+        "`corolla data show --site site.toml` checks it",
         _DATA,
     )
 

@@ -47,9 +47,19 @@ _InputEntry = TypedDict(
 _DataEntry = TypedDict("_DataEntry", {"dataset": str, "sha256": NotRequired[str], "file-sha256": NotRequired[str]})
 
 
+class _SiteEntry(TypedDict, total=False):
+    separator: str
+    decimal: str
+    rename: dict[str, str]
+    scale: dict[str, float]
+    fill: dict[str, float | str]
+    exclude: list[str]
+
+
 class _TableEntry(TypedDict, total=False):
     encodings: list[dict[str, Any]]
     others: list[str]
+    site: _SiteEntry
 
 
 _SettingsEntry = TypedDict(
@@ -213,6 +223,8 @@ def _unfit(card: Card) -> str:
         return f"task must be the settings' {card['settings'].get('task')!r}, got {card['task']!r}"
     if card["task"] not in tasks.BUILT_IN and not plugins.is_reference(card["task"]):
         return f"task must be one of {', '.join(tasks.BUILT_IN)}, or module:Class, got {reprlib.repr(card['task'])}"
+    if more := sorted(card.get("table", {}).get("site", {}).keys() - get_type_hints(_SiteEntry)):
+        return f"table.site must have no other entries, got {reprlib.repr(more[0])}"
     encodings = card.get("table", {}).get("encodings", [])
     return _not_encodings(encodings) or (_unfit_table(card, width) if encodings else "")
 

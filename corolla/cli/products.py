@@ -22,6 +22,7 @@ from corolla.cli.printed_tables import show_table
 from corolla.experiments.exported.run_models import client_id
 from corolla.experiments.runs import RecordedRun, existing
 from fl_app import exit_codes
+from fl_app.data.site_columns import SiteColumns
 from fl_app.errors import UserError, counted, listed, size
 from fl_app.files import no_such, publish_text
 from fl_app.server.run_folder import CLIENTS, MODELS, NAME, PLUGINS, SUMMARY, read_clients
@@ -74,6 +75,11 @@ def export(
         # before the imports, which take seconds
         client_id(RecordedRun(run), client)
     look_for_plugins(run / PLUGINS)
+    if data_path:
+        from deploy import site
+        from deploy.supernode import use_rules
+
+        use_rules(site.find())
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
         # imported here because torch takes seconds
@@ -195,6 +201,14 @@ def predict(
             "columns that the model does not know are ignored."
         ),
     ] = OnError.refuse,
+    site: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="site.toml",
+            help="Read the table as this site's `[data]` says, and ignore columns that the model does not know (default: as the "
+            "card says, of a model that a site exported).",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print an exported model's predictions for images, a table's rows or an .npz: class and probability, or numbers."""
@@ -211,7 +225,12 @@ def predict(
         look_for_plugins(own_files(file), told=_name_code)
         known = model_card.read(file)
         reading = {key: str(value) for key, value in parse_set(given or []).items()}
-        asked = predict.read_inputs(inputs, known, reading, on_error.value)
+        own = None
+        if site:
+            from deploy.site import read_site
+
+            own = SiteColumns.of(read_site(site).data)
+        asked = predict.read_inputs(inputs, known, reading, on_error.value, own)
         names = [name for k, name in enumerate(asked.names) if k not in asked.bad]
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)
     own_data = predict.are_own_data(inputs, known)
@@ -224,6 +243,8 @@ def predict(
     else:
         table = predict.predictions_table(names, predictions, known)
         show_table(predict.with_bad_rows(table, asked) if on_error is OnError.row else table)
+    if asked.how:
+        warn(f"the table is read as {site or f'the card of {file}'} says: {asked.how}")
     if asked.ignored:
         warn(f"columns that the model does not know are ignored: {listed(list(asked.ignored))}")
     if asked.remark:

@@ -98,6 +98,9 @@ def unknown(request: DataRequest, train: Columns) -> list[str]:
         problems.append(f"target: must name every column once, got {request.target!r}")
     for key, name in _named(request, train):
         if name not in train:
+            # only other sites may have it
+            if key == "exclude" and (request.site or request.own.text) and not closest(name, train):
+                continue
             blank = next((repr(own) for own in train if own.strip() == name), "")
             hint = f"; the name {blank} has a blank at its end: rename the column" if blank else nearest(name, train)
             problems.append(f"{key}: {request.path} has no column {name!r}; it has {has}{hint}")

@@ -7,6 +7,7 @@ decimal = ","
 rename = {Druck = "pressure"}       # its column, and the run's name
 scale = {pressure = 0.001}          # by the run's names: mbar to bar
 fill = {humidity = 40.0}            # where the column, or a value in it, is missing
+exclude = ["foreman"]               # additional columns, by the run's names
 ```
 
 The SuperNode hands the table to its applications in an environment variable, as JSON.
@@ -30,19 +31,25 @@ VARIABLE = "COROLLA_SITE_COLUMNS"
 
 @dataclass(frozen=True)
 class SiteColumns:
-    """A site's `[data]`. rename: the run's names by the file's. scale, fill: by the run's names."""
+    """A site's `[data]`. rename: the run's names by the file's. scale, fill, exclude: by the run's names.
+
+    may_lack: whether a table may lack columns that this names, as new rows lack the target.
+    """
 
     separator: str = ""
     decimal: str = ""
     rename: tuple[tuple[str, str], ...] = ()
     scale: tuple[tuple[str, float], ...] = ()
     fill: tuple[tuple[str, float | str], ...] = ()
+    exclude: tuple[str, ...] = ()
+    may_lack: bool = False
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Self:
         """Return the table as site.toml has it."""
         given: dict[str, Any] = {
-            n: value if isinstance(value, str) else tuple(value.items()) for n, value in table.items()
+            n: tuple(value.items()) if isinstance(value, dict) else value if isinstance(value, str) else tuple(value)
+            for n, value in table.items()
         }
         return cls(**given)
 
@@ -57,14 +64,25 @@ class SiteColumns:
     @property
     def text(self) -> str:
         """The table as JSON, "" for the one without effect."""
-        given = {name: value for name, value in asdict(self).items() if value}
-        return json.dumps({name: v if isinstance(v, str) else dict(v) for name, v in given.items()}) if given else ""
+        given = {name: value for name, value in asdict(self).items() if value and name != "may_lack"}
+        tables = ("rename", "scale", "fill")
+        return json.dumps({name: dict(v) if name in tables else v for name, v in given.items()}) if given else ""
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The table as a model's record of its columns has it: {} for the one without effect."""
+        return {"site": json.loads(self.text)} if self.text else {}
 
     def names(self, path: Path, header: list[str]) -> list[str]:
         """Return the run's names of a file's columns. Raises UserError for a column that the file does not have."""
         renamed = dict(self.rename)
-        if lacking := [name for name in renamed if name not in header]:
+        lacking = [name for name in renamed if name not in header]
+        if lacking and not self.may_lack:
             raise UserError(
                 f"rename: {path} has no column {lacking[0]!r}; it has {listed(header)}{nearest(lacking[0], header)}"
             )
         return [renamed.get(name, name) for name in header]
+
+
+AS_THE_RUN = SiteColumns()
+"""The table without effect."""

@@ -22,6 +22,7 @@ from fl_app import extras
 from fl_app.data.columns import Columns, declared_in, declared_words
 from fl_app.data.parsing import Places, missing, numbers_of, usable_numbers
 from fl_app.data.prepared import DataRequest, listed
+from fl_app.data.site_columns import AS_THE_RUN, SiteColumns
 from fl_app.errors import DataError, UserError, describe
 from fl_app.files import no_such
 from fl_app.keys import nearest
@@ -95,20 +96,21 @@ def read_rows(
     separator: str = "",
     na_values: Sequence[str] = (),
     names: Mapping[str, Collection[str]] = MappingProxyType({}),
+    own: SiteColumns = AS_THE_RUN,
 ) -> Columns:
     """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError.
 
-    names: the known names in each column that holds names.
+    names: the known names in each column that holds names. own: how the table differs from the run's.
     """
     if not path.is_file():
         raise DataError(no_such(path))
     extras.require("pandas", str(path))
-    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [], names)
+    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator, own=own), [], names)
 
 
-def places_in(path: Path, separator: str = "") -> Places:
+def places_in(path: Path, separator: str = "", own: SiteColumns = AS_THE_RUN) -> Places:
     """Return the places of a trained model's rows in a CSV or Parquet file, as a spreadsheet counts them."""
-    return dataclasses.replace(places(DataRequest("table", path, Path(), separator=separator)), of_model=True)
+    return dataclasses.replace(places(DataRequest("table", path, Path(), separator=separator, own=own)), of_model=True)
 
 
 def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collection[str]] | None = None) -> Columns:
@@ -170,10 +172,18 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
 
 
 def _in_the_runs_units(request: DataRequest, table: Columns) -> Columns:
-    """Return a site's columns in the run's units, and without the missing values that its `fill` names. Raises UserError."""
+    """Return a site's columns in the run's units, without the missing values that its `fill` names, nor those of its `exclude`.
+
+    Raises UserError.
+    """
     found, path, rows = dict(table), request.path, len(next(iter(table.values()), ()))
+    for name in request.own.exclude:
+        if found.pop(name, None) is None and not request.own.may_lack:
+            raise UserError(f"exclude: {path} has no column {name!r}; it has {listed([*found])}{nearest(name, found)}")
     for name, factor in request.own.scale:
         if name not in found:
+            if request.own.may_lack:
+                continue
             raise UserError(f"scale: {path} has no column {name!r}; it has {listed([*found])}{nearest(name, found)}")
         read = numbers_of(found[name])
         # where no value may be refused, one that is no number counts as missing

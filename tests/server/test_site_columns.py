@@ -16,6 +16,7 @@ from deploy import site, supernode
 from fl_app.data import site_columns
 from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from fl_app.site_directory import VARIABLE as SITE_DIRECTORY
 from fl_app.transport.wire import FEATURES
 from strategies import METHODS
 from tests.conftest import Command, Run
@@ -41,6 +42,69 @@ def reordered(path: Path, to: Path) -> Path:
     frame.insert(2, "shift leader", np.arange(len(frame)) % 3)
     frame.to_csv(to, index=False)
     return to
+
+
+def test_columns_of_a_private_run_are_in_the_order_of_their_names(run: Run, tables: list[Path], tmp_path: Path) -> None:
+    """Whatever order each site's file has: the same bits, and a site's own model predicts its own raw rows."""
+    more = {"method": "fedavg", "private": True, "private_left_out": "client", "num_clients": 3}
+    whole = started(run, tables, "whole", **more)
+    turned = [
+        sorted_in(path, tmp_path / f"{k}-turned.csv", np.random.default_rng(k).permutation(9))
+        for k, path in enumerate(tables)
+    ]
+    other = started(run, turned, "other", **more)
+    assert not list(read_metrics(other.path))[0]["failures"]
+    assert read_summary(whole.path)["digest"] == read_summary(other.path)["digest"]
+    file, card = export(other.path, METHODS, None, tmp_path / "own.pt", data_path=str(turned[1]))
+    assert list(card["features"]) == sorted(pd.read_csv(tables[1]).columns[:8])
+    _, again = export(whole.path, METHODS, None, tmp_path / "whole.pt", data_path=str(tables[1]))
+    answers = []
+    for path in (tables[1], turned[1]):
+        asked = predict.read_inputs([path], card)
+        answers.append(predict.ask(loading.open_file(file, card, METHODS), asked.samples, card)[1])
+    assert (answers[0] == answers[1]).all() and again["input"]["mean"] == card["input"]["mean"]
+
+
+def sorted_in(path: Path, to: Path, order: np.ndarray) -> Path:
+    frame = pd.read_csv(path)
+    frame[[frame.columns[k] for k in order]].to_csv(to, index=False)
+    return to
+
+
+def test_a_site_of_a_private_run_leaves_out_its_additional_column(
+    run: Run, tables: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"method": "fedavg", "private": True, "private_left_out": "client", "num_clients": 3}
+    there = [reordered(path, tmp_path / f"{k}-more.csv") for k, path in enumerate(tables)]
+    with pytest.raises(UserError, match="client 2: its columns or classes have other names"):
+        started(run, [*tables[:2], there[2]], "refused", **more)
+    whole = started(run, tables, "whole", **more)
+    monkeypatch.setenv(site_columns.VARIABLE, json.dumps({"exclude": ["shift leader"]}))
+    other = started(run, there, "other", **more, exclude="shift leader")
+    assert read_summary(whole.path)["digest"] == read_summary(other.path)["digest"]
+
+
+def test_what_a_run_excludes_need_not_be_in_each_sites_table(run: Run, tables: list[Path], tmp_path: Path) -> None:
+    whole = started(run, tables, "whole", method="fedavg")
+    other = [tables[0], reordered(tables[1], tmp_path / "other.csv"), tables[2]]
+    assert (
+        read_summary(started(run, other, "other", method="fedavg", exclude="shift leader").path)["digest"]
+        == (read_summary(whole.path)["digest"])
+    )
+    with pytest.raises(UserError, match="exclude"):
+        started(run, tables, "mistyped", method="fedavg", exclude="mean aera")
+
+
+def test_a_model_exported_at_a_site_reads_rows_in_the_sites_order(run: Run, tables: list[Path], tmp_path: Path) -> None:
+    own = reordered(tables[1], tmp_path / "other.csv")
+    folder = started(run, [tables[0], own, tables[2]], "run", method="fedavg", validation_ratio=0.2)
+    _, served = export(folder.path, METHODS, 1, tmp_path / "served.pt")
+    file, card = export(folder.path, METHODS, 1, tmp_path / "own.pt", data_path=str(own))
+    assert card["features"] == served["features"]
+    asked = [predict.read_inputs([tables[1]], known).samples for known in (card, served)]
+    found = [predict.ask(loading.open_file(file, card, METHODS), rows, card)[1] for rows in asked]
+    assert (found[0] == found[1]).all()
+    assert (asked[0] == predict.read_inputs([own], card).samples).all()
 
 
 @pytest.mark.parametrize("over", ["sites", "site"])
@@ -166,3 +230,43 @@ def test_a_supernode_hands_the_table_to_its_applications(rules: Path, monkeypatc
     monkeypatch.setenv(site_columns.VARIABLE, "")
     supernode.use_rules(rules)
     assert site_columns.SiteColumns.of_environment() == site_columns.SiteColumns.of(site.read_site(rules).data)
+
+
+def test_a_model_predicts_a_sites_own_raw_file(
+    run: Run, command: Command, tables: list[Path], rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the site's `[data]`, or with what the card of a model that the site exported has of it."""
+    raw = [foreign(path, tmp_path / f"{k}-raw.csv") for k, path in enumerate(tables)]
+    with monkeypatch.context() as at_sites:
+        at_sites.setenv(site_columns.VARIABLE, site_columns.SiteColumns.of(site.read_site(rules).data).text)
+        at_sites.setenv(SITE_DIRECTORY, str(tmp_path / "site"))
+        folder = started(run, raw, "raw", method="fedper", test_ratio=0.5, collect_personal_models=True)
+    served, _ = export(folder.path, METHODS, 1, tmp_path / "served.pt")
+    monkeypatch.setenv(SITE_DIRECTORY, str(tmp_path / "site"))
+    code, _, err = command("node", "export", "raw", "--to", tmp_path / "own")
+    assert code == 0, err
+    (own,) = (tmp_path / "own").glob("*.pt")
+    monkeypatch.setenv(site_columns.VARIABLE, "")
+    code, _, err = command("predict", served, raw[1])
+    assert code == 2 and "separator" in err
+    code, out, err = command("predict", own, raw[1], "--json")
+    assert code == 0 and "card" in err, err
+    by_card = json.loads(out)
+    client = int(own.stem.rpartition("-")[2])
+    code, out, err = command("predict", served, raw[1], "--site", rules, "--json")
+    assert code == 0 and str(rules) in err, err
+    by_site = json.loads(out)
+    assert by_site["measured"]["samples"] == by_card["measured"]["samples"] == len(pd.read_csv(tables[1]))
+    if client == 1:
+        assert by_site == by_card
+    # the same rows, as the run has them; new rows have no target, and no additional column is refused
+    known = pd.read_csv(tables[1])
+    known["mean texture"] = 19.0
+    known.loc[::5, "mean radius"] = 14.0
+    known.drop(columns="kind").to_csv(tmp_path / "known.csv", index=False)
+    code, out, err = command("predict", served, tmp_path / "known.csv", "--json")
+    assert [row["class"] for row in json.loads(out)["predictions"]] == [row["class"] for row in by_site["predictions"]]
+    new = pd.read_csv(raw[1], sep=";", decimal=",").drop(columns="kind").assign(foreman="x")
+    new.to_csv(tmp_path / "new.csv", index=False, sep=";", decimal=",")
+    code, out, err = command("predict", served, tmp_path / "new.csv", "--site", rules, "--json")
+    assert code == 0 and json.loads(out)["predictions"] == by_site["predictions"] and "foreman" in err

@@ -29,11 +29,13 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import DatasetInfo
 from fl_app.data.encoding import Encoding
+from fl_app.data.site_columns import SiteColumns
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
 from fl_app.keys import Scalar
 from fl_app.model_card import FILE_HASH, Card, Entries
-from fl_app.server.run_folder import DATA, NORMALIZED_BY, READ_BY
+from fl_app.model_names import names_in
+from fl_app.server.run_folder import DATA, INITIAL, NORMALIZED_BY, READ_BY
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
 from fl_app.tasks.task import Inputs
@@ -97,7 +99,7 @@ def described(trained: Trained, data_path: str) -> Entries:
                 raise UserError(f"{config.dataset} has changed since the run started")
             if data_path:
                 refuse_other_data(trained, data_path)
-            info, dtype = found.info, str(found.x_train.dtype)
+            info, dtype = _in_the_runs_order(trained, found.info), str(found.x_train.dtype)
             scales = tasks.normalization(config, found.x_train.dtype) == "mean-std"
             if scales and config.normalizes_by_site and config.dataset != NODE:
                 info = _of_client(trained)
@@ -119,7 +121,9 @@ def described(trained: Trained, data_path: str) -> Entries:
     scaling = recorded or (info.scaling if info is not None else {})
     normalized = scaling if scales else {}
     table = (
-        info.columns_facts() if info is not None else {name: read_by.get(name, []) for name in ("encodings", "others")}
+        {**info.columns_facts(), **(SiteColumns.of_environment().recorded if data_path else {})}
+        if info is not None
+        else {"encodings": [], "others": [], **{name: of for name, of in read_by.items() if name != "dtype"}}
     )
     table["others"] = [*dict.fromkeys([*table["others"], *split_names(config.target), *split_names(config.exclude)])]
     if config.client and config.client not in table["others"]:
@@ -190,6 +194,17 @@ def data_hashes(trained: Trained) -> Entries:
     except UserError:
         pass
     return found
+
+
+def _in_the_runs_order(trained: Trained, info: DatasetInfo) -> DatasetInfo:
+    """Return the data set's description with the features that the run's clients share, in their order. Raises UserError."""
+    about, config = trained.run.about, trained.config
+    if config.private:
+        started = (about.get(INITIAL) or {}).get("features")
+        names = tuple(started or (info.facts.by_column if config.dataset == NODE else ()))
+    else:
+        names = names_in(about.get(DATA, {}).get(READ_BY, {}))
+    return info.with_columns(names) if names and info.facts.features else info
 
 
 def _of_client(trained: Trained) -> DatasetInfo:

@@ -29,6 +29,7 @@ from fl_app.data.encoding import NUMBER, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
+from fl_app.data.site_columns import SiteColumns
 from fl_app.errors import MALFORMED, UserError
 from fl_app.model_card import Card
 from fl_app.sources import suffix_of
@@ -47,6 +48,7 @@ class ModelInputs:
 
     targets: [n, ...], or None. remark: reason why targets in the file are not used; else empty. bad: the reason by place
     of every row that cannot be read. ignored: columns that the model does not know.
+    how: a site's own way to read the table, as JSON; "" for the run's.
     """
 
     names: list[str]
@@ -55,17 +57,23 @@ class ModelInputs:
     remark: str = ""
     bad: Mapping[int, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    how: str = ""
 
 
 def read_inputs(
-    inputs: Sequence[Path], card: Card, reading: Mapping[str, str] = MappingProxyType({}), on_error: str = "refuse"
+    inputs: Sequence[Path],
+    card: Card,
+    reading: Mapping[str, str] = MappingProxyType({}),
+    on_error: str = "refuse",
+    own: SiteColumns | None = None,
 ) -> ModelInputs:
     """Read the samples for a model.
 
     inputs: image files, one table with a header, or one .npz with `x` or `x_test` (and `y` or `y_test`). reading: values
     of `separator` and `na-values` for the table; of the run's where they are not given. on_error: `row` leaves out rows
-    that do not fit, and ignores columns that the model does not know; `refuse` refuses all. Raises UserError naming the
-    mismatch if they do not fit the model.
+    that do not fit, and ignores columns that the model does not know; `refuse` refuses all. own: how a site's table differs
+    from the run's, with columns that the run may have left out; None: as the card says. Raises UserError naming the mismatch
+    if they do not fit the model.
     """
     if unknown := [name for name in reading if name not in READING]:
         raise UserError(f"--set: predict takes {' and '.join(READING)}, got {listed(unknown)}")
@@ -78,7 +86,7 @@ def read_inputs(
             )
         is_npz = suffix_of(inputs[0]) == ".npz"
         by_row = on_error == "row"
-        return _from_npz(inputs[0], card, by_row) if is_npz else _from_table(inputs[0], card, reading, by_row)
+        return _from_npz(inputs[0], card, by_row) if is_npz else _from_table(inputs[0], card, reading, by_row, own)
     from fl_app.data.decode import read_image
 
     wanted = card["input"]
@@ -134,15 +142,25 @@ def on_own_data(card: Card) -> str:
     return f"these rows are the run's own data, {share} of them training rows: the run's own figures are over test rows"
 
 
-def _from_table(path: Path, card: Card, reading: Mapping[str, str], by_row: bool) -> ModelInputs:
+def site_columns_of(card: Card) -> SiteColumns:
+    """Return how the table of the site that exported a model differs from the run's."""
+    return SiteColumns.of(card.get("table", {}).get("site", {}))
+
+
+def _from_table(
+    path: Path, card: Card, reading: Mapping[str, str], by_row: bool, own: SiteColumns | None
+) -> ModelInputs:
     settings = card["settings"]
     separator = reading.get("separator", settings.get("separator", ""))
     na_values = split_names(reading.get("na-values", settings.get("na-values", "")))
-    rows = table_files.read_rows(path, separator, na_values, _names_in(card))
-    places = table_files.places_in(path, separator)
+    how = dataclasses.replace(own or site_columns_of(card), may_lack=True)
+    if "separator" in reading:
+        how = dataclasses.replace(how, separator="")
+    rows = table_files.read_rows(path, separator, na_values, _names_in(card), how)
+    places = table_files.places_in(path, separator, how)
     encodings = (card.get("table") or {}).get("encodings", ())
     numeric = {fields["column"] for fields in encodings if fields["kind"] == NUMBER} if by_row else set()
-    ignored = _unknown_columns(rows, card) if by_row else ()
+    ignored = _unknown_columns(rows, card) if by_row or own is not None else ()
     rows = {name: values for name, values in rows.items() if name not in ignored}
 
     def read(part: Sequence[int]) -> NDArray[Any]:
@@ -160,6 +178,7 @@ def _from_table(path: Path, card: Card, reading: Mapping[str, str], by_row: bool
         samples,
         bad={k: why.removeprefix(f"{path}: ") for k, why in bad.items()},
         ignored=ignored,
+        how=how.text,
     )
     try:
         good = [k for k in range(count) if k not in bad]
