@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -46,7 +47,7 @@ from fl_app.metrics import (
 )
 from fl_app.model_names import ModelNames, differ
 from fl_app.run_secret import experiment_of
-from fl_app.server.properties import COLUMNS, INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
+from fl_app.server.properties import COLUMNS, CONTENT, INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site_directory import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.stopwatch import Stopwatch
@@ -109,7 +110,8 @@ class CorollaClient(NumPyClient):
         try:
             return self._answered(wire.decode_download([], config)) if "task" in config else self._properties()
         except Exception as error:
-            return {"client-id": self.client_id, **refused(self.client_id, error, self.place)}
+            name = {CLIENT_NAME: self.name} if self.name and not self.config.is_confidential else {}
+            return {"client-id": self.client_id, **name, **refused(self.client_id, error, self.place)}
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
         """Answer a task: "train" a round, "collect" the personal model, or "forget" all that is kept of a run."""
@@ -269,6 +271,8 @@ class CorollaClient(NumPyClient):
             properties[FEATURES] = json.dumps(self.data.info.facts.features)
         if self._needs_agreement:
             properties[SUMS] = self._sums()
+        elif own_data and not self.config.is_confidential:
+            properties[CONTENT] = self._content()
         if self.config.private:
             from client_app import private_round
 
@@ -335,6 +339,17 @@ class CorollaClient(NumPyClient):
                 key="normalize-over",
             )
         return sums
+
+    def _content(self) -> str:
+        """Return a hash of all samples that are not for test, whatever order they and their named columns have."""
+        data, facts = self.data, self.data.info.facts
+        order = np.argsort(facts.features) if len(facts.features) > 1 else None
+        found = []
+        for x, y in ((data.x_train, data.y_train), (data.x_validation, data.y_validation)):
+            for k in range(len(x)):
+                sample = x[k] if order is None else x[k][order]
+                found.append(hashlib.sha256(sample.tobytes() + y[k].tobytes()).digest())
+        return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
     def _scaled(self, download: Download) -> ClientData:
         """Return this client's data, with the mean and deviation that the server sends: the sites' common or the model's own.

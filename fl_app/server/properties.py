@@ -40,6 +40,8 @@ SUMS = "sums"
 
 All sites' sums give common mean and deviation.
 """
+CONTENT = "content-sha256"
+"""A hash of a site's training samples, in any order, if the site sends no sums. Two sites with the same have the same data."""
 MODEL_NAMES = "initial-names"
 """The features and classes of the model that a run starts from, as JSON. A private run's server sends them, to compare."""
 INPUT = "input"
@@ -51,7 +53,7 @@ SOFTWARE = "software"
 """What a client computes with (fl_app/software.py), as JSON."""
 _TEXTS = (
     *("class-counts", "class-names", CLIENT_NAME, FEATURES, FEATURE_TAGS),
-    *(*HASHES, NORMALIZATION, SUMS, INPUT, SOFTWARE, LIST, KEYS, ERROR, DETAILS),
+    *(*HASHES, NORMALIZATION, SUMS, CONTENT, INPUT, SOFTWARE, LIST, KEYS, ERROR, DETAILS),
 )
 _SAMPLE = "input-shape"
 # Most names in an error.

@@ -23,7 +23,7 @@ from fl_app.errors import MALFORMED
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
 from fl_app.metrics import METRIC_ERRORS, OF_EVERY_METHOD, admits
-from fl_app.server.properties import INPUT, KEYS, LIST, NORMALIZATION, SOFTWARE, SUMS
+from fl_app.server.properties import CONTENT, INPUT, KEYS, LIST, NORMALIZATION, SOFTWARE, SUMS
 from fl_app.transport.flower_patches import fill
 from fl_app.transport.wire import (
     AGREED,
@@ -169,6 +169,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(FEATURE_TAGS, _ASKED, HASHED, ALL, True, "the same, as keyed hashes for each other site"),
     Entry(INPUT, _ASKED, JSON, OPEN, True, "how an exported model reads raw rows"),
     Entry(SUMS, _ASKED, JSON, OPEN, True, "sums of each feature, for one scaling of all sites"),
+    Entry(CONTENT, _ASKED, HASH, OPEN, True, "notices two sites with the same data, where sums stay there"),
     Entry(NORMALIZATION, _ASKED, JSON, OPEN, True, "the scaling of shared data"),
     *(
         Entry(name, _ASKED, HASH, ALL, True, "notices changed data; keyed by a secret of the site for its own data")

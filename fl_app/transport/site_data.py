@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fl_app.data.moments import MomentSums
 from fl_app.errors import listed
-from fl_app.server.properties import ClientReport
+from fl_app.server.properties import CONTENT, ClientReport
 
 APART = 100.0
 """Factor between the root mean squares of a column at two sites, beyond which they hardly have one unit."""
@@ -48,12 +48,14 @@ def _apart(sums: Mapping[int, MomentSums], features: Sequence[str], called: Call
 
 
 def _identical(told: Mapping[int, ClientReport], called: Callable[[int], str]) -> Iterator[str]:
-    """Yield a line for each group of sites with the same sums and numbers of samples, or the same hash of their own data."""
+    """Yield a line for each group of sites with the same sums or content, and numbers of samples, or the same hash of own data."""
     same: dict[object, list[int]] = {}
     for i, report in sorted(told.items()):
         samples = tuple(report.answer.get(name) for name in ("train-samples", "test-samples", "class-counts"))
         if report.sums is not None:
             same.setdefault((report.sums, samples), []).append(i)
+        elif content := report.answer.get(CONTENT):
+            same.setdefault((content, samples), []).append(i)
         elif report.hashes is not None and not report.hashes.partition:
             same.setdefault(report.hashes, []).append(i)
     for ids in same.values():

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+from PIL import Image
 
 from fl_app.data.moments import MomentSums
 from fl_app.known_names import CLIENT_NAME
+from fl_app.server.properties import CONTENT
 from fl_app.transport.exchange import Exchange
 from fl_app.transport.wire import FEATURES
+from tests.conftest import Run
+from tests.experiments.months import cancer
 from tests.server.fake_grid import exchange, properties
 
 ROWS = np.random.default_rng(0).normal([20.0, 4.0, 0.0], [3.0, 0.5, 1.0], (6, 5, 3)).astype(np.float32)
@@ -79,6 +85,40 @@ def test_the_same_files_at_one_machine_are_named_without_sums() -> None:
     e = exchange(shared)
     e.registry.wait()
     assert e.registry.notes() == []
+
+
+def test_sites_that_send_no_sums_are_compared_by_a_hash_of_their_samples() -> None:
+    nodes = {70 + k: properties(k, 3, **{CONTENT: "ab"[k % 2] * 64, "data-sha256": f"{k}" * 64}) for k in range(3)}
+    e = exchange(nodes, dataset="node", classes="0,1")
+    e.registry.wait()
+    assert e.registry.notes() == ["clients 0, 2 have the same data"]
+
+
+def test_the_order_of_samples_and_columns_does_not_hide_that_data_are_the_same(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files with other bytes, where sites send no sums."""
+    table = cancer(tmp_path / "0.csv", slice(0, None, 3))
+    frame = pd.read_csv(table)
+    frame[frame.columns[::-1]].iloc[::-1].to_csv(tmp_path / "1.csv", index=False)
+    frame.iloc[1:].to_csv(tmp_path / "2.csv", index=False)
+    images = [tmp_path / f"images-{k}" for k in range(3)]
+    for k, folder in enumerate(images):
+        pixels = np.random.default_rng(k % 2).integers(0, 256, (2, 6, 8, 8), np.uint8)
+        for name, several in zip(("malignant", "benign"), pixels, strict=True):
+            (folder / "train" / name).mkdir(parents=True)
+            for i, image in enumerate(several):
+                Image.fromarray(image).save(folder / "train" / name / f"{i if k else 9 - i}.png")
+    setting: dict[str, Any] = {"dataset": "node", "classes": "malignant,benign", "method": "fedavg", "num_clients": 3}
+    tables = {k: {"data-path": str(tmp_path / f"{k}.csv")} for k in range(3)}
+    folders = {k: {"data-path": str(folder)} for k, folder in enumerate(images)}
+    for nodes, same, more in (
+        (tables, "clients 0, 1 have", {"target": "kind", "normalize_over": "site", "test_after": "mean radius:17"}),
+        (folders, "clients 0, 2 have", {}),
+    ):
+        caplog.clear()
+        run(**setting, **more, node_configs=nodes, run_name=f"run-{len(more)}")
+        assert [line for line in caplog.messages if "the same data" in line] == [f"{same} the same data"]
 
 
 def test_a_site_that_comes_later_is_compared(caplog: pytest.LogCaptureFixture) -> None:
