@@ -102,11 +102,12 @@ class Connection:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """A SuperNode's --node-config: its client's id, the number of clients, the path of its data."""
+    """A SuperNode's --node-config: its client's id, the number of clients, the path of its data, its client's name."""
 
     client_id: int
     num_clients: int
     data_path: str = ""
+    name: str = ""
 
 
 @dataclass
@@ -345,7 +346,9 @@ class Gate:
         if kind is None:
             self._reply(message, Message(Error(ErrorCode.UNKNOWN, str(reason)), reply_to=message))
             return
-        content = refusal.encode(kind, self.node.client_id, reason, f"refused by its site: {why}")
+        # a run that was not read may be one that must not know it
+        name = self.node.name if way.modes == OPEN else ""
+        content = refusal.encode(kind, self.node.client_id, reason, f"refused by its site: {why}", name)
         self._reply(message, Message(leaving(kind, content, way), reply_to=message))
 
     def _send_error(self, message: Message, error: Error) -> tuple[set[str], str]:

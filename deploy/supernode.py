@@ -61,7 +61,7 @@ from fl_app.privacy.keyring import PEERS
 from fl_app.site_directory import VARIABLE, site_directory, user_state
 from fl_app.transport.identity import fingerprint
 from fl_app.transport.outgoing import TELL
-from fl_app.transport.wire import PRIVATE_KEYS
+from fl_app.transport.wire import NODE_NAME, PRIVATE_KEYS
 
 log = logging.getLogger("corolla")
 
@@ -222,7 +222,9 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Se
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
         client_id, num_clients = (config.get(name, -1) for name in ("partition-id", "num-partitions"))
-        node = NodeConfig(int(client_id), int(num_clients), str(config.get("data-path", "")))
+        node = NodeConfig(
+            int(client_id), int(num_clients), str(config.get("data-path", "")), str(config.get(NODE_NAME, ""))
+        )
         confinement: Confinement | None = None
         if rules.confine:
             data = [node.data_path] if node.data_path else []

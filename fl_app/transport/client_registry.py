@@ -316,8 +316,10 @@ class ClientRegistry:
         """Whether waiting has no use before the start: every client has refused, or one has and no node can join."""
         if self._started or not self._left_out:
             return False
-        everyone = max(self.num_clients, self.minimum)
-        return has_fixed_nodes(self.grid) or (not self.node_of and len(self._left_out) >= everyone)
+        gone = self.config.gone
+        refused = [node for node in self._left_out if not (node.report and node.report.answer.get("client-id") in gone)]
+        everyone = max(self.num_clients - len(gone), self.minimum)
+        return has_fixed_nodes(self.grid) or (not self.node_of and len(refused) >= everyone)
 
     @property
     def _left_out(self) -> list[Node]:
@@ -588,7 +590,8 @@ class ClientRegistry:
             self._try_again()
         if client_id in self.node_of:
             other = self._nodes[self.node_of[client_id]]
-            self._leave_out(other, Stage.CONTESTED, f"client {client_id}", "two SuperNodes carry this partition-id")
+            who = f"client {called(client_id, self.properties)}"
+            self._leave_out(other, Stage.CONTESTED, who, "two SuperNodes carry this partition-id")
         self.node_of[client_id], node.client_id = node.id, client_id
         self._move(node, Stage.CLIENT)
         self.properties[client_id] = report.answer
@@ -643,5 +646,6 @@ class ClientRegistry:
 
 
 def claimed(given: Properties) -> str:
-    """Return the client that a node claims to be, as text."""
-    return f"client {wire.one_line(given.get('client-id', '?'))[:40]}"
+    """Return the client that a node claims to be, as text, with its name if it tells one."""
+    name = name_of(given)
+    return f"client {wire.one_line(given.get('client-id', '?'))[:40]}" + f" ({name})" * bool(name)

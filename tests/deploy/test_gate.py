@@ -42,6 +42,7 @@ from deploy.gate import Connection, Gate, NodeConfig
 from deploy.site import Site
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
+from fl_app.known_names import CLIENT_NAME
 from fl_app.transport import wire
 from fl_app.transport.app_bundle import application_hash
 
@@ -148,7 +149,7 @@ def made_gate(rules: Site, directory: Path, node: NodeConfig) -> Gate:
 
 
 def gate(directory: Path, link: SuperLink, **rules: Any) -> tuple[Gate, Connection]:
-    made = made_gate(Site(**rules), directory, NodeConfig(0, 4))
+    made = made_gate(Site(**rules), directory, NodeConfig(0, 4, name="celle"))
     return made, made.around(link.connection())
 
 
@@ -287,7 +288,10 @@ def test_refusals_answer_every_message_by_name(
         assert opened.receive() is None
     assert link.errors == [expected] * 3
     first, parts = link.sent[0]
-    assert first.content.config_records["getpropertiesres.properties"]["client-id"] == 0
+    told = first.content.config_records["getpropertiesres.properties"]
+    # the configuration of code that is not allowed is not read
+    name = None if "application" in expected else "celle"
+    assert (told["client-id"], told.get(CLIENT_NAME)) == (0, name)
     assert parts[first.object_id] and first.metadata.message_type == "get_properties"
     with pytest.raises(wire.WireError, match="refused by its site"):
         wire.decode_evaluation(link.sent[2][0].content)

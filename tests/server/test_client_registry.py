@@ -133,6 +133,16 @@ def test_a_run_whose_sites_all_refuse_ends_at_once(monkeypatch: pytest.MonkeyPat
     assert (next(clock) > 1000) == waits
 
 
+def test_a_run_without_some_clients_ends_at_once_if_all_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "has_fixed_nodes", lambda grid: False)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    nodes = {k: properties(k, error="refused//methods", **{CLIENT_NAME: f"plant {k}"}) for k in range(2)}
+    text = refused(exchange(nodes, available_timeout=1000.0, round_timeout=1.0, without="2"))
+    assert "client 0 (plant 0): refused by its site (methods)" in text
+    assert next(clock) < 1000
+
+
 # nodes that come and go
 
 
