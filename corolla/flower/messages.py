@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,13 @@ import numpy as np
 from fl_app.errors import UserError, listed
 from fl_app.layout import Layout, Model, Slot, Split, packed
 from fl_app.transport.flower import ArrayRecord
-from fl_app.transport.wire import named_record, viewed
+from fl_app.transport.wire import joined, named_record, viewed
 
 HEADER, EXTRAS, INITIAL = "corolla", "corolla-extras", "corolla-initial"
 # Metric beside an error: no client of the app can run the method.
 REFUSED = "refused"
+# kinds of dtypes: floats, and what is sent as it was at the start
+_NUMBERS = "fiub"
 STATISTICS = ("*running_mean", "*running_var")
 """Names of the tensors that are no parameters: BatchNorm's running statistics, as PyTorch names them."""
 
@@ -48,13 +51,15 @@ class AppForm:
         dtypes, shapes = {}, {}
         for name, array in arrays.items():
             try:
-                is_float = np.dtype(array.dtype).kind == "f"
+                kind: str = np.dtype(array.dtype).kind
             except TypeError:
-                raise UserError(key=name, rule="must have a dtype of NumPy's", value=array.dtype) from None
+                kind = ""
+            if kind not in tuple(_NUMBERS):
+                raise UserError(key=name, rule="must have real numbers of a dtype of NumPy's", value=array.dtype)
             dtypes[name] = array.dtype
-            if is_float:
+            if kind == "f":
                 shapes[name] = tuple(array.shape)
-        if not shapes:
+        if not any(math.prod(shape) for shape in shapes.values()):
             raise UserError(key="initial_arrays", rule="must have an array of floats", value=listed(list(dtypes)))
         among = _matching("statistics", statistics if statistics != STATISTICS else (), shapes) or {
             name for name in shapes if any(fnmatch.fnmatchcase(name, pattern) for pattern in statistics)
@@ -89,12 +94,14 @@ class AppForm:
         slots = (*layout.params, *layout.buffers)
         if lacking := [slot.name for slot in slots if slot.name not in record]:
             raise UserError(key=whose, rule=f"must have the arrays of the message; {listed(lacking)} missing")
-        for slot in slots:
-            if tuple(record[slot.name].shape) != slot.shape:
-                raise UserError(
-                    key=f"{whose}: {slot.name}", rule=f"must have shape {slot.shape}", value=record[slot.name].shape
-                )
-        return layout.model({slot.name: viewed(record[slot.name]) for slot in slots})
+        found = [viewed(record[slot.name]) for slot in slots]
+        for slot, array in zip(slots, found, strict=True):
+            if array.shape != slot.shape:
+                raise UserError(key=f"{whose}: {slot.name}", rule=f"must have shape {slot.shape}", value=array.shape)
+            if array.dtype.kind not in _NUMBERS:
+                raise UserError(key=f"{whose}: {slot.name}", rule="must have real numbers", value=array.dtype)
+        count = len(layout.params)
+        return Model(joined(found[:count]), joined(found[count:]))
 
     def to_json(self) -> str:
         """Return the form as JSON, for the mod."""

@@ -161,7 +161,7 @@ class AppTrainer:
         """Return a vector as the tensor that corrections compute with."""
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(vector))
+        return torch.tensor(vector)
 
     def refusal(self, what: str) -> UserError:
         """Return the error of a method that needs more than an app gives."""

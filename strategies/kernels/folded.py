@@ -22,15 +22,18 @@ class RowSum:
         self._sum = np.full(d, initial)
         self._column: list[float] | None = [] if d % width == 1 else None
 
-    def add(self, row: NDArray[np.floating], factor: float = 1.0) -> None:
-        """Add a row times a factor, multiplied in float64."""
+    def add(self, row: NDArray[np.floating], factor: float = 1.0, plain: RowSum | None = None) -> None:
+        """Add a row times a factor, multiplied in float64. plain: a sum that the row itself is added to."""
         for start, stop in blocks(0, self._sum.size):
             part = row[start:stop].astype(np.float64)
+            if plain is not None:
+                plain._sum[start:stop] += part
             if factor != 1:
                 part *= factor
             self._sum[start:stop] += part
-        if self._column is not None:
-            self._column.append(float(row[-1]) * factor)
+        for total, times in ((self, factor), (plain, 1.0)):
+            if total is not None and total._column is not None:
+                total._column.append(float(row[-1]) * times)
 
     def total(self) -> NDArray[np.float64]:
         """Return the sum, float64 [d]."""
@@ -66,10 +69,10 @@ class SummedRows:
                 self._weighted = self._plain
             self._plain = None
         self.weights.append(weight)
-        if self._plain is not None:
-            self._plain.add(row)
         if self._weighted is not None:
-            self._weighted.add(row, weight)
+            self._weighted.add(row, weight, self._plain)
+        elif self._plain is not None:
+            self._plain.add(row)
 
     def close(self) -> None:
         """Free the sum that no mean needs. No row is added after this."""
