@@ -33,29 +33,35 @@ _FIRST = "first.params", "first.buffers"
 
 @dataclass
 class AppState:
-    """What a client keeps of a method between its rounds, in Flower's `context.state`."""
+    """What a client keeps of a strategy between its rounds, in Flower's `context.state`. prefix: of the strategy's arrays there."""
 
+    prefix: str = ""
     arrays: MutableMapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, context: Context) -> AppState:
+    def of(cls, context: Context, prefix: str) -> AppState:
         """Return the state of the client whose context this is."""
-        record: Any = context.state[HEADER] if HEADER in context.state else {}
-        return cls({name: array.numpy() for name, array in record.items()})
+        record: Any = context.state.get(HEADER, {})
+        return cls(
+            prefix, {name[len(prefix) :]: array.numpy() for name, array in record.items() if name.startswith(prefix)}
+        )
 
     def keep(self, context: Context) -> None:
-        """Store the state. It replaces the state before."""
-        context.state[HEADER] = wire.named_record({name: np.asarray(array) for name, array in self.arrays.items()})
+        """Store the state. It replaces the state before, but not those of other strategies."""
+        record: Any = context.state.get(HEADER, {})
+        others = {name: array for name, array in record.items() if not name.startswith(self.prefix)}
+        own = {self.prefix + name: np.asarray(array) for name, array in self.arrays.items()}
+        context.state[HEADER] = ArrayRecord({**others, **wire.named_record(own)})
 
 
 @functools.lru_cache(maxsize=4)
-def _run(text: str) -> tuple[Any, Any, AppForm, frozenset[str], str, str]:
-    """Return what all messages of a run say: config, method, form, what travels, and the keys of the records."""
+def _run(text: str) -> tuple[Any, Any, AppForm, frozenset[str], str, str, str]:
+    """Return what all messages of a run say: config, method, form, what travels, the keys of the records, the state's prefix."""
     said = json.loads(text)
     name = said["keys"]["method"]
     config = parse(said["keys"], METHOD_PARAMS.of(name))
     form = AppForm.from_json(said["form"])
-    return config, METHODS[name], form, frozenset(said["travels"]), said["arrays"], said["weight"]
+    return config, METHODS[name], form, frozenset(said["travels"]), said["arrays"], said["weight"], said["state"]
 
 
 def personalize(message: Message, context: Context, call_next: App) -> Message:
@@ -105,10 +111,10 @@ class ClientTurn:
         self.message, self.context, self.call_next = message, context, call_next
         content = message.content
         header: Any = content.pop(HEADER)
-        self.config, method, self.form, shared, self.key, self.weight = _run(str(header["run"]))
+        self.config, method, self.form, shared, self.key, self.weight, own = _run(str(header["run"]))
         self.layout: Layout = self.form.layout
         self.update: LocalUpdate[Any] = method.local_update()
-        self.state = AppState.of(context)
+        self.state = AppState.of(context, own)
         extras: Any = content.pop(EXTRAS, {})
         initial: Any = content.pop(INITIAL, None)
         sent: Any = content[self.key]
@@ -171,12 +177,12 @@ class ClientTurn:
     def num_samples(self) -> int:
         """The number of training samples that the user's function has reported."""
         assert self.reply is not None
-        for record in self.reply.content.values():
-            if isinstance(record, MetricRecord) and self.weight in record:
-                return int(record[self.weight])  # type: ignore[arg-type]
-        raise UserError(
-            key="reply", rule=f"must have a MetricRecord with {self.weight!r}, the number of training samples"
-        )
+        records = (record for record in self.reply.content.values() if isinstance(record, MetricRecord))
+        found = next((record[self.weight] for record in records if self.weight in record), None)
+        if isinstance(found, int | float) and abs(found) < 2**53:
+            return int(found)
+        rule = f"must have a MetricRecord with {self.weight!r}, the number of training samples"
+        raise UserError(key="reply", rule=rule, value=found)
 
     def _call(self, model: Model) -> Message:
         """Call the user's function with a model, and return its reply."""

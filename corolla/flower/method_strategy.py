@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, STATISTICS, AppForm
 from corolla.flower.training_loop import beyond_app
@@ -89,10 +92,12 @@ class MethodStrategy(FedAvg):
         self.classifier, self.statistics = classifier, statistics
         self.keys = _keys(self.method, arguments)
         self.numbers: dict[int, int] = {}
+        self._prefix = f"{secrets.token_hex(4)}/"
         self._with_state: set[int] = set()
         self._loaded: Mapping[str, Any] = {}
         self._rounds = self._before = 0
         self._asked: list[Any] = []
+        self._last: tuple[Model, ArrayRecord] | None = None
         self._server: ServerHalf[Any] | None = None
         # rules that hold whatever the federation
         METHODS[self.method].check(self._config(2**31, 2**31))
@@ -145,7 +150,7 @@ class MethodStrategy(FedAvg):
 
         Return the global model, None if the method has none, and the aggregated metrics. Raises UserError if no node has the mod.
         """
-        turn, told, refused = self.turn, dict[int, RecordDict](), False
+        turn, told, refused, from_mod = self.turn, dict[int, RecordDict](), False, False
         for message in replies:
             client_id = self._client_of(message)
             try:
@@ -157,6 +162,7 @@ class MethodStrategy(FedAvg):
                 raise
             except Exception as error:
                 refused |= isinstance(error, AppRefusal)
+                from_mod |= wire.RESULT in message.content if message.has_content() else False
                 # it may have lost what it kept
                 self._with_state.discard(client_id)
                 turn.buffer.skip(client_id)
@@ -164,7 +170,11 @@ class MethodStrategy(FedAvg):
         log.info("aggregate_train: Received %s results and %s failures", len(told), len(turn.failures))
         if not told:
             if turn.failures and (refused or not self.server.state.round):
-                advice = "" if refused else f"; the client app needs the line {MOD}, with other mods behind personalize"
+                advice = (
+                    ""
+                    if refused or from_mod
+                    else f"; the client app needs the line {MOD}, with other mods behind personalize"
+                )
                 told_by = "\n  ".join(failure_lines([turn]))
                 raise UserError(
                     f"round {turn.round} has no usable upload{advice}\n  {told_by}",
@@ -205,10 +215,13 @@ class MethodStrategy(FedAvg):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the strategy knows between rounds: plain values and NumPy arrays. What clients keep is not in it."""
+        if self._server is None and self._loaded:
+            return dict(self._loaded)
         state = self.server.state
         return {
             "method": self.method,
             "round": state.round,
+            "prefix": self._prefix,
             "nodes": dict(self.numbers),
             "with-state": sorted(self._with_state),
             "model": {"params": state.model.params, "buffers": state.model.buffers},
@@ -219,8 +232,8 @@ class MethodStrategy(FedAvg):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next `start` go on from such a state. Raises UserError for that of another method."""
-        if state["method"] != self.method:
-            raise UserError(key="state", rule=f"must be of method {self.method}", value=state["method"])
+        if state.get("method") != self.method:
+            raise UserError(key="state", rule=f"must be of method {self.method}", value=state.get("method"))
         self._loaded, self._server = state, None
 
     def personal_arrays(self, node_id: int) -> ArrayRecord:
@@ -252,12 +265,16 @@ class MethodStrategy(FedAvg):
     def _begin(self, arrays: ArrayRecord) -> None:
         """Make the method's server half around the user's arrays, in the state that was loaded."""
         method, state = METHODS[self.method], self._loaded
-        self.form = form = AppForm.of(arrays, self.statistics, self.classifier)
+        self._prefix = state.get("prefix", self._prefix)
+        self._last, self.form = None, (form := AppForm.of(arrays, self.statistics, self.classifier))
         self.constants = {name: arrays[name] for name in form.constants}
         self._before = int(state.get("round", 0))
         self.config = self._config(1, self._before + self._rounds)
         shared = method.travelling(self.config, form.layout)
         initial = form.read(form.layout, arrays, "initial_arrays")
+        for slot_name, tensor in form.layout.tensors(initial).items():
+            if not np.isfinite(tensor).all():
+                raise UserError(key=f"initial_arrays: {slot_name}", rule="must be finite as float32")
         self._directory = tempfile.TemporaryDirectory(prefix="corolla-")
         folder = RunFolder(Path(self._directory.name), "flower-app")
         self._server = server = method.server(self.config, form.layout, initial, shared, folder)
@@ -270,11 +287,15 @@ class MethodStrategy(FedAvg):
             "travels": sorted(shared),
             "arrays": self.arrayrecord_key,
             "weight": self.weighted_by_key,
+            "state": self._prefix,
         }
         if state:
             self.numbers, self._with_state = dict(state["nodes"]), set(state["with-state"])
             clients = {int(client_id): dict(arrays) for client_id, arrays in state["clients"].items()}
             model = Model(state["model"]["params"], state["model"]["buffers"])
+            if (model.params.size, model.buffers.size) != (server.layout.d, server.layout.b):
+                rule = f"must be of a model of {server.layout.d} parameters, as initial_arrays"
+                raise UserError(key="state", rule=rule, value=model.params.size)
             server.state = State(model, clients, dict(state["memory"]), self._before)
             self.protocol.restore(state["screening"])
 
@@ -319,12 +340,13 @@ class MethodStrategy(FedAvg):
         return sorted(messages, key=lambda message: message.metadata.dst_node_id)
 
     def _record(self, model: Model) -> ArrayRecord:
-        """Return a model that travels as the user's arrays."""
-        return self.form.record(self.server.layout, model, self.constants)
+        """Return a model that travels as the user's arrays. Equal models are the same object: they share their bytes."""
+        if self._last is None or self._last[0] is not model:
+            self._last = model, self.form.record(self.server.layout, model, self.constants)
+        return ArrayRecord(dict(self._last[1]))
 
     def _messages(self, messages: list[Message], task: str) -> list[Message]:
         """Return the messages with each node's download in them. Flower walks through them twice: an iterator would not do."""
-        last: tuple[Model, ArrayRecord] | None = None
         for message in messages:
             client_id = self.numbers[message.metadata.dst_node_id]
             try:
@@ -337,10 +359,7 @@ class MethodStrategy(FedAvg):
                     rule="connected in the first round",
                     value=node,
                 ) from None
-            # equal models are the same object: they share their bytes
-            if last is None or last[0] is not download.model:
-                last = download.model, self._record(download.model)
-            content = RecordDict({**message.content, self.arrayrecord_key: last[1]})
+            content = RecordDict({**message.content, self.arrayrecord_key: self._record(download.model)})
             content[HEADER] = ConfigRecord({"run": self.header, "round": self.turn.round, "client": client_id})
             if extras := dict(download.extras):
                 content[EXTRAS] = wire.named_record(extras)

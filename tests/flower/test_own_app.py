@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable
@@ -20,6 +20,7 @@ from corolla.flower import FedAvg, FedBN, FedCAC, FedDAC, FedDWA, FedPer, Local,
 from corolla.flower.messages import HEADER, INITIAL, AppForm
 from fl_app.errors import UserError
 from fl_app.transport import wire
+from fl_app.transport.inprocess import InProcessGrid
 from tests.flower.apps import Arrays, app_of, drift, grid_of, initial, read, record_of
 
 HEAD = {"head.weight", "head.bias"}
@@ -192,6 +193,13 @@ def test_a_reply_without_samples_is_dropped(count: int) -> None:
     assert sorted(strategy.server.state.clients) == [0, 2, 3]
 
 
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), 2**70, [1, 2]])
+def test_a_number_of_samples_that_is_none_drops_its_reply(count: Any, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = FedCAC()
+    strategy.start(grid_of(app_of(samples=lambda client: count if client == 1 else 5)), record_of(initial()), 1)
+    assert sorted(strategy.server.state.clients) == [0, 2, 3] and "num-examples" in caplog.text
+
+
 def masks_of(client: int, reply: Message, bits: int) -> None:
     record: Any = reply.content["fitres.parameters"]
     if client == 1:
@@ -213,6 +221,101 @@ def test_an_app_without_the_mod_is_named_with_the_line_to_add() -> None:
         with pytest.raises(UserError, match=r"mods=\[personalize\]") as error:
             cls().start(grid_of(app_of(mods=())), record_of(initial()), 2)
         assert error.value.key == "client app"
+
+
+@pytest.mark.parametrize("samples", [0, -1])
+def test_a_first_round_without_usable_replies_does_not_blame_a_mod_that_is_there(samples: int) -> None:
+    with pytest.raises(UserError) as error:
+        FedCAC().start(grid_of(app_of(samples=lambda client: samples)), record_of(initial()), 1)
+    assert error.value.key == "client app" and "mods=" not in str(error.value)
+
+
+ODD: dict[str, Any] = {
+    "nan": np.array([1, np.nan], np.float32),
+    "beyond float32": np.array([1e300]),
+    "complex": np.zeros(2, np.complex64),
+    "text": np.array(["a"]),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_arrays_that_nothing_can_be_computed_with_are_named(what: str) -> None:
+    with pytest.raises(UserError) as error:
+        FedAvg().start(grid_of(app_of()), record_of({**initial(), "odd": ODD[what]}), 1)
+    assert "odd" in error.value.key
+
+
+def test_a_dtype_that_numpy_does_not_have_is_named() -> None:
+    """bfloat16, as JAX has it."""
+    record = ArrayRecord({"odd": Array("bfloat16", (2,), "numpy.ndarray", b"")})
+    with pytest.raises(UserError) as error:
+        FedAvg().start(grid_of(app_of()), record, 1)
+    assert (error.value.key, error.value.value) == ("odd", "bfloat16")
+
+
+@pytest.mark.parametrize("arrays", [{}, {"whole": np.arange(3)}, {"empty": np.zeros((0, 3), np.float32)}])
+def test_a_model_without_parameters_is_refused(arrays: Arrays) -> None:
+    with pytest.raises(UserError) as error:
+        FedAvg().start(grid_of(app_of()), record_of(arrays), 1)
+    assert error.value.key == "initial_arrays"
+
+
+def test_empty_arrays_travel_beside_others() -> None:
+    app = app_of()
+    result = FedCAC().start(grid_of(app), record_of({**initial(), "empty": np.zeros((0, 3), np.float32)}), 2)
+    assert result.arrays["empty"].numpy().shape == app.seen[0]["empty"].shape == (0, 3)
+
+
+def test_strategies_of_one_app_keep_their_clients_apart() -> None:
+    app = app_of()
+    grid, seen = grid_of(app), []
+    first, between, second = FedPer(), FedBN(), FedPer()
+    for strategy in (first, between, second):
+        strategy.start(grid, record_of(initial()), 2)
+        seen.append(app.seen[1])
+    assert same(record_of(seen[0]), record_of(seen[2]))
+    # the first one goes on where it was
+    first.start(grid, record_of(initial()), 1)
+    assert first.state_dict()["with-state"] == [0, 1, 2, 3] and first.server.state.round == 3
+    assert not same(record_of(app.seen[1]), record_of(seen[0]))
+
+
+class Moving(InProcessGrid):
+    """A grid whose connected nodes are chosen."""
+
+    connected: tuple[int, ...] = ()
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.connected)
+
+
+@pytest.mark.parametrize("cls", [FedCAC, FedDAC, FedPer, Local])
+def test_a_resumed_strategy_goes_on_with_other_nodes(cls: Any) -> None:
+    grid = Moving(app_of(), {}, 6)
+    strategy = cls()
+    for nodes in ((1, 2, 3, 4), (2, 3, 4, 5), (5, 6), (1, 6)):
+        grid.connected = nodes
+        strategy.start(grid, record_of(initial()), 2)
+        state = strategy.state_dict()
+        strategy = cls()
+        strategy.load_state_dict(pickle.loads(pickle.dumps(state)))
+        assert strategy.state_dict()["round"] == state["round"]
+    assert state["round"] == 8 and state["with-state"] == list(range(6)) == sorted(state["nodes"].values())
+
+
+@pytest.mark.parametrize("state", [{}, {"method": "feddac"}])
+def test_a_state_that_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(UserError) as error:
+        FedCAC().load_state_dict(state)
+    assert error.value.key == "state"
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    strategy = FedCAC()
+    strategy.start(grid_of(app_of()), record_of(initial()), 1)
+    with pytest.raises(UserError) as error:
+        strategy.start(grid_of(app_of()), record_of({"head.weight": np.zeros((2, 3))}), 1)
+    assert error.value.key == "state"
 
 
 def test_a_client_that_lost_its_state_gets_its_first_model_again() -> None:
