@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -13,10 +13,19 @@ from corolla.cli.options import QuietOption
 from fl_app.errors import UserError, listed
 from fl_app.transport.app_bundle import APP_DIRECTORY
 
+if TYPE_CHECKING:
+    from corolla.flower.abilities import Ability
+
 app = typer.Typer(no_args_is_help=True, help="Flower apps of your own with a method of Corolla.")
 # in a clone and in a wheel
 _PLACES = APP_DIRECTORY / "examples" / "flower", APP_DIRECTORY / "corolla" / "flower" / "examples"
 _STRATEGY = "FedCAC(beta=3, "
+# where the example has what a method computes with
+_FACTS = {
+    "learning_rate": 'float(config["learning-rate"])',
+    "batch_size": 'int(config["batch-size"])',
+    "local_epochs": 'int(config["local-epochs"])',
+}
 # what the lines of a loop replace
 _LINES = {
     "objective": ("loss.backward()", "corolla.flower.objective(loss, net).backward()"),
@@ -48,18 +57,19 @@ def init(
         if path.suffix in (".py", ".toml"):
             target = directory / path.relative_to(place)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(_with_method(path.read_text("utf-8"), name_of(method), found.lines), "utf-8")
+            target.write_text(_with_method(path.read_text("utf-8"), name_of(method), found), "utf-8")
     lines = ["export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", f"flwr run {directory} --stream"]
     console.print(
         escape("\n".join([f"{directory}: a Flower app with {name_of(method)}; start it by", *lines])), soft_wrap=True
     )
 
 
-def _with_method(text: str, name: str, lines: frozenset[str]) -> str:
-    """Return a file of the example with another strategy, and with the lines that this needs in the training loop."""
+def _with_method(text: str, name: str, found: Ability) -> str:
+    """Return a file of the example with another strategy, and with the lines and arguments that this needs."""
     if name not in _STRATEGY:
-        text = text.replace(_STRATEGY, f"{name}(").replace("import FedCAC", f"import {name}")
-    for line in lines:
+        facts = "".join(f"{fact}={_FACTS[fact]}, " for fact in found.facts)
+        text = text.replace(_STRATEGY, f"{name}({facts}").replace("import FedCAC", f"import {name}")
+    for line in found.lines:
         before, after = _LINES[line]
         if before in text and "import corolla.flower\n" not in text:
             text = text.replace("\nimport numpy", "\nimport corolla.flower\nimport numpy", 1)

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from corolla.flower.client_mod import App, ClientTurn
 from corolla.flower.strategy_classes import name_of, strategy_class
-from corolla.flower.training_loop import BEYOND_APP, LACKS_LINE, current_wishes
+from corolla.flower.training_loop import BEYOND_APP, LACKS_LINE, LOOP_FACTS, computes_with_steps, current_wishes
 from fl_app.errors import UserError
 from fl_app.transport.flower import ArrayRecord, ClientApp, Context, Message, MetricRecord, RecordDict
 from fl_app.transport.inprocess import InProcessGrid
@@ -24,20 +25,26 @@ _ROUNDS, _CLIENTS = 3, 3
 
 @dataclass(frozen=True)
 class Ability:
-    """What a method needs of an app. lines: functions that its training loop calls. beyond: why no app can run it, or ""."""
+    """What a method needs of an app.
+
+    lines: functions that its training loop calls. beyond: why no app can run it, or "". facts: arguments that say
+    what the loop has.
+    """
 
     lines: frozenset[str] = frozenset()
     beyond: str = ""
+    facts: tuple[str, ...] = ()
 
 
 @functools.cache
 def ability(method: str) -> Ability:
     """Return what a method with default keys needs, found by running it with a model of two layers."""
     lines = frozenset[str]()
+    facts = LOOP_FACTS if computes_with_steps(METHODS[method]) else ()
     while True:
-        error = _tried(method, lines)
+        error = _tried(method, lines, facts)
         if error is None:
-            return Ability(lines)
+            return Ability(lines, facts=facts)
         if error.rule == BEYOND_APP:
             return Ability(lines, str(error.value))
         lines |= {error.key}
@@ -50,12 +57,17 @@ def table() -> str:
         found = ability(method)
         lines = ", ".join(f"`{line}`" for line in sorted(found.lines, reverse=True))
         needs = f"not possible: it {found.beyond}" if found.beyond else f"calls {lines}" if lines else "any"
+        if found.facts:
+            needs += f"; arguments {', '.join(f'`{name}`' for name in found.facts)}"
         rows.append(f"| `{method}` | {'' if found.beyond else f'`{name_of(method)}`'} | {needs} |")
     return "\n".join(rows)
 
 
-def _tried(method: str, lines: frozenset[str]) -> UserError | None:
-    """Run a method with an app whose loop calls these functions. Return the client's error that every client would have."""
+def _tried(method: str, lines: frozenset[str], facts: tuple[str, ...]) -> UserError | None:
+    """Run a method with an app whose loop calls these functions, and takes one step on all samples.
+
+    Return the client's error that every client would have.
+    """
     errors: list[UserError] = []
 
     def mod(message: Message, context: Context, call_next: App) -> Message:
@@ -73,6 +85,7 @@ def _tried(method: str, lines: frozenset[str]) -> UserError | None:
         wishes = current_wishes()
         assert wishes is not None
         wishes.asked |= lines
+        wishes.steps = 1
         draw = np.random.default_rng(context.node_id)
         arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}  # type: ignore[union-attr]
         moved = {name: (array + draw.normal(size=array.shape)).astype(np.float32) for name, array in arrays.items()}
@@ -85,7 +98,8 @@ def _tried(method: str, lines: frozenset[str]) -> UserError | None:
 
     with _silence():
         try:
-            strategy_class(name_of(method))().start(InProcessGrid(app, {}, _CLIENTS), _model(), _ROUNDS)
+            said: dict[str, Any] = {name: 10 if name == "batch_size" else 1 for name in facts}
+            strategy_class(name_of(method))(**said).start(InProcessGrid(app, {}, _CLIENTS), _model(), _ROUNDS)
         except UserError as error:
             errors.append(error)
     if errors and errors[0].rule not in (BEYOND_APP, LACKS_LINE):

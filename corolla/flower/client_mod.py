@@ -131,7 +131,7 @@ class ClientTurn:
         # the records that the user's functions are given besides the arrays
         self.given = {name: record for name, record in content.items() if name != self.key}
         self.reply: Message | None = None
-        self.trainer = AppTrainer(self.config.method, self._train)
+        self.trainer = AppTrainer(self.config, int(header["round"]), self._train)
         self.ctx = AppContext(
             config=self.config,
             params=self.config.params,

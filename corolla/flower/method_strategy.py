@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, STATISTICS, AppForm
-from corolla.flower.training_loop import beyond_app
+from corolla.flower.training_loop import LACKS_FACTS, LOOP_FACTS, beyond_app, computes_with_steps
 from fl_app.config import RunConfig, parse
 from fl_app.errors import MethodFault, UserError, listed
 from fl_app.keys import Scalar, specs, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Model
-from fl_app.server.record import check_count
+from fl_app.server.record import check_count, known
 from fl_app.server.run_folder import RunFolder
 from fl_app.transport import wire
 from fl_app.transport.flower import (
@@ -60,6 +60,7 @@ RUN_KEYS = {
         "local-epochs",
     )
 }
+_FACTS = {spec.field: spec for spec in specs(RunConfig) if spec.field in (*LOOP_FACTS, "momentum")}
 """The keys of a run that a strategy takes besides those of its method, by argument."""
 _NO_SECAGG = (
     "Flower's secure aggregation is among the mods: it hides single models, and no strategy runs its rounds; `corolla run` has "
@@ -155,7 +156,7 @@ class MethodStrategy(FedAvg):
             client_id = self._client_of(message)
             try:
                 upload, metrics = self._uploaded(client_id, message)
-                turn.buffer.add(client_id, upload, {})
+                turn.buffer.add(client_id, upload, known(upload.metrics, own=self.server.reports))
                 self._with_state.add(client_id)
                 told[client_id] = metrics
             except MethodFault:
@@ -411,6 +412,11 @@ def _error_of(message: Message) -> str:
 def _keys(method: str, arguments: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return arguments as flat keys of a run. Raises UserError for one that is none, naming the method's."""
     own = {spec.field: spec for spec in specs(METHODS[method].params, table_of(method))}
+    if computes_with_steps(METHODS[method]):
+        own |= _FACTS
+        if lacking := [name for name in LOOP_FACTS if name not in arguments]:
+            text = f"method {method} needs the arguments {listed(lacking)} {LACKS_FACTS}, which only `corolla run` knows by itself"
+            raise UserError(text, key=listed(lacking), rule=LACKS_FACTS)
     if unknown := [name for name in arguments if name not in own and name not in RUN_KEYS]:
         raise UserError(
             key=listed(unknown),

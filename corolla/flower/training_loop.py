@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.layout import Model, Vector
-from strategies.base import Correction
+from strategies.base import AnyMethod, Correction, LocalUpdate, attributes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,14 +33,24 @@ NEEDS = {
     "sample_losses": "losses of single samples",
     "leave_out": "samples left out of training",
     "class_counts": "the numbers of samples by class",
-    "learning_rate": "the learning rate",
 }
 """What a method needs that calls a function of the trainer which an app does not have."""
 
 
+LOOP_FACTS = ("learning_rate", "batch_size", "local_epochs")
+"""Facts about the training loop that some methods compute with: arguments of their strategies. A `momentum` may be another."""
+LACKS_FACTS = "as in the training loop"
 LACKS_LINE, BEYOND_APP = "called", "any-loop"
 ENDS_RUN = (LACKS_LINE, BEYOND_APP)
 """Rules of errors that every client of an app would have."""
+
+
+def computes_with_steps(method: AnyMethod) -> bool:
+    """Return whether a method computes with `LOOP_FACTS`: it asks for the learning rate, and for nothing in `NEEDS`."""
+    half: type = get_origin(method.local_update) or method.local_update
+    classes = [cls for cls in half.__mro__ if cls not in LocalUpdate.__mro__]
+    names = set[str]().union(*(attributes.names_in(hook.__code__) for hook in attributes.functions_of(classes)))
+    return "learning_rate" in names and not names & NEEDS.keys()
 
 
 def beyond_app(method: str, why: str) -> UserError:
@@ -53,7 +64,7 @@ class Wishes:
     """What a method asks of one training.
 
     correction: changes each step's gradient. frozen: tensors that do not train. epochs: 0: the app's own. names: of the model's
-    parameters, in the layout's order. asked: functions of `LINES` that the loop has called.
+    parameters, in the layout's order. asked: functions of `LINES` that the loop has called. steps: calls of `objective`.
     """
 
     correction: Correction | None = None
@@ -61,6 +72,7 @@ class Wishes:
     epochs: int = 0
     names: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
+    steps: int = 0
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -71,9 +83,10 @@ class Wishes:
         finally:
             _WISHES.reset(token)
 
-    def check(self, method: str) -> None:
-        """Raise UserError if the training loop lacks a line that the method needs."""
-        needed = {"objective": self.correction is not None or bool(self.frozen), "epochs": self.epochs > 0}
+    def check(self, method: str, counted: bool = False) -> None:
+        """Raise UserError if the training loop lacks a line that the method needs. counted: it needs the number of steps."""
+        changed = self.correction is not None or bool(self.frozen)
+        needed = {"objective": changed or counted, "epochs": self.epochs > 0}
         for name, line in LINES.items():
             if needed[name] and name not in self.asked:
                 raise UserError(
@@ -99,6 +112,7 @@ def objective(loss: Tensor, model: nn.Module) -> Tensor:
     if wishes is None:
         return loss
     wishes.asked.add("objective")
+    wishes.steps += 1
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if name in wishes.names:
@@ -137,8 +151,9 @@ class AppTrainer:
     run(start, wishes): trains. Everything else that a Trainer has would need the user's data and network, and is refused by name.
     """
 
-    def __init__(self, method: str, run: Callable[[Model, Wishes], Model]) -> None:
-        self._method, self._run = method, run
+    def __init__(self, config: RunConfig, round: int, run: Callable[[Model, Wishes], Model]) -> None:
+        self._config, self._round, self._run = config, round, run
+        self._wishes = Wishes()
 
     def train(
         self,
@@ -155,7 +170,19 @@ class AppTrainer:
             raise self.refusal(f"its own {listed(asked)} in local training")
         if not isinstance(frozen, frozenset):
             raise self.refusal("single parameters held fixed")
-        return self._run(start, Wishes(correction, frozen, epochs or 0))
+        self._wishes = Wishes(correction, frozen, epochs or 0)
+        return self._run(start, self._wishes)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the last training: calls of `objective`."""
+        self._wishes.check(self._config.method, counted=True)
+        return self._wishes.steps
+
+    @property
+    def learning_rate(self) -> float:
+        """The training loop's learning rate, an argument of the strategy."""
+        return self._config.learning_rate * self._config.rate_factor(self._round)
 
     def tensor(self, vector: Vector) -> Tensor:
         """Return a vector as the tensor that corrections compute with."""
@@ -165,7 +192,7 @@ class AppTrainer:
 
     def refusal(self, what: str) -> UserError:
         """Return the error of a method that needs more than an app gives."""
-        return beyond_app(self._method, f"needs {what}")
+        return beyond_app(self._config.method, f"needs {what}")
 
     def __getattr__(self, name: str) -> Any:
         """Raise UserError: it would need the user's data or network."""

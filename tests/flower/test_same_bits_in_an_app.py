@@ -13,6 +13,7 @@ from client_app.session import Session
 from client_app.trainer import LocalTrainer
 from corolla.flower.strategy_classes import name_of
 from fl_app import weights
+from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout
 from fl_app.server import checkpoint
@@ -76,6 +77,48 @@ def test_five_rounds(run: Run, raw_config: dict[str, Any], method: str, model: s
         sent = weights.load_safetensors(folder.path / "models" / "global.safetensors", shared)
         for name, tensor in shared.tensors(sent).items():
             assert result.arrays[name].numpy().tobytes() == tensor.tobytes()
+
+
+def test_scaffold_counts_the_steps_of_the_app_s_loop(run: Run, raw_config: dict[str, Any]) -> None:
+    """Its correction comes through `objective`: the numbers of Corolla's own run, up to rounding."""
+    keys = {"method": "scaffold", "num_clients": CLIENTS, "num_server_rounds": 3, "model": "mlp"}
+    folder = run(**keys)
+    session = Session.of(raw_config | flat(keys), CLIENTS, run=10**6 + 1)
+
+    def train(arrays: Arrays, client: int, round: int) -> Arrays:
+        data = session.data(client, "")
+        module = session.network(data.info, "").module
+        layout = Layout.of(module)
+        trainer = LocalTrainer(module, session.config, data, round, client)
+
+        def loss(net: Any, x: Any, y: Any) -> Any:
+            return corolla.flower.objective(trainer.loss(net(x), y), net)
+
+        return {**arrays, **layout.tensors(trainer.train(layout.model(arrays), objective=loss))}
+
+    module = session.network(session.data(0, "").info, "").module
+    start = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
+    config = session.config
+    said = {name: getattr(config, name) for name in ("learning_rate", "momentum", "batch_size", "local_epochs")}
+    strategy = corolla.flower.SCAFFOLD(**said)
+    app = app_of(train, samples=lambda client: session.data(client, "").num_train)
+    strategy.start(grid_of(app, CLIENTS), record_of(start), 3)
+    saved, state = checkpoint.load_latest(folder.path).arrays, strategy.state_dict()
+    np.testing.assert_allclose(state["model"]["params"], saved["global.params"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(state["memory"]["control"], saved["memory.control"], rtol=1e-4, atol=1e-6)
+    assert np.abs(state["memory"]["control"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("left_out", ["learning_rate", "batch_size", "local_epochs"])
+def test_scaffold_asks_for_what_the_loop_has(left_out: str) -> None:
+    said = {"learning_rate": 0.1, "batch_size": 10, "local_epochs": 1}
+    with pytest.raises(UserError) as error:
+        corolla.flower.SCAFFOLD(**{name: value for name, value in said.items() if name != left_out})
+    assert error.value.key == left_out
+    with pytest.raises(UserError, match="learning_rate"):
+        corolla.flower.FedCAC(learning_rate=0.1)
+    with pytest.raises(UserError, match=r"corolla.flower.objective\("):
+        corolla.flower.SCAFFOLD(**said).start(grid_of(app_of()), record_of(initial()), 1)
 
 
 def test_what_an_app_evaluates_is_the_model_of_its_client() -> None:

@@ -133,7 +133,7 @@ def test_a_missing_line_is_named(cls: str, lacks: str) -> None:
         getattr(corolla.flower, cls)().start(grid_of(app_of(train)), record_of(start()), 2)
 
 
-@pytest.mark.parametrize("cls", ["pFedMe", "MOON", "FedFomo", "SCAFFOLD"])
+@pytest.mark.parametrize("cls", ["pFedMe", "MOON", "FedFomo"])
 def test_a_method_that_needs_more_ends_the_run(cls: str) -> None:
     with pytest.raises(UserError, match="corolla run"):
         getattr(corolla.flower, cls)().start(grid_of(app_of()), record_of(start()), 3)
