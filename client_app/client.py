@@ -489,6 +489,8 @@ class CorollaClient(NumPyClient):
         from client_app.trainer import LocalTrainer
 
         config, method = self.config, self.method
+        if config.patience:
+            config = dataclasses.replace(config, drops=max(0, int(download.method[wire.DROPS])))
         with reasons.stage("deployment", "state-dir", "outside"):
             self._open_store(download)
         with reasons.stage("deployment", "state-dir", "state"):

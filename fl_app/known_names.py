@@ -37,6 +37,9 @@ def divisions(partition: str, dataset: str, test_samples: int) -> frozenset[str]
 STEP = "step:"
 """Prefix of a schedule: the rounds between its steps follow."""
 
+PLATEAU = "plateau:"
+"""Prefix of a schedule: the rounds without a lower loss before a step follow."""
+
 BY_COLUMN = "by-column"
 CLIENT_NAME = "client-name"
 """The client property with the client's name in the data, if a column names clients. Private runs do not send it."""

@@ -1,4 +1,4 @@
-"""Early stopping by the key `stop-when`.
+"""Early stopping by the key `stop-when`, and the learning rate of the schedule `plateau`.
 
 `validation-accuracy: 10 rounds without better` ends a run after ten rounds in a row that were not better than the best
 round before them. `by 0.01` at the end sets the margin of a better round. A round's figure is in its record: the mean
@@ -58,6 +58,27 @@ class StopRule:
             f"stop-when: {self.name} was {best[1]:.4g} in round {best[0]}, and not better{margin} in the "
             f"{counted(since, 'round')} since"
         )
+
+    def drops(self, rounds: Sequence[Mapping[str, Any]]) -> int:
+        """Return how often, in rounds in order, `patience` rounds in a row were not better than the best before."""
+        best, since, drops = None, 0, 0
+        for record in rounds:
+            value = record.get(self.record)
+            if value is not None and (best is None or (value > best) == self.higher_is_better and value != best):
+                best, since = value, 0
+                continue
+            since += best is not None
+            if since == self.patience:
+                since, drops = 0, drops + 1
+        return drops
+
+
+def plateau_of(config: RunConfig) -> StopRule | None:
+    """Return the rule by which the schedule `plateau` lowers the learning rate, None with another schedule."""
+    if not config.patience:
+        return None
+    loss = VALIDATION + moments(LOSS.name)[0] if config.validation_ratio else LOSS.name
+    return StopRule(LOSS.name, loss, False, config.patience)
 
 
 def rule_of(config: RunConfig) -> StopRule | None:

@@ -79,6 +79,7 @@ FEATURES: Mapping[str, Feature] = {
     "adam": Feature({"optimizer": "adam", "learning-rate": 0.003}),
     "local-steps": Feature({"local-steps": 3}),
     "step": Feature({"schedule": "step:1", "learning-rate-decay": 0.5}),
+    "plateau": Feature({"schedule": "plateau:1", "learning-rate-decay": 0.5}),
     "cosine": Feature({"schedule": "cosine"}),
     "clip-norm": Feature({"clip-norm": 0.5}),
     "bfloat16": Feature({"precision": "bfloat16"}),

@@ -48,7 +48,7 @@ from fl_app.keys import (
     suggestion,
     table_of,
 )
-from fl_app.known_names import STEP, Average, divisions
+from fl_app.known_names import PLATEAU, STEP, Average, divisions
 from fl_app.plugins import is_reference
 from fl_app.sources import NODE, source_of
 
@@ -121,7 +121,9 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     schedule: str = key(
         "constant",
         "`cosine`: multiplies the learning rate in round t of T by (1 + cos(pi (t - 1) / T)) / 2, in addition to "
-        "`learning-rate-decay`. `step:K`: `learning-rate-decay` applies after every K rounds, not after every round.",
+        "`learning-rate-decay`. `step:K`: `learning-rate-decay` applies after every K rounds, not after every round. "
+        "`plateau:K`: it applies after K rounds in a row whose validation loss, or training loss without `validation-ratio`, is "
+        "not below the lowest before.",
         schedule_dependent=True,
         checked=True,
     )
@@ -339,11 +341,20 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     # the chosen method's parameters; all keys' values in this run; all keys' defaults
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+    # how often the schedule `plateau` has lowered the learning rate; the server counts and tells it
+    drops: int = 0
     defaults: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
 
     def rate_factor(self, round: int) -> float:
         """Return the factor of `learning-rate-decay` and `schedule` on the learning rate in a round, counted from 1."""
+        if self.patience:
+            return self.learning_rate_decay**self.drops
         return scheduled(self.schedule, self.learning_rate_decay, round, self.num_server_rounds)
+
+    @property
+    def patience(self) -> int:
+        """Rounds without a lower loss after which the schedule `plateau` lowers the learning rate; 0 with another schedule."""
+        return int(self.schedule.removeprefix(PLATEAU)) if self.schedule.startswith(PLATEAU) else 0
 
     @property
     def tuning_rate(self) -> float:
@@ -406,7 +417,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         return [
             (key, value)
             for key, value in self.own_keys()
-            if key.schedule_dependent and not key.is_off(value) and not str(value).startswith(STEP)
+            if key.schedule_dependent and not key.is_off(value) and not str(value).startswith((STEP, PLATEAU))
         ]
 
     def cohort_size(self, able: int) -> int:

@@ -18,6 +18,7 @@ from fl_app.known_names import (
     MODELS,
     OWN_PARTITION,
     PARTITIONS,
+    PLATEAU,
     STEP,
     TASKS,
     TRACKERS,
@@ -110,8 +111,8 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
     if (length := len(str(values["run-name"]).encode())) > LONGEST_NAME:
         start = f": {str(values['run-name'])[:40]}..."
         problems.append(UserError(key="run-name", rule=f"at most {LONGEST_NAME} bytes", value=length, hint=start))
-    if not re.fullmatch(rf"constant|cosine|{STEP}[1-9]\d{{0,8}}", str(values["schedule"])):
-        rule = f"must be constant, cosine or {STEP}K, with K rounds of at least 1"
+    if not re.fullmatch(rf"constant|cosine|({STEP}|{PLATEAU})[1-9]\d{{0,8}}", str(values["schedule"])):
+        rule = f"must be constant, cosine, {STEP}K or {PLATEAU}K, with K rounds of at least 1"
         problems.append(UserError(key="schedule", rule=rule, value=values["schedule"]))
     if values["keep-uploads"] and not upload_interval(str(values["keep-uploads"])):
         rule = "must be `every N`, with N rounds of at least 1, or empty"
@@ -197,8 +198,13 @@ def check_together(values: Mapping[str, Any], problems: list[UserError]) -> None
         refuse("precision", "each record's gradient is clipped, and float16 scales them; take bfloat16", "float16")
     if values["local-steps"] and values["dp-epsilon"]:
         refuse("local-steps", "a privacy budget is planned for local-epochs; leave it 0", values["local-steps"])
-    if str(values["schedule"]).startswith(STEP) and values["learning-rate-decay"] == 1:
+    if str(values["schedule"]).startswith((STEP, PLATEAU)) and values["learning-rate-decay"] == 1:
         refuse("schedule", "needs learning-rate-decay, the factor after each step", values["schedule"])
+    if str(values["schedule"]).startswith(PLATEAU) and not values["report-accuracy"]:
+        refuse("schedule", "with report-accuracy = false clients send no loss", values["schedule"])
+    if str(values["schedule"]).startswith(PLATEAU) and values["dp-epsilon"] and not values["validation-ratio"]:
+        rule = "needs validation-ratio, because clients with a privacy budget send no training loss"
+        refuse("schedule", rule, values["schedule"])
     if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
         refuse("initial-weights", "must be an absolute path", values["initial-weights"])
     if values["initial-weights-partial"] and not values["initial-weights"]:

@@ -57,6 +57,8 @@ SPLIT, SIGNED, SPLITS = "split", "private-signed", "private-splits"
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # Metric: the generation of state that this message made, "" without any.
 STATE_VERSION = "state-version"
+# Scalar of a download: how often the schedule `plateau` has lowered the learning rate.
+DROPS = "rate-drops"
 # Scalar of a client's first download in a run that goes on from another one (fl_app/server/origin.py): that run's secret,
 # the client's id and its state's generation there, as JSON.
 STATE_OF = "state-of"

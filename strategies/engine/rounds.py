@@ -30,7 +30,6 @@ from fl_app.server.clock import Clock, WorkEnd, may_close
 from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
-from fl_app.stopping import StopRule
 from fl_app.stopwatch import Stopwatch
 from fl_app.transport import wire
 from fl_app.transport.exchange import Exchange, Reply
@@ -61,8 +60,8 @@ class Rounds:
     spent: by client, the most epsilon that its records have spent so far. ended_early: why the run ends before its
     last round (`stop-when`); "" if it does not. clock: simulated time; None if uploads arrive when they come.
     working: by client, the work of earlier rounds that has not arrived. spoilt: attempts at the round that do not count.
-    watched: what `stop-when` reads, one record per round. recorded, between: the round's record, and the method's notes
-    between clients. expected: number of clients that the round should have results of.
+    watched: what `stop-when` and the schedule `plateau` read, one record per round. recorded, between: the round's record,
+    and the method's notes between clients. expected: number of clients that the round should have results of.
     asked_to_stop: whether the user ends the run after this round.
     """
 
@@ -84,6 +83,7 @@ class Rounds:
         self.attempt = RoundAttempt(server.config)
         self.spoilt: list[RoundAttempt] = []
         self.watch, self.rule = Stopwatch(), stopping.rule_of(self.config)
+        self.plateau = stopping.plateau_of(self.config)
         self.watched: list[Record] = []
         self.recorded: Record = {}
         self.expected = 0
@@ -109,11 +109,17 @@ class Rounds:
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
         # a resumed run's earlier rounds count too
-        self.watched = [_watched(record, self.rule) for record in read_metrics(self.folder.path)] if self.rule else []
+        for record in read_metrics(self.folder.path) if self.rule or self.plateau else []:
+            self.watched.append(self._watched(record))
         self._end_by_rule()
         for round in range(self.server.state.round + 1, self.config.num_server_rounds + 1):
             if self.ended_early or self.asked_to_stop:
                 break
+            if self.plateau:
+                drops = self.plateau.drops(self.watched)
+                # methods ask the config for the round's rate
+                self.server.config = dataclasses.replace(self.server.config, drops=drops)
+                self.server.told = {**self.server.told, wire.DROPS: drops}
             yield round
         if self.ended_early:
             log.info("%s", self.ended_early)
@@ -150,7 +156,7 @@ class Rounds:
         # of those that are there, or of all if all should train
         every = self.config.num_clients - len(self.config.unseen | self.config.gone)
         self.expected = max(len(self.attempt.sent), every if self.config.fraction_train == 1 else 0)
-        self.watched.append(_watched(self.recorded, self.rule))
+        self.watched.append(self._watched(self.recorded))
         self._end_by_rule()
         return bool(self.ended_early) or self.config.evaluates_after(self.server.state.round)
 
@@ -175,6 +181,11 @@ class Rounds:
         self.folder.append(record)
         without = partial(record, headline, self._called)
         events.tell(events.Round.of(record, total, headline.name, headline.ratio, without, self.expected))
+
+    def _watched(self, record: Record) -> Record:
+        """Return the values of a round's record that rules read. A long run's whole records are large."""
+        names = [rule.record for rule in (self.rule, self.plateau) if rule]
+        return {name: record.get(name) for name in ("round", *names)}
 
     def _end_by_rule(self) -> None:
         """Set `ended_early` if the rounds so far end the run."""
@@ -688,11 +699,6 @@ class Rounds:
             named = self.versions.get(client_id, "")
             who = self.attempt.called(client_id)
             log.warning("client %s: its state of %s is damaged, it continued from %s", who, named, wire.one_line(used))
-
-
-def _watched(record: Record, rule: StopRule | None) -> Record:
-    """Return the values of a round's record that a rule reads. A long run's whole records are large."""
-    return {} if rule is None else {"round": record["round"], rule.record: record.get(rule.record)}
 
 
 def partial(record: Record, headline: Metric, called: Callable[[str], str] = lambda i: i) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from client_app.flat import SGD, Adam
 from fl_app.errors import UserError
+from fl_app.stopping import plateau_of
 from tests.conftest import config
 
 
@@ -65,15 +67,55 @@ def test_a_step_schedule() -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["step", "step:", "step:0", "step:-1", "step:1.5", "linear", ""])
+@pytest.mark.parametrize(
+    "schedule", ["step", "step:", "step:0", "plateau", "plateau:0", "step:-1", "step:1.5", "linear", ""]
+)
 def test_a_schedule_that_there_is_not(schedule: str) -> None:
-    with pytest.raises(UserError, match="schedule: must be constant, cosine or step:K"):
+    with pytest.raises(UserError, match="schedule: must be constant, cosine, step:K or plateau:K"):
         config(schedule=schedule, learning_rate_decay=0.5)
 
 
-def test_a_step_schedule_needs_its_factor() -> None:
+@pytest.mark.parametrize("schedule", ["step:3", "plateau:3"])
+def test_a_schedule_of_steps_needs_its_factor(schedule: str) -> None:
     with pytest.raises(UserError, match="schedule: needs learning-rate-decay"):
-        config(schedule="step:3")
+        config(schedule=schedule)
+
+
+def test_a_plateau_schedule_is_lowered_by_what_the_server_tells() -> None:
+    plateau = config(schedule="plateau:2", learning_rate_decay=0.5, num_server_rounds=8)
+    lowered = dataclasses.replace(plateau, drops=3)
+    assert [each.rate_factor(t) for each in (plateau, lowered) for t in (1, 7)] == [1, 1, 0.125, 0.125]
+    assert not plateau.spanning_keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"report_accuracy": False}, "report-accuracy"),
+        ({"dp_epsilon": 1.0}, "validation-ratio"),
+    ],
+)
+def test_a_plateau_needs_a_loss(more: dict[str, object], rule: str) -> None:
+    with pytest.raises(UserError, match=rule) as refused:
+        config(schedule="plateau:2", learning_rate_decay=0.5, **more)
+    assert refused.value.key == "schedule"
+
+
+@pytest.mark.parametrize(
+    ("losses", "drops"),
+    [
+        ([], 0),
+        ([3, 2, 1], 0),
+        ([1, 1, 1], 1),
+        # a lower loss begins anew, and so does a drop; the lowest loss stays
+        ([3, 4, 2, 3, 3, 2, 2, 2.5, 2.5], 3),
+        ([None, 1, None, None], 1),
+    ],
+    ids=["none", "lower", "equal", "several", "missing"],
+)
+def test_drops_on_a_plateau(losses: list[float | None], drops: int) -> None:
+    rule = plateau_of(config(schedule="plateau:2", learning_rate_decay=0.5))
+    assert rule.drops([{"round": t, rule.record: loss} for t, loss in enumerate(losses, 1)]) == drops
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
