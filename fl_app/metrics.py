@@ -301,6 +301,15 @@ def _why_undefined(row: Record, metric: Metric) -> str:
 # What rounds come to --------------------------------------------------------------------------------------------------
 
 
+KEPT = "kept"
+"""Entry of an evaluation in a run with `keep-best`: whether its round was the best until then."""
+
+
+def kept(rounds: Sequence[Record]) -> Record:
+    """Return the round with the evaluation of the models that a run keeps: the last one, or the best. {} without any."""
+    return next((r for r in reversed(rounds) if r.get("evaluation") and r["evaluation"].get(KEPT, True)), {})
+
+
 def best_validated(rounds: Sequence[Record], headline: Metric) -> Record | None:
     """Return the first round with the best headline on validation data before training; None without such data."""
     name = VALIDATION + moments(headline.name)[0]
@@ -312,12 +321,13 @@ def best_validated(rounds: Sequence[Record], headline: Metric) -> Record | None:
 def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
     """Return a run's results by their names in summary.json; None where the rounds have no value.
 
-    rounds: those recorded. `final-` values are from the last evaluation of all clients among them. measured: the
-    headline first. With validation data, `best-` values are from the round that was best on these (`best-round`).
-    Without, they are the best on test data.
+    rounds: those recorded. `final-` values are from the last evaluation of all clients among them, with `keep-best` from
+    that of the best round (`kept-round`). measured: the headline first. With validation data, `best-` values are from the
+    round that was best on these (`best-round`). Without, they are the best on test data.
     """
     headline, *others = measured
-    final: Record = next((r["evaluation"] for r in reversed(rounds) if r.get("evaluation")), {})
+    of_kept = kept(rounds)
+    final: Record = of_kept.get("evaluation", {})
     before = moments(headline.name)[0]
     chosen = best_validated(rounds, headline)
 
@@ -344,6 +354,8 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
             found[f"final-{name}"] = final[name]
     for metric in others:
         found |= {f"final-{metric.name}{end}": final.get(f"{metric.name}{end}") for end in ("", FINETUNED)}
+    if KEPT in final:
+        found["kept-round"] = of_kept["round"]
     if UNSEEN in final:
         found |= {f"unseen-{name}": final[UNSEEN].get(name) for name in (headline.name, headline.name + FINETUNED)}
     return {

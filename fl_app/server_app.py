@@ -21,6 +21,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, listed
 from fl_app.layout import Layout, Model
 from fl_app.machine import available_memory
+from fl_app.metrics import kept
 from fl_app.privacy.secure_random import secret
 from fl_app.server import checkpoint, disk, run_log, trackers, trail
 from fl_app.server.arrivals import clock_of
@@ -306,6 +307,7 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     Raises UserError after that if an evaluation or the final figure is missing.
     """
     config = strategy.config
+    rounds.restore_best()
     save_models(strategy, rounds, folder)
     records = list(read_metrics(folder.path))
     summary = summarize(config, folder.experiment, records, rounds.ended_early)
@@ -404,10 +406,10 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
 
 
 def _chosen_models(strategy: PersonalizedStrategy[Any], folder: RunFolder) -> dict[int, Model]:
-    """Return the clients' models that the server holds, by the hashes of the last evaluation."""
+    """Return the clients' models that the server holds, by the hashes of the kept models' evaluation."""
     every = strategy.form_of_exports.choices(strategy)
     records = list(read_metrics(folder.path)) if every else []
-    rows = records[-1].get("evaluation", {}).get("clients", {}) if records else {}
+    rows = kept(records).get("evaluation", {}).get("clients", {})
     known = [(hashes(model), model) for model in every]
     found = ((int(i), of, model) for i, row in rows.items() for of, model in known if of.items() <= row.items())
     return {client_id: model for client_id, _, model in found}

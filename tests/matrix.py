@@ -80,6 +80,7 @@ FEATURES: Mapping[str, Feature] = {
     "local-steps": Feature({"local-steps": 3}),
     "step": Feature({"schedule": "step:1", "learning-rate-decay": 0.5}),
     "plateau": Feature({"schedule": "plateau:1", "learning-rate-decay": 0.5}),
+    "keep-best": Feature({"keep-best": True, "validation-ratio": 0.3, "evaluate-every": 1}),
     "cosine": Feature({"schedule": "cosine"}),
     "clip-norm": Feature({"clip-norm": 0.5}),
     "bfloat16": Feature({"precision": "bfloat16"}),

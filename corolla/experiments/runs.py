@@ -20,7 +20,18 @@ from fl_app.config.rules import split_names
 from fl_app.errors import UserError, counted, plain
 from fl_app.files import lock
 from fl_app.keys import Scalar, nearest, specs
-from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note, why_undefined
+from fl_app.metrics import (
+    LOSS,
+    UNSEEN,
+    VALIDATION,
+    Metric,
+    Record,
+    kept,
+    moments,
+    outcome,
+    undefined_note,
+    why_undefined,
+)
 from fl_app.server.run_folder import (
     CONFIG,
     FROM,
@@ -128,8 +139,9 @@ class RecordedRun:
 
     @property
     def last_evaluation(self) -> tuple[int, Record] | None:
-        """Last evaluation of all clients as (round, evaluation); None if there is none."""
-        return next(reversed(self.evaluations.items()), None)
+        """Last evaluation of all clients as (round, evaluation), with `keep-best` the best; None if there is none."""
+        record = kept(list(self.rounds.values()))
+        return (record["round"], record["evaluation"]) if record else None
 
     @property
     def continued(self) -> dict[str, Scalar]:
@@ -421,7 +433,8 @@ def listing(found: Iterable[RecordedRun]) -> list[list[str]]:
         last = rounds[-1] if rounds else {}
         metric = run.headline
         metrics.append(metric.title)
-        accuracy = last.get("evaluation", {}).get(metric.name) if run.finished else last.get(moments(metric.name)[0])
+        evaluation = kept(rounds).get("evaluation", {})
+        accuracy = evaluation.get(metric.name) if run.finished else last.get(moments(metric.name)[0])
         words = [str(settings.get(key, "")) for key in ("method", "dataset", "seed")]
         done = f"{last.get('round', 0)}/{settings.get('num-server-rounds', '?')}"
         share = "" if accuracy is None else _figure(run, metric, accuracy)

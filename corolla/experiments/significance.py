@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from corolla.experiments.compare import data_settings, references, varying_as_text
 from corolla.experiments.runs import RecordedRun, that_train
-from fl_app.metrics import Metric, Record
+from fl_app.metrics import Metric
 
 LEVEL = 0.95
 # largest number of seeds that a verdict names
@@ -215,7 +215,7 @@ def other_samples(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) ->
 def final(run: RecordedRun) -> dict[str, float]:
     """Return the headline metric of each client that trains, from the last evaluation of all clients."""
     name = run.headline.name
-    last: Record = next(reversed(run.evaluations.values()), {})
+    _, last = run.last_evaluation or (0, {})
     return {i: float(row[name]) for i, row in that_train(last).items() if row.get(name) is not None}
 
 

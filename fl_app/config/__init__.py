@@ -262,6 +262,12 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         "after `num-server-rounds`.",
         checked=True,
     )
+    keep_best: bool = key(
+        False,
+        "Keep the models of the round that was best on validation data, in place of the last round's: they are exported, and final "
+        "figures and the digest are theirs. The headline in evaluations of all clients decides; it needs `evaluate-every` and "
+        "`validation-ratio`.",
+    )
     finetune_epochs: int = key(
         0,
         "Local epochs of fine-tuning in evaluations: every client is also measured after it trained its personal model for these "

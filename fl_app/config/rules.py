@@ -205,6 +205,10 @@ def check_together(values: Mapping[str, Any], problems: list[UserError]) -> None
     if str(values["schedule"]).startswith(PLATEAU) and values["dp-epsilon"] and not values["validation-ratio"]:
         rule = "needs validation-ratio, because clients with a privacy budget send no training loss"
         refuse("schedule", rule, values["schedule"])
+    if values["keep-best"]:
+        for name in ("validation-ratio", "evaluate-every", "report-accuracy"):
+            if not values[name]:
+                refuse("keep-best", f"needs {name}, to judge rounds by", True)
     if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
         refuse("initial-weights", "must be an absolute path", values["initial-weights"])
     if values["initial-weights-partial"] and not values["initial-weights"]:

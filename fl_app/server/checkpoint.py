@@ -55,11 +55,12 @@ def save(
     meta: Mapping[str, Any],
     personal: Personal | None = None,
     files: ClientFiles | None = None,
+    kept: int | None = None,
 ) -> Versions:
     """Write the checkpoint of a round. It is durable when this returns. Older checkpoints are deleted only after that.
 
-    personal: arrays per client. files: knows which of them are on disk already. Returns `versions_kept`. Raises
-    UserError if the disk is full; the earlier checkpoints then remain.
+    personal: arrays per client. files: knows which of them are on disk already. kept: a round whose checkpoint stays.
+    Returns `versions_kept`. Raises UserError if the disk is full; the earlier checkpoints then remain.
     """
     directory = run / DIRECTORY
     files = files or client_files_of(run)
@@ -79,7 +80,7 @@ def save(
         }
         body = json.dumps(facts, allow_nan=False)
         publish_text(tensors.with_suffix(".json"), f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
-    for old in rounds(run)[:-_KEEP]:
+    for old in set(rounds(run)[:-_KEEP]) - {kept}:
         for suffix in (".json", ".safetensors"):
             (directory / f"round-{old:06d}{suffix}").unlink(missing_ok=True)
     metas, unread = _metas(run)
@@ -101,12 +102,14 @@ def rounds(run: Path) -> list[int]:
     return numbered(run / DIRECTORY, ".json")
 
 
-def load_latest(run: Path) -> Checkpoint:
+def load_latest(run: Path, kept: int | None = None) -> Checkpoint:
     """Return the newest sound checkpoint. Damaged ones, and those without all their files, are logged and skipped.
+
+    kept: the round of the only checkpoint to look at.
 
     Raises UserError if there is none, or if a file cannot be read now: it may be sound.
     """
-    for round in reversed(rounds(run)):
+    for round in reversed(rounds(run)) if kept is None else [kept]:
         path = run / DIRECTORY / f"round-{round:06d}.json"
         try:
             return _load(path)
@@ -114,7 +117,8 @@ def load_latest(run: Path) -> Checkpoint:
             log.warning("checkpoint of round %d is damaged (%s); using the one before", round, error)
         except OSError as error:
             raise UserError(f"resume: {error.filename or path} cannot be read: {error.strerror or error}") from None
-    raise UserError(f"resume: {run} has no sound checkpoint")
+    of_kept = "" if kept is None else f" of round {kept}, whose models it keeps (keep-best)"
+    raise UserError(f"resume: {run} has no sound checkpoint{of_kept}")
 
 
 def versions_kept(run: Path) -> Versions:

@@ -136,7 +136,7 @@ def origin_of(
         lines.append("train: the tensors that do not train have other values")
     if lines:
         raise UserError(f"from: a run cannot go on from {path}:\n" + "\n".join(f"  {line}" for line in lines))
-    loaded = checkpoint.load_latest(path)
+    loaded = checkpoint.load_latest(path, read_summary(path).get("kept-round"))
     if about.get(STATE_REMOVED):
         raise UserError(
             f"from: the clients of {path} removed their state when it ended; they keep it with keep-state = true"

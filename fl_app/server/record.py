@@ -23,6 +23,7 @@ from fl_app.metrics import (
     UNSEEN,
     Metric,
     Reports,
+    kept,
     of_evaluation,
     of_training,
     outcome,
@@ -287,7 +288,7 @@ def one_class_line(rounds: Sequence[Record]) -> str:
     A client with only test samples of the predicted class reports nothing. It counts only if all reporting clients
     predict one class.
     """
-    evaluation: Record = next((r["evaluation"] for r in reversed(rounds) if r.get("evaluation")), {})
+    evaluation: Record = kept(rounds).get("evaluation", {})
     tested = [row for row in evaluation.get("clients", {}).values() if row.get("test-samples", 1)]
     told = [row[ONE_CLASS.name] for row in tested if row.get(ONE_CLASS.name) is not None]
     wrong = sum(value == 1 for value in told)

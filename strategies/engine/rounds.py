@@ -21,7 +21,7 @@ from fl_app import stopping, tasks
 from fl_app.errors import MethodFault, RoundFailed, counted, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
-from fl_app.metrics import EPSILON, Metric, moments, of_training, undefined_note
+from fl_app.metrics import EPSILON, KEPT, VALIDATION, Metric, moments, of_training, undefined_note
 from fl_app.server import checkpoint, client_arrays, disk, events, kept_uploads
 from fl_app.server import record as records
 from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Replay, clock_of
@@ -30,6 +30,7 @@ from fl_app.server.clock import Clock, WorkEnd, may_close
 from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics
+from fl_app.sources import NODE
 from fl_app.stopwatch import Stopwatch
 from fl_app.transport import wire
 from fl_app.transport.exchange import Exchange, Reply
@@ -60,8 +61,9 @@ class Rounds:
     spent: by client, the most epsilon that its records have spent so far. ended_early: why the run ends before its
     last round (`stop-when`); "" if it does not. clock: simulated time; None if uploads arrive when they come.
     working: by client, the work of earlier rounds that has not arrived. spoilt: attempts at the round that do not count.
-    watched: what `stop-when` and the schedule `plateau` read, one record per round. recorded, between: the round's record,
-    and the method's notes between clients. expected: number of clients that the round should have results of.
+    watched: what `stop-when` and the schedule `plateau` read, one record per round. best: with `keep-best`, the best round so
+    far and its headline on validation data. recorded, between: the round's record, and the method's notes
+    between clients. expected: number of clients that the round should have results of.
     asked_to_stop: whether the user ends the run after this round.
     """
 
@@ -84,6 +86,7 @@ class Rounds:
         self.spoilt: list[RoundAttempt] = []
         self.watch, self.rule = Stopwatch(), stopping.rule_of(self.config)
         self.plateau = stopping.plateau_of(self.config)
+        self.best: tuple[int | None, float | None] = None, None
         self.watched: list[Record] = []
         self.recorded: Record = {}
         self.expected = 0
@@ -109,8 +112,10 @@ class Rounds:
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
         # a resumed run's earlier rounds count too
-        for record in read_metrics(self.folder.path) if self.rule or self.plateau else []:
+        for record in read_metrics(self.folder.path) if self.rule or self.plateau or self.config.keep_best else []:
             self.watched.append(self._watched(record))
+            if record.get("evaluation", {}).get(KEPT):
+                self.best = record["round"], record["evaluation"][self._judged_by]
         self._end_by_rule()
         for round in range(self.server.state.round + 1, self.config.num_server_rounds + 1):
             if self.ended_early or self.asked_to_stop:
@@ -162,8 +167,31 @@ class Rounds:
 
     def close_evaluation(self) -> None:
         """Put the evaluation into the round's record."""
-        self.recorded["evaluation"] = self.evaluation()
+        evaluation = self.recorded["evaluation"] = self.evaluation()
+        if self.config.keep_best:
+            value, best = evaluation.get(self._judged_by), self.best[1]
+            evaluation[KEPT] = value is not None and (best is None or self.measured[0].best([best, value]) != best)
+            if evaluation[KEPT]:
+                self.best = self.server.state.round, value
         self.watch.lap("evaluate")
+
+    @property
+    def _judged_by(self) -> str:
+        """The figure of an evaluation by which `keep-best` judges."""
+        return VALIDATION + self.measured[0].name
+
+    def restore_best(self) -> None:
+        """With `keep-best`, go back to the best round. Sites whose models stay there get them once more, and keep them."""
+        best, _ = self.best
+        if best is None or best == self.server.state.round:
+            return
+        log.info("keep-best: the models of round %d are kept", best)
+        self.restore(checkpoint.load_latest(self.folder.path, best))
+        if self.config.dataset == NODE:
+            for reply in self.replies(
+                self.messages(self.begin_evaluation(best, "sending the kept models"), "evaluate")
+            ):
+                self.receive_evaluation(reply)
 
     def write_round(self) -> None:
         """Write the round's record, and with it everything that the next round depends on."""
@@ -176,7 +204,7 @@ class Rounds:
             self.folder.keep_matrices(round, [int(i) for i in record["clients"]], self.between)
         if self.config.keep_uploads and not is_last and not self.config.keeps_uploads_of(round):
             kept_uploads.remove(self.folder.path, round)
-        if self.asked_to_stop or is_last or round % self.config.checkpoint_every == 0:
+        if self.asked_to_stop or is_last or round == self.best[0] or round % self.config.checkpoint_every == 0:
             self.save_checkpoint(record)
         self.folder.append(record)
         without = partial(record, headline, self._called)
@@ -644,7 +672,7 @@ class Rounds:
             arrays |= {f"{LATE}.{i}.{name}": array for i, (own, _) in works.items() for name, array in own.items()}
             meta[LATE] = [facts for _, facts in works.values()]
         self.kept_versions = checkpoint.save(
-            self.folder.path, state.round, arrays, meta, state.clients, self.client_files
+            self.folder.path, state.round, arrays, meta, state.clients, self.client_files, self.best[0]
         )
         for own in state.clients.values():
             client_arrays.release(own)

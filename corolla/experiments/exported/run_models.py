@@ -16,6 +16,7 @@ from fl_app import tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, plain
 from fl_app.keys import nearest
+from fl_app.metrics import kept
 from fl_app.model_card import FORMAT, Entries
 from fl_app.model_names import ModelNames
 from fl_app.server.properties import SAMPLES
@@ -149,8 +150,7 @@ def load(path: Path, client: int | str | None, methods: Mapping[str, Any]) -> Tr
 def _check(model: Trained, client: int) -> None:
     """Raise UserError unless a model's hashes equal those of the client's personal model after the last round."""
     run = model.run
-    rounds = list(run.rounds.values())
-    last = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
+    last = kept(list(run.rounds.values())).get("evaluation", {}).get("clients", {})
     told = last.get(str(client), {})
     if model.is_of(told) or (wire.SHA256 not in told and model.client == client):
         return
@@ -331,8 +331,7 @@ def measured(trained: Trained) -> Entries:
 
     Empty if there are none: for example, a global model that no client uses unchanged.
     """
-    rounds = list(trained.run.rounds.values())
-    rows = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
+    rows = kept(list(trained.run.rounds.values())).get("evaluation", {}).get("clients", {})
     mine = rows if trained.client is None else {i: row for i, row in rows.items() if i == str(trained.client)}
     same = [row for row in mine.values() if trained.is_of(row)]
     found: Entries = {"clients": len(same)} if same else {}
