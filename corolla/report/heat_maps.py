@@ -21,15 +21,19 @@ from corolla.report.recorded import (
     class_labels,
     class_names,
     client_labels,
+    clusters,
     cosine,
+    groups,
     matrices,
 )
-from fl_app.figures import Matrix
+from fl_app.figures import Groups, Matrix
 
 # two class distributions count as equal from this cosine similarity on
 ALIKE = 0.99
 # Sorting this many clients takes a second. For more clients, this many are drawn, at equal distances.
 MOST_CLIENTS = 1000
+# clusters are named from this part of the last merge's height on
+CLEAR = 0.25
 # cells of all rounds that a reader can go through
 MOST_CELLS = 20_000
 
@@ -81,13 +85,32 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
         title = f"{figure.title}, and similarity of the clients' data"
     labels = client_labels(run, ids)
     orders = {"values": by_likeness(values)} if alike is None else {"data": by_likeness(alike.similarity)}
-    switch = None
-    if alike is not None and len(ids) <= MANY:
-        sorts = {"data": orders["data"], figure.value: by_likeness(values)}
-        switch = {f"order by {word}": _sorted_by([labels[k] for k in order]) for word, order in sorts.items()}
     (order,) = orders.values()
-    draw = partial(_matrices, figure, labels, by_round, order, alike)
+    switch, clearest = None, max(by_round)
+    if len(ids) <= MANY:
+        orders[figure.value] = orders.pop("values", []) or by_likeness(values)
+        clearest = max(by_round, key=lambda t: (clusters(by_round[t])[0], t))
+        clear, count = clusters(by_round[clearest])
+        if clear >= CLEAR:
+            text += f" In round {clearest} the clients fall into {count} clusters most clearly."
+            if clearest < max(by_round):
+                orders[f"clusters of round {clearest}"] = by_likeness(by_round[clearest])
+        if group := _groups(run, ids):
+            orders["groups"] = sorted(order, key=group.__getitem__)
+    if len(orders) > 1:
+        switch = {f"order by {word}": _sorted_by([labels[k] for k in one]) for word, one in orders.items()}
+    draw = partial(_matrices, figure, labels, by_round, order, alike, clearest)
     return Panel(name, title, " ".join(text.split()), draw, switch=switch)
+
+
+def _groups(run: ReportedRun, ids: Sequence[int]) -> list[float] | None:
+    """Return the last group of each client that the run's method recorded; None if it recorded none for one of them."""
+    for figure in run.figures:
+        if isinstance(figure, Groups) and (found := groups(run, figure.record)):
+            last = {i: float(row[~np.isnan(row)][-1]) for i, row in zip(found[0], found[1], strict=True)}
+            if set(ids) <= set(last):
+                return [last[i] for i in ids]
+    return None
 
 
 def _sorted_by(labels: Sequence[str]) -> dict[str, dict[str, list[str]]]:
@@ -114,13 +137,21 @@ def _likeness(run: ReportedRun, ids: list[int]) -> _Likeness | None:
 
 
 def _matrices(
-    figure: Matrix, labels: Sequence[str], by_round: dict[int, Floats], order: list[int], alike: _Likeness | None
+    figure: Matrix,
+    labels: Sequence[str],
+    by_round: dict[int, Floats],
+    order: list[int],
+    alike: _Likeness | None,
+    clearest: int,
 ) -> Chart:
-    """Return the matrix, the similarity and the classes. A slider goes through the rounds if their cells are few."""
+    """Return the matrix, the similarity and the classes. A slider goes through the rounds, through some if their cells are many.
+
+    clearest: a round that is among them.
+    """
     n = len(labels)
     rounds = sorted(by_round)
     most = max(1, MOST_CELLS // n**2)
-    kept = rounds[::-1][:: math.ceil(len(rounds) / most)][::-1]
+    kept = sorted({*rounds[::-1][:: math.ceil(len(rounds) / most)], clearest})
     side = 420 if alike is None else 360 - int(0.8 * charts.LETTER * max(map(len, labels)) if n <= MANY else 20)
     parts = [_square(labels, np.where(np.eye(n, dtype=bool), np.nan, by_round[t]), order).assign(round=t) for t in kept]
     shown = pandas.concat(parts, ignore_index=True)

@@ -190,7 +190,28 @@ def by_likeness(similarity: Floats) -> list[int]:
 
     NaN counts as the lowest similarity.
     """
-    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.cluster.hierarchy import leaves_list
+
+    # the optimal order of the leaves takes cubic time
+    return [int(i) for i in leaves_list(_tree(similarity, ordered=len(similarity) <= MOST_ROWS))]
+
+
+def clusters(similarity: Floats) -> tuple[float, int]:
+    """Return how clearly similar clients form clusters, in [0, 1], and the number of clusters.
+
+    It is the largest gap between two merges of average linkage on 1 - similarity [N, N], as part of the last merge's height.
+    """
+    heights = _tree(similarity)[:, 2]
+    gaps = np.diff(heights)
+    if not gaps.any():
+        return 0.0, 1
+    widest = int(gaps.argmax())
+    return float(gaps[widest] / heights[-1]), len(heights) - widest
+
+
+def _tree(similarity: Floats, ordered: bool = False) -> Floats:
+    """Return scipy's tree of average linkage on 1 - similarity. ordered: with similar leaves side by side."""
+    from scipy.cluster.hierarchy import linkage
     from scipy.spatial.distance import squareform
 
     off = ~np.eye(len(similarity), dtype=bool)
@@ -198,6 +219,4 @@ def by_likeness(similarity: Floats) -> list[int]:
     largest = float(filled[off].max())
     distance = np.maximum((largest if largest > 1 + 1e-9 else 1.0) - (filled + filled.T) / 2, 0)
     np.fill_diagonal(distance, 0)
-    # the optimal order of the leaves takes cubic time
-    tree = linkage(squareform(distance, checks=False), "average", optimal_ordering=len(distance) <= MOST_ROWS)
-    return [int(i) for i in leaves_list(tree)]
+    return np.asarray(linkage(squareform(distance, checks=False), "average", optimal_ordering=ordered))

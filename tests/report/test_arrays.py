@@ -43,6 +43,15 @@ def test_similar_clients_are_drawn_side_by_side(fedcac: Path) -> None:
             assert all(similarity[i, k] > 0.99 for k in between)
 
 
+def test_clusters_are_counted_and_clearest_where_links_within_are_strong() -> None:
+    group = np.arange(12) % 3
+    within = np.equal.outer(group, group)
+    clear, blurred = (np.where(within, high, low) for high, low in ((0.9, 0.1), (0.6, 0.4)))
+    assert recorded.clusters(clear)[1] == recorded.clusters(blurred)[1] == 3
+    assert 1 >= recorded.clusters(clear)[0] > recorded.clusters(blurred)[0] > 0
+    assert recorded.clusters(np.ones((4, 4))) == recorded.clusters(np.eye(2)) == (0.0, 1)
+
+
 def test_figures_of_the_table_are_those_of_the_summary(fedcac: Path, fedavg: Path) -> None:
     for path in (fedcac, fedavg):
         run, summary = arrays.read_run(path), json.loads((path / "summary.json").read_text())
