@@ -59,11 +59,12 @@ TASKS = ("classification", "multi-label", "regression")
 class Architecture:
     """A model with a name. blocks: BasicBlocks per stage of a ResNet; () for other networks.
 
-    extra: units of a linear layer before the classifier; 0: there is none.
+    extra: units of a linear layer before the classifier; 0: there is none. tokens: its samples are token ids, not images.
     """
 
     blocks: tuple[int, ...] = ()
     extra: int = 0
+    tokens: bool = False
 
 
 MODELS: Mapping[str, Architecture] = {
@@ -74,7 +75,11 @@ MODELS: Mapping[str, Architecture] = {
     "resnet18": Architecture((2, 2, 2, 2)),
     "resnet34": Architecture((3, 4, 6, 3)),
     "resnet18-fedobp": Architecture((2, 2, 2, 2), extra=1000),
+    "transformer": Architecture(tokens=True),
 }
+
+VOCABULARY = 20_000
+"""Token ids that the model `transformer` knows, and to which texts are converted."""
 
 TRACKERS: Mapping[str, str] = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}
 """Experiment trackers by import name, with the name of the package that pip installs."""

@@ -13,6 +13,9 @@ sizes from 8 to 64 work for all of them, and larger ones too.
   pixel; BatchNorm then refuses to train on a batch of one.
 - `resnet18-fedobp`: FedOBP's network (its Table 4): `resnet18` with torchvision's 1000 outputs, followed by the
   classifier without an activation between; 11,699,522 parameters for 3 channels and 10 classes.
+- `transformer`: for tokens [T] below 20,000, 0 at a text's end: embeddings of tokens and places, 64 units; two blocks with
+  4 heads, layer norm first and 128 hidden units; the mean over a text's tokens, classifier. 1,351,428 parameters for T = 64
+  and 4 classes.
 - `module:factory`: the user's own, called with the keywords in_channels, num_classes, image_size, and input_shape if
   the factory has this parameter.
 
@@ -37,7 +40,7 @@ from torch.nn import functional as F
 from fl_app import plugins, rng, tracing
 from fl_app.debugging import at
 from fl_app.errors import ConfigurationError, UserError, describe, listed, size
-from fl_app.known_names import MODELS
+from fl_app.known_names import MODELS, VOCABULARY
 from fl_app.layout import Split
 from fl_app.machine import available_memory
 from fl_app.trainable_tensors import matching
@@ -102,6 +105,10 @@ def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> nn
     """Build one of MODELS. shape: of a sample. Raises UserError for a shape that does not fit the model."""
     if name == "mlp":
         return _mlp(math.prod(shape), num_classes)
+    if name == "transformer":
+        if len(shape) != 1:
+            raise ConfigurationError(f"model transformer: needs tokens [T], but a sample has shape {list(shape)}")
+        return Transformer(shape[0], num_classes)
     if len(shape) != 3:
         raise ConfigurationError(
             f"model {name}: needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model"
@@ -235,6 +242,53 @@ class ResNet(nn.Module):
             x = self.get_submodule(f"layer{k + 1}")(x)
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))
         return logits if self.classifier is None else self.classifier(logits)
+
+
+class Block(nn.Module):
+    """Attention and two layers, each with a shortcut: [n, T, width] -> [n, T, width] (Vaswani et al. 2017, norm first)."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        """Build the block."""
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mixed = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.hidden, self.out = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, is_word: Tensor) -> Tensor:
+        """Return the tokens' new values. is_word: bool [n, T], the tokens that others look at."""
+        n, length, width = x.shape
+        each = self.attention(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads)
+        query, key, value = each.permute(2, 0, 3, 1, 4).unbind()
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=is_word[:, None, None, :])
+        x = x + self.mixed(found.transpose(1, 2).reshape(n, length, width))
+        changed: Tensor = x + self.out(F.gelu(self.hidden(self.norm2(x))))
+        return changed
+
+
+class Transformer(nn.Module):
+    """A classifier of token sequences [n, length]."""
+
+    WIDTH, HEADS, HIDDEN, BLOCKS = 64, 4, 128, 2
+
+    def __init__(self, length: int, num_classes: int) -> None:
+        """Build embeddings, blocks and classifier."""
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCABULARY, self.WIDTH), nn.Embedding(length, self.WIDTH)
+        self.blocks = nn.ModuleList(Block(self.WIDTH, self.HEADS, self.HIDDEN) for _ in range(self.BLOCKS))
+        self.norm, self.classifier = nn.LayerNorm(self.WIDTH), nn.Linear(self.WIDTH, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [n, num_classes] for tokens [n, length], as integers or floats."""
+        ids = x.long()
+        # a text without words is one of a single token 0
+        is_word = (ids > 0) | (torch.arange(ids.shape[1], device=ids.device) == 0)
+        values = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            values = block(values, is_word)
+        weights = is_word.to(values.dtype)[:, :, None]
+        logits: Tensor = self.classifier((self.norm(values) * weights).sum(dim=1) / weights.sum(dim=1))
+        return logits
 
 
 def _call_factory(

@@ -54,6 +54,7 @@ class Source:
     tells_classes: clients send the names of its classes even with `report-class-counts = false`.
     resizes: the key `image-size` resizes its images.
     installed: its samples come with a Python package, so it reads nothing that is a site's.
+    tokens: its samples are token ids, which are not scaled.
     order: the order of its samples, in which `partition = file:` counts them.
     known: facts that follow from its name. The user cannot set its classes, nor its image size unless it resizes.
     """
@@ -71,6 +72,7 @@ class Source:
     tells_classes: bool = False
     resizes: bool = False
     installed: bool = False
+    tokens: bool = False
     order: str = ""
     known: NamedData | None = None
 
@@ -162,6 +164,15 @@ REGISTERED: tuple[Source, ...] = (
         has_columns=True,
         tells_classes=True,
         order=f"as the rows of the splits train and test are; without a split test, {_DIVIDED}",
+    ),
+    Source(
+        "ag-news",
+        "fl_app.data.text:prepare",
+        "/path",
+        "(train.csv and test.csv)",
+        labels_only=True,
+        tokens=True,
+        order="as the rows of train.csv and test.csv are",
     ),
     Source(NODE, "fl_app.data:prepare_site", note="(each SuperNode's own `data-path`)", resizes=True),
 )

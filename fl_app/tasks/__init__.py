@@ -19,6 +19,7 @@ from fl_app.config.rules import split_names
 from fl_app.errors import ConfigurationError, UserError, describe
 from fl_app.keys import nearest
 from fl_app.metrics import MAX_NUMBER, ONE_CLASS, Metric, range_error
+from fl_app.sources import source_of
 from fl_app.tasks.classification import ACCURACY, Classification
 from fl_app.tasks.multi_label import MultiLabel
 from fl_app.tasks.regression import Regression
@@ -120,7 +121,8 @@ def normalization(config: RunConfig, dtype: np.dtype[Any]) -> str:
     if config.normalize != "auto":
         return config.normalize
     task = of(config)
-    left_alone = dtype == np.uint8 or task.input_dtype == "int64" or type(task).inputs is not Task.inputs
+    own = source_of(config.dataset).tokens or type(task).inputs is not Task.inputs
+    left_alone = dtype == np.uint8 or own or task.input_dtype == "int64"
     return "unit" if left_alone else "mean-std"
 
 

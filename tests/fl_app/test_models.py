@@ -166,7 +166,7 @@ def test_layout_knows_classifier_and_batchnorm() -> None:
 
 
 def test_every_configurable_model_builds() -> None:
-    for name in MODELS:
+    for name in (name for name, known in MODELS.items() if not known.tokens):
         assert Layout.of(small(name)).d > 0
 
 
