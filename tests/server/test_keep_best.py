@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fl_app.server import checkpoint
 from fl_app.server.run_folder import RunFolder
 from strategies import METHODS
 from tests.conftest import Run, config
+from tests.experiments.months import cancer
 
 # the learning rate is too high: the best round is not the last one
 SETTINGS: dict[str, Any] = {
@@ -90,3 +92,42 @@ def test_it_needs_figures_to_judge_by(name: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         config(**{**given, name: type(given[name])(0)})
     assert refused.value.key == "keep-best" and name.replace("_", "-") in refused.value.rule
+
+
+def test_sites_keep_their_models_of_the_best_round(run: Run, tmp_path: Path, site_dir: Path) -> None:
+    files = [cancer(tmp_path / f"{k}.csv", slice(k, None, 3)) for k in range(3)]
+    setting = {**SETTINGS, "dataset": "node", "target": "kind", "classes": "malignant,benign", "method": "fedper"}
+    setting |= {"learning_rate": 0.1, "seed": 0}
+    folder = run(**setting, node_configs={k: {"data-path": str(file)} for k, file in enumerate(files)})
+    recorded = RecordedRun(folder.path)
+    best = best_of(recorded)
+    assert best < 6, "choose other settings: the last round is the best"
+    for client, row in recorded.evaluations[best]["clients"].items():
+        (own,) = site_dir.glob(f"models/*-{client}/*/summary.json")
+        told = json.loads(own.read_text())
+        assert (told["rounds"], told["digest"]) == (best, row["sha256"])
+        assert row["sha256"] != recorded.evaluations[6]["clients"][client]["sha256"]
+
+
+def test_a_private_run_keeps_the_best_round(run: Run) -> None:
+    folder = run(**SETTINGS, method="fedavg", private=True)
+    recorded = RecordedRun(folder.path)
+    best = best_of(recorded)
+    assert recorded.summary["kept-round"] == best < 6
+    assert recorded.summary["digest"] == recorded.evaluations[best]["digest"]
+
+
+def test_another_run_goes_on_from_the_kept_round(run: Run) -> None:
+    june = run(**SETTINGS, method="fedper", run_name="june", keep_state=True)
+    assert best_of(RecordedRun(june.path)) < 6
+    july = run(
+        method="fedper",
+        run_name="july",
+        from_run=str(june.path),
+        num_server_rounds=1,
+        learning_rate=1e-12,
+        **{name: SETTINGS[name] for name in ("validation_ratio", "train_samples", "seed")},
+    )
+    first = RecordedRun(july.path).rounds[1]["clients"]
+    kept = RecordedRun(june.path).last_evaluation[1]["clients"]
+    assert {i: row["loss-before"] for i, row in first.items()} == pytest.approx({i: kept[i]["loss"] for i in first})
