@@ -236,22 +236,23 @@ class ClientReport:
             return WireError(f"property {SUMS}: {error}")
 
 
-def by_name(told: ClientReport, agreed: Names | None, most: Shape | None) -> ClientReport | None:
+def by_name(told: ClientReport, agreed: Names | None) -> ClientReport | None:
     """Return a site's report as if its columns were those that most sites name, in their order; None if it lacks one.
 
-    Columns that the others do not name are left out. most: the shape of most sites' data. A report that needs no change, or of data
-    without names, is None too.
+    Columns that the others do not name are left out. A report that needs no change, or of data without names, is None too.
     """
     mine, wanted = told.names.features, agreed.features if agreed else None
     if not mine or not wanted or mine == wanted or not set(wanted) <= set(mine) or len(set(mine)) < len(mine):
         return None
-    if told.shape is None or most is None or told.shape.num_classes != most.num_classes:
+    if told.shape is None:
         return None
     places = [mine.index(name) for name in wanted]
     answer = {name: value for name, value in told.answer.items() if name not in (INPUT, NORMALIZATION)}
-    answer |= {FEATURES: json.dumps(wanted), "in-channels": most.in_channels, "image-size": most.image_size}
-    if most.input_shape:
-        answer[_SAMPLE] = ",".join(map(str, most.input_shape))
+    answer |= {FEATURES: json.dumps(wanted)}
+    if told.shape.in_channels == len(mine):
+        answer["in-channels"] = len(wanted)
+    if told.shape.input_shape == (len(mine),):
+        answer[_SAMPLE] = str(len(wanted))
     if (sums := told.sums) is not None and len(sums.totals) == len(mine):
         totals, squares = ([of[k] for k in places] for of in (sums.totals, sums.squares))
         answer[SUMS] = dataclasses.replace(sums, totals=tuple(totals), squares=tuple(squares)).to_json()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig
-from fl_app.server.properties import ClientReport, Names, Shape
+from fl_app.server.properties import MOST_CLIENTS, ClientReport, Names, Shape
 from fl_app.sources import NODE
 from fl_app.transport import wire
 
@@ -17,7 +18,8 @@ T = TypeVar("T", bound=Hashable)
 class Agreed(NamedTuple):
     """Facts that all clients of a run must share, as most clients report them.
 
-    shape: of their data. names: sites' names of features and classes. sums_kind: number of features in sites' sums, and
+    shape: of their data. names: sites' names of features and classes; the features are those that more than half of the sites
+    name (`Features`). sums_kind: number of features in sites' sums, and
     their unit. key_list: the list of all sites' keys, in private runs. hashes: of data and partition, if all clients
     share them. like: in private runs, the answer of a client with the most common names; only sites can read the names.
     """
@@ -53,6 +55,42 @@ class Majority(Generic[T]):
         return self._counts[value], -self._places[value]
 
 
+class Features:
+    """The features that more than half of the sites name, in the order that most sites have.
+
+    In a tie it is the order of the site with the lowest client id, whoever came first. If no site has all of these features,
+    or there are none, they are the most frequent list.
+    """
+
+    def __init__(self) -> None:
+        # number of sites by list of features, and by feature; lowest client id by list
+        self._lists, self._named = Counter[tuple[str, ...]](), Counter[str]()
+        self._first: dict[tuple[str, ...], int] = {}
+
+    def add(self, features: tuple[str, ...] | None, client_id: object) -> None:
+        """Count a site's list. None does not count."""
+        if features is None:
+            return
+        self._lists[features] += 1
+        self._named.update(set(features))
+        place = client_id if type(client_id) is int else MOST_CLIENTS
+        self._first[features] = min(place, self._first.get(features, place))
+
+    @property
+    def value(self) -> tuple[str, ...] | None:
+        """The features; None if no site has told any."""
+        common = {name for name, count in self._named.items() if 2 * count > self._lists.total()}
+        whole = {features: tuple(name for name in features if name in common) for features in self._lists}
+        if not common or all(set(kept) != common for kept in whole.values()):
+            whole, common = {features: features for features in self._lists}, set()
+        found: dict[tuple[str, ...], tuple[int, int]] = {}
+        for features, kept in whole.items():
+            if not common or set(kept) == common:
+                count, first = found.get(kept, (0, -MOST_CLIENTS))
+                found[kept] = count + self._lists[features], max(first, -self._first[features])
+        return max(found, key=lambda kept: found[kept], default=None)
+
+
 class Agreement:
     """Counts clients' answers on the facts that they must share."""
 
@@ -62,7 +100,7 @@ class Agreement:
         self._by_site = config.dataset == NODE
         self._num_clients = Majority[int]()
         self._shape = Majority[Shape]()
-        self._names = Majority[Names]()
+        self._features, self._classes = Features(), Majority[tuple[str, ...]]()
         self._sums_kind = Majority[tuple[int, int]]()
         self._key_list = Majority[str]()
         self._hashes = Majority[DataHashes]()
@@ -72,7 +110,8 @@ class Agreement:
         self._num_clients.add(told.num_clients)
         self._shape.add(told.shape)
         if self._by_site:
-            self._names.add(told.names)
+            self._features.add(told.names.features, told.answer.get("client-id"))
+            self._classes.add(told.names.classes)
             self._sums_kind.add(told.sums_kind)
         self._key_list.add(told.key_list)
         self._hashes.add(told.shared_hashes)
@@ -83,7 +122,7 @@ class Agreement:
         return Agreed(
             self._config.num_clients or self._num_clients.value or 0,
             self._shape.value,
-            self._names.value,
+            Names(self._features.value, self._classes.value) if self._by_site else None,
             self._sums_kind.value,
             self._key_list.value,
             self._hashes.value,

@@ -7,6 +7,7 @@ grow with the number of earlier reports.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -141,8 +142,8 @@ class ClientRegistry:
         # client id -> node id
         self.node_of: dict[int, int] = {}
         self._agreement = Agreement(config)
-        # number of reports when all ids were last assigned
-        self._assigned_among = 0
+        # number of reports when all ids were last assigned, and what most of these said
+        self._assigned_among, self._assigned_by = 0, self.agreed
         self._nodes: dict[int, Node] = {}
         # nodes by stage, each in the order in which they came to it; those with a report, in the order of their reports
         self._at: dict[Stage, dict[int, Node]] = {stage: {} for stage in Stage}
@@ -357,8 +358,19 @@ class ClientRegistry:
             return []
         self._compared = len(self.node_of)
         told = {i: report for i, node in self.node_of.items() if (report := self._nodes[node].by_run)}
+        wanted = set(self.agreed.names.features or ()) if self.agreed.names else set()
+        left = {
+            i: sorted(set(report.names.features or ()) - wanted)
+            for i, node in sorted(self.node_of.items())
+            if self._nodes[node].matched and (report := self._nodes[node].report)
+        }
+        columns = [
+            f"client {called(i, self.properties)}: most others do not have {listed(more)}, which the run leaves out"
+            for i, more in left.items()
+            if more
+        ]
         names = spellings("clients", filter(None, (name_of(self.properties.get(i, {})) for i in told)), "client")
-        return [*site_data.remarks(told, lambda i: called(i, self.properties)), *names]
+        return [*columns, *site_data.remarks(told, lambda i: called(i, self.properties)), *names]
 
     def _notes_on_software(self) -> list[str]:
         """Return a line for each software that differs from the server's, with its clients. Each client is named once."""
@@ -544,6 +556,11 @@ class ClientRegistry:
             self._move(node, Stage.ANSWERED)
 
     @property
+    def _by_name(self) -> bool:
+        """Whether columns are matched by the server. Sites of a private run do so themselves."""
+        return self.config.dataset == NODE and not self.config.private
+
+    @property
     def _outdated(self) -> bool:
         """Whether the client ids rest on facts that most clients no longer share.
 
@@ -552,13 +569,22 @@ class ClientRegistry:
         """
         if self.config.private and self.config.dataset == NODE:
             return True
-        return self._agreement.found != self.agreed
+        return self._agreement.found != self._assigned_by
 
     def _assign_anew(self) -> None:
         """Assign all client ids anew, by the facts that most clients share."""
         reports = [node.report for node in self._reported.values() if node.report]
         like = majority(reports) if self.config.dataset == NODE else None
-        self.agreed = self._agreement.found._replace(like=like)
+        self._assigned_by = found = self._agreement.found
+        if self._by_name:
+            # shapes and sums are those of the columns that the run takes
+            matched = Agreement(self.config)
+            for report in reports:
+                # one that is malformed is refused when it claims its id
+                with contextlib.suppress(wire.WireError):
+                    matched.add(properties.by_name(report, found.names) or report)
+            found = matched.found._replace(names=found.names)
+        self.agreed = found._replace(like=like)
         if self.config.private:
             config = dataclasses.replace(self.config, num_clients=self.num_clients)
             self.statements = properties.statements(reports, self.agreed.key_list, int(self.grid.run.run_id), config)
@@ -575,8 +601,8 @@ class ClientRegistry:
         assert node.report is not None, "only nodes with a report are given client ids"
         report, stage, node.matched = node.report, Stage.REFUSED, None
         try:
-            if self.config.dataset == NODE and not self.config.private:
-                node.matched = properties.by_name(report, self.agreed.names, self.agreed.shape)
+            if self._by_name:
+                node.matched = properties.by_name(report, self.agreed.names)
                 report = node.matched or report
             client_id = self._checked(node, report)
             stage = Stage.CONTESTED
