@@ -129,7 +129,10 @@ class Site:
         Form("ask or none", lambda v: v in (ASK, "none")),
     )
     bounds: Mapping[str, Mapping[str, Any]] = key(
-        {}, "Smallest, largest or only allowed values of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
+        {},
+        "Smallest, largest or only allowed values of run-config keys: `local-epochs = {max = 10}`. A key that takes the place of "
+        "one of these, as `local-steps` does, needs a bound of its own",
+        _BOUNDS,
     )
     source: str = ""
     site_dir: str | None = key(
@@ -229,6 +232,10 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
     for name, bound in site.bounds.items():
         if affects(name, method) and (why := _beyond(name, bound, config, declared)):
             return why
+    for spec in declared.values():
+        value = config.get(spec.name, spec.default)
+        if spec.instead_of in site.bounds and spec.name not in site.bounds and not spec.is_off(value):
+            return f"bounds: {spec.name} takes the place of {spec.instead_of}, which has a bound here, got {value}"
     if site.confine and config.get("state-dir"):
         return f"confine: state-dir is this site's to choose, got {config['state-dir']}"
     return _unreadable(site, config) if site.readable_paths is not None else ""

@@ -95,6 +95,7 @@ def key(
     begins_after: bool = False,
     path: File | None = None,
     trains_on: Callable[[Any, int, int], int] | None = None,
+    instead_of: str = "",
     spans_run: bool = False,
 ) -> Any:
     """Declare one key: its default, its sentence in the documentation, its range and its properties.
@@ -112,6 +113,7 @@ def key(
     - `path`: how its value names a file; a key without it names none.
     - `trains_on`: for a key that leaves out some of a client's samples. It takes the value, a number of training samples
       and the batch size, and returns how many samples are trained on.
+    - `instead_of`: the key whose place it takes, unless it is off.
     """
     declared = dict(
         default=default,
@@ -128,6 +130,7 @@ def key(
         begins_after=begins_after,
         path=path,
         trains_on=trains_on,
+        instead_of=instead_of,
     )
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"key": declared})
@@ -156,6 +159,7 @@ class KeySpec:
     begins_after: bool
     path: File | None
     trains_on: Callable[[Any, int, int], int] | None
+    instead_of: str
 
     @property
     def range(self) -> str:

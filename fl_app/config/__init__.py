@@ -95,6 +95,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         "and phases that a method counts in epochs stay in epochs. 0: `local-epochs`.",
         NOT_NEGATIVE,
         headline=True,
+        trains_on=lambda steps, n, size: min(n, steps * size) if steps else n,
+        instead_of="local-epochs",
     )
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
     drop_last: bool = key(

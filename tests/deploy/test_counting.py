@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -16,10 +17,13 @@ import pytest
 from client_app.counting import train_samples
 from deploy import bubblewrap, confine, sample_counting
 from deploy.confine import Confinement
+from fl_app.config import RunConfig
+from fl_app.data import trained_on
 from fl_app.errors import UserError
 from fl_app.files import lock
 from fl_app.keys import Scalar, specs
 from strategies import METHOD_PARAMS, METHODS
+from tests.client_app.test_train import data_of, trainer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -142,6 +146,28 @@ def test_a_method_that_trains_on_some_samples_declares_the_key_that_says_on_whic
         text = source.read_text(encoding="utf-8")
         limits = "max_batches=" in text or "leave_out(" in text
         assert limits == any(spec.trains_on for spec in specs(METHOD_PARAMS[name])), name
+
+
+def test_a_key_that_keeps_samples_out_of_a_rounds_batches_declares_it() -> None:
+    """Each key of a run that is a number or a switch, in real trainings of 30 samples: as many are seen as are counted."""
+    found = set()
+    for spec in specs(RunConfig):
+        value = {bool: not spec.default, int: 1}.get(spec.type)
+        for size in (1, 4, 29):
+            keys = {"local_epochs": 1, "batch_size": size, **({} if value is None else {spec.field: value})}
+            # keys that need others
+            with contextlib.suppress(UserError):
+                own = trainer(**keys)
+                seen = {int(i) for _ in own.batches() for i in own.indices}
+                assert trained_on(own.config, data_of(30)) == len(seen), keys
+                found |= {spec.name} if len(seen) < 30 else set()
+    assert found == {spec.name for spec in specs(RunConfig) if spec.trains_on}
+
+
+@pytest.mark.parametrize("steps, samples", [(1, 1), (29, 29), (31, 30)])
+def test_steps_of_one_sample_are_as_many_samples(steps: int, samples: int) -> None:
+    given = DIGITS | {"local-steps": steps, "batch-size": 1}
+    assert sample_counting.count(given, 0, 4, "") == samples
 
 
 def test_a_socket_is_not_left_open() -> None:

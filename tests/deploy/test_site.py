@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 from deploy import site, supernode
 from deploy.site import Site
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.keys import specs
 from fl_app.paths import path_keys
 from fl_app.site_directory import site_directory
 
@@ -150,6 +153,18 @@ def test_an_empty_name_is_not_no_rules(module: str, tmp_path: Path) -> None:
         ),
         (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedavg", "fedcac.tau": 0.9}, ""),  # not this run's
         (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedcac", "fedcac.tau": 0.9}, "bounds: fedcac.tau"),
+        (
+            Site(bounds={"local-epochs": {"max": 10}}),
+            {"local-epochs": 1, "local-steps": 10**9},
+            "bounds: local-steps takes the place of local-epochs, which has a bound here, got 1000000000",
+        ),
+        (Site(bounds={"local-epochs": {"max": 10}, "local-steps": {"max": 50}}), {"local-steps": 50}, ""),
+        (
+            Site(bounds={"local-epochs": {"max": 10}, "local-steps": {"max": 50}}),
+            {"local-steps": 51},
+            "bounds: local-steps",
+        ),
+        (Site(bounds={"local-steps": {"max": 50}}), {}, ""),
         # what other keys imply
         (Site(bounds={"partition": {"one-of": ["dirichlet-client"]}}), {"client": "ward"}, "bounds: partition must be"),
         (Site(confine=True), {"state-dir": ""}, ""),
@@ -182,6 +197,13 @@ def test_paths_of_a_run_must_lie_where_the_site_says(tmp_path: Path) -> None:
     ):
         assert site.refusal(rules, HASH, {key: value}).startswith(f"readable-paths: {key}"), (key, value)
     assert site.refusal(Site(readable_paths=()), HASH, {"state-dir": "/tmp"}).startswith("readable-paths: state-dir")
+
+
+def test_a_key_that_says_that_it_takes_the_place_of_another_declares_it() -> None:
+    told = {
+        spec.name: found[1] for spec in specs(RunConfig) if (found := re.search("in place of `([a-z-]+)`", spec.doc))
+    }
+    assert told == {spec.name: spec.instead_of for spec in specs(RunConfig) if spec.instead_of}
 
 
 def test_every_key_with_a_path_is_ruled_or_the_servers() -> None:
