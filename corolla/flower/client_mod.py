@@ -6,17 +6,18 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, AppForm
-from corolla.flower.training_loop import ENDS_RUN, AppTrainer, Wishes
-from fl_app.config import parse
+from corolla.flower.messages import EXTRAS, HEADER, INITIAL, OF_EVERY_RUN, REFUSED, RUN_KEYS, AppForm
+from corolla.flower.training_loop import ENDS_RUN, FACT_KEYS, AppTrainer, Wishes
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, describe, listed
+from fl_app.keys import Scalar, specs, table_of
 from fl_app.layout import NOTHING, Layout, Model
 from fl_app.transport import wire
 from fl_app.transport.flower import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -58,10 +59,31 @@ class AppState:
 def _run(text: str) -> tuple[Any, Any, AppForm, frozenset[str], str, str, str]:
     """Return what all messages of a run say: config, method, form, what travels, the keys of the records, the state's prefix."""
     said = json.loads(text)
-    name = said["keys"]["method"]
-    config = parse(said["keys"], METHOD_PARAMS.of(name))
-    form = AppForm.from_json(said["form"])
-    return config, METHODS[name], form, frozenset(said["travels"]), said["arrays"], said["weight"], said["state"]
+    config, form = _config(dict(said["keys"])), AppForm.from_json(said["form"])
+    return (
+        config,
+        METHODS[config.method],
+        form,
+        frozenset(said["travels"]),
+        said["arrays"],
+        said["weight"],
+        said["state"],
+    )
+
+
+def _config(keys: Mapping[str, Scalar]) -> RunConfig:
+    """Return the configuration in a message. Raises UserError for a method or a key that no strategy sends.
+
+    A server may send anything, and no listed application must import a module of its site, or open a file, for that.
+    """
+    method = str(keys.get("method"))
+    if method not in [*METHODS]:
+        raise UserError(key="method", rule="must be one of Corolla's in a message to an app", value=method)
+    own = specs(METHODS[method].params, table_of(method))
+    known = {*OF_EVERY_RUN, *(spec.name for spec in (*RUN_KEYS.values(), *FACT_KEYS.values(), *own))}
+    if strange := sorted(keys.keys() - known):
+        raise UserError(key=strange[0], rule="must not be in a message to an app")
+    return parse(keys, METHOD_PARAMS.of(method))
 
 
 def personalize(message: Message, context: Context, call_next: App) -> Message:

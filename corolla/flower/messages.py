@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
+from fl_app.keys import specs
 from fl_app.layout import Layout, Model, Slot, Split, packed
 from fl_app.transport.flower import ArrayRecord
 from fl_app.transport.wire import joined, named_record, viewed
@@ -29,6 +31,28 @@ REFUSED = "refused"
 _NUMBERS = "fiub"
 STATISTICS = ("*running_mean", "*running_var")
 """Names of the tensors that are no parameters: BatchNorm's running statistics, as PyTorch names them."""
+OF_EVERY_RUN = ("method", "num-clients", "num-server-rounds")
+"""Keys that every message has."""
+RUN_KEYS = {
+    spec.field: spec
+    for spec in specs(RunConfig)
+    if spec.name
+    in (
+        "seed",
+        "robust",
+        "byzantine-ratio",
+        "max-update-norm",
+        "max-size-weight",
+        "server-optimizer",
+        "server-learning-rate",
+        "server-beta1",
+        "server-beta2",
+        "server-tau",
+        "server-memory-limit",
+        "local-epochs",
+    )
+}
+"""The keys of a run that a strategy takes besides those of its method, by argument."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, STATISTICS, AppForm
-from corolla.flower.training_loop import LACKS_FACTS, LOOP_FACTS, beyond_app, computes_with_steps
+from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, RUN_KEYS, STATISTICS, AppForm
+from corolla.flower.training_loop import FACT_KEYS, LACKS_FACTS, LOOP_FACTS, beyond_app, computes_with_steps
 from fl_app.config import RunConfig, parse
 from fl_app.errors import MethodFault, UserError, listed
 from fl_app.keys import Scalar, specs, table_of
@@ -41,27 +41,6 @@ from strategies.engine.plain import PlainRounds
 
 MOD = "app = ClientApp(mods=[personalize])  # from corolla.flower import personalize"
 """The line of a client app that the strategies need."""
-RUN_KEYS = {
-    spec.field: spec
-    for spec in specs(RunConfig)
-    if spec.name
-    in (
-        "seed",
-        "robust",
-        "byzantine-ratio",
-        "max-update-norm",
-        "max-size-weight",
-        "server-optimizer",
-        "server-learning-rate",
-        "server-beta1",
-        "server-beta2",
-        "server-tau",
-        "server-memory-limit",
-        "local-epochs",
-    )
-}
-_FACTS = {spec.field: spec for spec in specs(RunConfig) if spec.field in (*LOOP_FACTS, "momentum")}
-"""The keys of a run that a strategy takes besides those of its method, by argument."""
 _NO_SECAGG = (
     "Flower's secure aggregation is among the mods: it hides single models, and no strategy runs its rounds; `corolla run` has "
     "private runs"
@@ -413,7 +392,7 @@ def _keys(method: str, arguments: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return arguments as flat keys of a run. Raises UserError for one that is none, naming the method's."""
     own = {spec.field: spec for spec in specs(METHODS[method].params, table_of(method))}
     if computes_with_steps(METHODS[method]):
-        own |= _FACTS
+        own |= FACT_KEYS
         if lacking := [name for name in LOOP_FACTS if name not in arguments]:
             text = f"method {method} needs the arguments {listed(lacking)} {LACKS_FACTS}, which only `corolla run` knows by itself"
             raise UserError(text, key=listed(lacking), rule=LACKS_FACTS)

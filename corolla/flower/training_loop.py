@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
+from fl_app.keys import specs
 from fl_app.layout import Model, Vector
 from strategies.base import AnyMethod, Correction, LocalUpdate, attributes
 
@@ -39,6 +40,8 @@ NEEDS = {
 
 LOOP_FACTS = ("learning_rate", "batch_size", "local_epochs")
 """Facts about the training loop that some methods compute with: arguments of their strategies. A `momentum` may be another."""
+FACT_KEYS = {spec.field: spec for spec in specs(RunConfig) if spec.field in (*LOOP_FACTS, "momentum")}
+"""Their keys of a run, by argument."""
 LACKS_FACTS = "as in the training loop"
 LACKS_LINE, BEYOND_APP = "called", "any-loop"
 ENDS_RUN = (LACKS_LINE, BEYOND_APP)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -409,3 +411,38 @@ FedCAC().start(grid_of(app_of()), record_of(initial()), 2)
 assert "torch" not in sys.modules and "ray" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "leaves_a_trace:METHOD"},
+        {"method": "leaves_a_trace"},
+        {"method": "fedavg", "model": "leaves_a_trace:net"},
+        {"method": "fedavg", "task": "leaves_a_trace:TASK"},
+        {"method": "fedavg", "callbacks": "leaves_a_trace:Callback"},
+        {"method": "fedavg", "initial-weights": "/etc/passwd"},
+        {"method": "fedavg", "fedcac.tau": 0.5},
+    ],
+)
+def test_no_message_names_a_module_or_a_file_of_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str]
+) -> None:
+    """The server's messages, not the listed application, say which method runs."""
+    (tmp_path / "leaves_a_trace.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told: list[str] = []
+
+    def lying(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        header: Any = message.content[HEADER]
+        said = json.loads(header["run"])
+        said["keys"] = {"num-clients": 4, "num-server-rounds": 1, **keys}
+        header["run"] = json.dumps(said)
+        reply = call_next(message, context)
+        told.append(wire.error_in(dict(reply.content[wire.RESULT])))  # type: ignore[arg-type]
+        return reply
+
+    with pytest.raises(UserError):
+        FedAvg().start(grid_of(app_of(mods=(lying, personalize))), record_of(initial()), 1)
+    strange = next(name for name in reversed(keys))
+    assert told and all(text.startswith(strange) for text in told) and not (tmp_path / "trace").exists()
