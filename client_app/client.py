@@ -141,6 +141,13 @@ class CorollaClient(NumPyClient):
         """Return a message. From here on the client's data have the columns that it names, in their order."""
         download = wire.decode_download(parameters, config)
         if (text := download.method.get(COLUMNS)) is not None:
+            if self.config.private:
+                raise UserError(
+                    "private: the server names columns, and a site's answer would show whether it has them",
+                    code="protocol",
+                    key="private",
+                    rule="hidden",
+                )
             with reasons.stage("protocol", "dataset", "readable"):
                 self.data = self.data.with_columns(tuple(map(str, json.loads(str(text)))))
         elif (text := download.method.get(MODEL_NAMES)) is not None:

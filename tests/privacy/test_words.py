@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from fl_app import reasons
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
+from fl_app.server.properties import COLUMNS
 from fl_app.transport import outgoing, wire
 from fl_app.transport.outgoing import OPEN, TABLE, TELL, Mode
 from fl_app.transport.wire import Download, Upload
@@ -188,6 +190,17 @@ def test_guesses_of_a_column_have_one_answer(
     other = table(directory / "other.csv", (7, "name", "person 50"))
     found = [entries(answer(config, path)) for path in (table(directory / "site.csv"), other)]
     assert wire.ERROR not in found[0] and differing(*found) <= KEYED
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_guesses_of_a_columns_name_have_one_answer(tmp_path: Path, kind: str) -> None:
+    """In a private run: a server that asks for columns by their names would learn which ones a site has."""
+    config = run_config(PRIVATE, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
+    path, task, found = table(tmp_path / "site.csv"), "evaluate" if kind == "evaluate" else "train", []
+    for names in (["age", "ward=b"], ["age"], ["hiv"], []):
+        download = Download(task, 1, 0, "words", NOTHING, method={COLUMNS: json.dumps(names)})
+        found.append(entries(answer(config, path, kind, wire.encode_download(download))))
+    assert found == [found[0]] * 4 and found[0][wire.ERROR] == "protocol/private/hidden"
 
 
 @pytest.mark.parametrize("promise", PROMISES)
