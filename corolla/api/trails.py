@@ -13,9 +13,15 @@ from deploy import audit
 from fl_app.errors import UserError, counted, listed, plain
 from fl_app.keys import Scalar
 from fl_app.server import trail
+from fl_app.server.properties import SAMPLES
+from fl_app.transport.wire import QUERY
 from strategies import METHOD_PARAMS
 
 Line = Mapping[str, Any]
+# the fields that are read, and their types
+_TEXTS = ("message", "run", "key")
+_OF_AUDIT = {**dict.fromkeys((*_TEXTS, "kind", "round", "sha256", "refusal", "submitter"), ""), "config": {}}
+_OF_TRAIL = {**dict.fromkeys((*_TEXTS, "asked", "answer", "name", "supernode"), ""), "round": 0, "client": -1}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def join(run: Path, audits: Iterable[Path]) -> Joined:
 
     Raises UserError if the run has no trail, or if an audit was changed, cannot be read or is of none of the run's clients.
     """
-    recorded, entries = RecordedRun(run, METHOD_PARAMS), trail.read(run)
+    recorded, entries = RecordedRun(run, METHOD_PARAMS), list(_formed(run / trail.FILE, trail.read(run), _OF_TRAIL))
     if not entries:
         raise UserError(f"{run}: has no {trail.FILE}: only a deployment's run has one, by this version or a later one")
     runs = {entry["run"] for entry in entries}
@@ -80,14 +86,30 @@ def _read(path: Path, runs: set[str]) -> SiteAudit:
         raise UserError(f"{path}: is no audit, nor a directory with an {audit.FILE}")
     # a copy of the file alone lacks the count of its lines
     _ = audit.verify(path) if path.is_dir() else audit.chain_of(path)
-    lines = audit.entries(path)
-    mine = [line for line in lines if line.get("run") in runs]
+    lines = list(_formed(path, audit.entries(path), _OF_AUDIT))
+    mine = [line for line in lines if line["run"] in runs]
     by_kind: dict[str, list[Line]] = defaultdict(list)
     for line in mine:
         by_kind[line["kind"]].append(line)
     down, up = ({line["sha256"]: line for line in by_kind[kind]} for kind in ("download", "upload"))
-    keys = frozenset(key for line in lines if line["kind"] == "start" and (key := line.get("key")))
+    keys = frozenset(line["key"] for line in lines if line["kind"] == "start" and line["key"])
     return SiteAudit(path, keys, by_kind["run"], down, up)
+
+
+def _formed(path: Path, lines: Iterable[Line], form: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield lines that others may have written, with texts that are safe to show, and with defaults for what is missing.
+
+    form: the fields that are read, each with its default. Raises UserError for a field of another type.
+    """
+    for number, line in enumerate(lines, 1):
+        found = {**form, **line}
+        for name, default in form.items():
+            if type(found[name]) is not type(default):
+                what = type(default).__name__
+                raise UserError(
+                    f"{path}: line {number}: {name} must be a {what}, got {type(found[name]).__name__}", key=name
+                )
+        yield {name: plain(value) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _row(entry: Mapping[str, Any], site: SiteAudit | None) -> dict[str, Any]:
@@ -130,17 +152,20 @@ def _differences(
             yield f"{what}: the server has sent {row['asked']}, its audit has no such download"
         if row["site-answered"] is False:
             yield f"{what}: the server has the answer {row['answer']}, its audit has no such upload"
-    known, kinds = {row["answer"] for row in rows}, {row["message"] for row in rows}
+    known = {row["answer"] for row in rows}
     keys_of = {each["client"]: each["keys"] for each in clients}
     for client, site in sites.items():
         who = called[client]
         for name, line in site.up.items():
-            if name not in known and line.get("message") in kinds:
-                what = f"{who}, round {line.get('round')}, {line['message']}"
+            # the trail has no questions from before the first round
+            if name not in known and (line["round"] or line["message"] != QUERY):
+                what = f"{who}, round {line['round']}, {line['message']}"
                 yield f"{what}: its audit has the upload {name}, the server has no such answer"
         if site.keys and not {*keys_of[client]} <= site.keys:
             keys = listed(keys_of[client]), listed(sorted(site.keys))
             yield f"{who}: the server knows it by the key {keys[0]}, its SuperNode has started with {keys[1]}"
+        if not site.runs:
+            yield f"{who}: its audit has no line about the start of the run"
         for line in site.runs:
             if line["refusal"] in ("", "waits for approval"):
                 yield from (f"{who}: {text}" for text in _config_differences(run, line["config"]))
@@ -154,8 +179,10 @@ def _config_differences(run: RecordedRun, theirs: Mapping[str, Scalar]) -> Itera
             and spec.name != "num-clients"
             and (there := theirs.get(spec.name, spec.default)) != value
         ):
-            yield f"{spec.name} is {value!r} in the run's folder, {there!r} in its audit"
+            yield f"{spec.name} is {value!r} in the run's folder, {there!r:.200} in its audit"
 
 
 def _data(line: Line) -> dict[str, Any]:
-    return {name: line[name] for name in ("data-sha256", "train-samples", "test-samples") if name in line}
+    found = {name: line[name] for name in ("data-sha256", *SAMPLES) if name in line}
+    # a private run's numbers are not told
+    return {name: value for name, value in found.items() if isinstance(value, int if name in SAMPLES else str)}

@@ -14,6 +14,7 @@ from deploy import audit
 from deploy.audit import Audit
 from fl_app.server import trail
 from fl_app.server.run_folder import RunFolder
+from fl_app.transport.wire import QUERY
 from tests.conftest import Command, Run
 
 KEYS = ("SHA256:celle", "SHA256:verden")
@@ -48,7 +49,7 @@ def site(place: Path, folder: RunFolder, client: int, rounds: tuple[int, ...] = 
     settings = {**RecordedRun(folder.path).settings, **config}
     written.append("run", run="7", application="ab", submitter="anna", config=settings, refusal="")
     data = {"data-sha256": "d" * 64, "train-samples": 24, "test-samples": 10}
-    written.append("upload", run="7", message="query", round="", bytes=1, sha256="q", **data)
+    written.append("upload", run="7", message=QUERY, round="", bytes=1, sha256="q", **data)
     for round in rounds:
         about = {"run": "7", "application": "ab", "message": "train", "round": str(round), "bytes": 9}
         written.append("download", **about, sha256=sha(round, client, "down"))
@@ -131,3 +132,84 @@ def test_only_a_deployments_run_and_its_own_audits_are_joined(
     for given in (tmp_path / "stranger", tmp_path / "none"):
         code, _, err = command("audit", "join", folder.path, given)
         assert code == 2 and str(given) in err
+
+
+def rewritten(place: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """An audit whose writer has made a whole new chain: every line is changed."""
+    lines = [dict(line) for line in audit.entries(place)]
+    made = Audit(place.with_name(f"{place.name}-anew"))
+    for line in lines:
+        change(line)
+        kind = line.pop("kind", "none")
+        made.append(
+            kind, **{name: value for name, value in line.items() if name not in ("n", "time", "previous", "hash")}
+        )
+    made._held.close()
+    return made.directory
+
+
+FIELDS = (
+    "kind",
+    "run",
+    "sha256",
+    "message",
+    "round",
+    "key",
+    "refusal",
+    "submitter",
+    "config",
+    "data-sha256",
+    "train-samples",
+)
+
+
+@pytest.mark.parametrize("value", [["x"], {"a": 1}, 7, None, True, 1e999])
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_foreign_audit_of_another_form_is_an_error_and_no_traceback(
+    command: Command, folder: RunFolder, tmp_path: Path, field: str, value: object
+) -> None:
+    def change(line: dict[str, Any]) -> None:
+        if field in line and line["kind"] != "none":
+            line[field] = value
+
+    path = rewritten(site(tmp_path, folder, 0), change)
+    code, _, err = command("audit", "join", folder.path, path)
+    assert code in (1, 2) and "Traceback" not in err and (code == 1 or str(path) in err)
+
+
+def test_texts_of_a_foreign_audit_command_no_terminal(command: Command, folder: RunFolder, tmp_path: Path) -> None:
+    def change(line: dict[str, Any]) -> None:
+        line |= {name: f"\x1b]0;x\x07{line[name]}\x9b2J" for name in ("submitter", "round", "key") if name in line}
+        line |= {"data-sha256": "\x1b[2J"} if "data-sha256" in line else {}
+
+    code, out, err = command("audit", "join", folder.path, rewritten(site(tmp_path, folder, 0, (1, 2, 3)), change))
+    assert code == 1 and "round ]0;x32J, train" in out and not {"\x1b", "\x07", "\x9b"} & set(out + err)
+
+
+def test_a_server_that_hides_all_messages_of_a_kind_is_found(
+    command: Command, folder: RunFolder, tmp_path: Path
+) -> None:
+    places = [site(tmp_path, folder, k) for k in range(2)]
+    more = Audit(places[1])
+    more.append("upload", run="7", message="evaluate", round="2", bytes=9, sha256="e" * 64)
+    code, out, _ = command("audit", "join", folder.path, *places, "--json")
+    assert code == 1 and ["e" * 64 in line for line in json.loads(out)["differences"]] == [True]
+
+
+def test_an_audit_that_does_not_say_what_ran_is_named(command: Command, folder: RunFolder, tmp_path: Path) -> None:
+    def change(line: dict[str, Any]) -> None:
+        if line["kind"] == "run":
+            line["run"] = "8"
+
+    places = [rewritten(site(tmp_path, folder, 0), change), site(tmp_path, folder, 1)]
+    code, out, _ = command("audit", "join", folder.path, *places, "--json")
+    assert code == 1 and len(json.loads(out)["differences"]) == 1
+
+
+@pytest.mark.parametrize("field", ["run", "client", "round", "asked", "answer", "name", "key", "supernode", "message"])
+def test_a_foreign_trail_of_another_form_is_an_error_and_no_traceback(
+    command: Command, folder: RunFolder, tmp_path: Path, field: str
+) -> None:
+    trail.add(folder.path, {**entry(2, 1), field: [1]})
+    code, _, err = command("audit", "join", folder.path, site(tmp_path, folder, 0))
+    assert code == 2 and trail.FILE in err and field in err
