@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from fl_app.errors import MethodFault, UserError, listed
 from fl_app.keys import Scalar, specs, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Model
+from fl_app.metrics import MAX_NUMBER
 from fl_app.server.record import check_count, known
 from fl_app.server.run_folder import RunFolder
 from fl_app.transport import wire
@@ -163,7 +165,12 @@ class MethodStrategy(FedAvg):
                 )
             return None, None
         self.protocol.advance(turn, self.protocol.screen(turn))
-        metrics_of_all = self.train_metrics_aggr_fn([told[i] for i in sorted(told)], self.weighted_by_key)
+        for client_id in (others := _of_other_form(told)):
+            log.warning(
+                "round %d: client %s has other metrics than most; they do not count", turn.round, turn.called(client_id)
+            )
+        alike = [told[i] for i in sorted(told.keys() - others)]
+        metrics_of_all = self.train_metrics_aggr_fn(alike, self.weighted_by_key)
         shared = self.server.exported()
         return None if shared is None else self._record(shared), metrics_of_all
 
@@ -179,17 +186,30 @@ class MethodStrategy(FedAvg):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Aggregate the metrics of the replies, and name the nodes that failed."""
-        usable = []
-        for message in replies:
+        usable = dict[int, Message]()
+
+        def fail(client_id: int, why: str) -> None:
+            self.turn.fail(client_id, "evaluation", "failed", wire.WireError(why))
+
+        for message in sorted(replies, key=lambda message: message.metadata.src_node_id):
+            client_id = self._client_of(message)
             if message.has_error() or wire.RESULT in message.content:
-                client_id = self._client_of(message)
                 self._with_state.discard(client_id)
-                self.turn.fail(client_id, "evaluation", "failed", wire.WireError(_error_of(message)))
-            else:
-                usable.append(message)
-        return super().aggregate_evaluate(
-            server_round, sorted(usable, key=lambda message: message.metadata.src_node_id)
-        )
+                fail(client_id, _error_of(message))
+                continue
+            try:
+                _check_metrics(message.content, self.weighted_by_key)
+                usable[client_id] = message
+            except wire.WireError as error:
+                fail(client_id, str(error))
+        for client_id in _of_other_form({client_id: message.content for client_id, message in usable.items()}):
+            fail(client_id, "its metrics have other names than those of most replies")
+            del usable[client_id]
+        counted = [*usable.values()]
+        # Flower divides by the weights' sum
+        if not any(_only(message.content)[self.weighted_by_key] for message in counted):
+            return None
+        return super().aggregate_evaluate(server_round, counted)
 
     # The state
 
@@ -363,8 +383,37 @@ class MethodStrategy(FedAvg):
             raise AppRefusal(_error_of(message))
         upload = wire.decode_upload(content, self.protocol.expected_from(client_id))
         check_count(upload)
-        own = {name: record for name, record in content.items() if not name.startswith("fitres.")}
-        return self.protocol.check(client_id, upload), RecordDict(own)
+        own = RecordDict({name: record for name, record in content.items() if not name.startswith("fitres.")})
+        if (said := _check_metrics(own, self.weighted_by_key)) != upload.num_examples:
+            raise wire.WireError(
+                f"its upload has {upload.num_examples} samples, and its {self.weighted_by_key} is {said:g}"
+            )
+        return self.protocol.check(client_id, upload), own
+
+
+def _only(content: RecordDict) -> Any:
+    """Return the one MetricRecord of a reply."""
+    return next(iter(content.metric_records.values()))
+
+
+def _check_metrics(content: RecordDict, weight: str) -> float:
+    """Return the weight in a reply's metrics. Raises WireError for metrics with which Flower's aggregation would end the run."""
+    if (count := len(content.metric_records)) != 1:
+        raise wire.WireError(f"a reply must have one MetricRecord, it has {count}")
+    value = _only(content).get(weight)
+    if not isinstance(value, int | float) or not 0 <= value < MAX_NUMBER:
+        raise wire.WireError(f"its metric {weight} must be a number >= 0, got {value!r:.80}")
+    return value
+
+
+def _of_other_form(told: Mapping[int, RecordDict]) -> set[int]:
+    """Return the clients whose metrics have other names, or other lengths of lists, than those of most."""
+    forms = {
+        client_id: tuple(sorted((name, len(v) if isinstance(v, list) else -1) for name, v in _only(content).items()))
+        for client_id, content in told.items()
+    }
+    most = Counter(forms[client_id] for client_id in sorted(forms)).most_common(1)
+    return {client_id for client_id, form in forms.items() if form != most[0][0]}
 
 
 def beyond(method: AnyMethod) -> str:

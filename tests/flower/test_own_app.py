@@ -6,12 +6,13 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable
@@ -446,3 +447,43 @@ def test_no_message_names_a_module_or_a_file_of_the_site(
         FedAvg().start(grid_of(app_of(mods=(lying, personalize))), record_of(initial()), 1)
     strange = next(name for name in reversed(keys))
     assert told and all(text.startswith(strange) for text in told) and not (tmp_path / "trace").exists()
+
+
+def of_user(reply: Message) -> Any:
+    """The user's own metrics in a reply."""
+    return next(r for name, r in reply.content.items() if isinstance(r, MetricRecord) and not name.startswith("fitres"))
+
+
+Lie = Callable[[Message], object]
+LIES: dict[str, Lie] = {
+    "without a weight": lambda reply: of_user(reply).pop("num-examples"),
+    "a list for the weight": lambda reply: of_user(reply).update({"num-examples": [1.0, 2.0]}),
+    "a negative weight": lambda reply: of_user(reply).update({"num-examples": -5}),
+    "no number": lambda reply: of_user(reply).update({"num-examples": float("nan")}),
+    "a list for a metric": lambda reply: of_user(reply).update(
+        dict.fromkeys({*of_user(reply)} - {"num-examples"}, [1.0, 2.0])
+    ),
+    "one metric more": lambda reply: of_user(reply).update({"more": 1.0}),
+    "one record more": lambda reply: reply.content.update({"again": MetricRecord({"x": 1.0})}),
+    "no record": lambda reply: [
+        reply.content.pop(name) for name, record in [*reply.content.items()] if record is of_user(reply)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_no_metrics_of_one_reply_end_a_run_or_stand_for_others(kind: str, lie: Lie) -> None:
+    def lying(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type == kind and context.node_config["partition-id"] == 1:
+            lie(reply)
+        return reply
+
+    def metrics(mods: Any) -> list[set[str]]:
+        found = FedAvg().start(grid_of(app_of(mods=mods)), record_of(initial()), 2)
+        told = found.train_metrics_clientapp if kind == "train" else found.evaluate_metrics_clientapp
+        assert all(0 <= value <= 1.0001 for record in told.values() for value in record.values())  # type: ignore[operator]
+        return [set(record) for record in told.values()]
+
+    assert metrics((lying, personalize)) == metrics((personalize,)) != []
