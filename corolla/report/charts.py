@@ -77,7 +77,7 @@ class Axis:
             scale = alt.Scale(type=kind, domain=list(self.limits), nice=False)
         axis = alt.Axis(format=self.format, tickMinStep=1 if self.format == "d" else 0)
         if self.places:
-            texts = "{" + ", ".join(f"'{place:g}': '{text}'" for place, text in self.places) + "}"
+            texts = json.dumps({f"{place:g}": text for place, text in self.places})
             axis = alt.Axis(values=[place for place, _ in self.places], labelExpr=f"{texts}[datum.value]")
         return channel(f"{field}:Q").title(self.title).scale(scale).axis(axis)
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import numpy as np
 import pandas
 import pytest
 
 from corolla.report.arrays import read_runs
+from corolla.report.charts import Axis
 from corolla.report.groups import grouped
 from corolla.report.over_keys import swept_keys
 from corolla.report.pictures import Panel
@@ -65,7 +67,7 @@ def test_a_line_over_the_key_with_a_band_over_the_seeds_and_a_level_of_other_met
     np.testing.assert_allclose(lines["fedcac"]["high"], np.minimum(np.array([0.55, 0.8, 0.8]) + std, 1), rtol=1e-5)
     across = encoding(panel, "x")
     assert across["title"] == "fedcac.tau" and across["axis"]["values"] == [0.1, 0.5, 0.9]
-    assert "'0.1': '0.1', '0.5': '0.5', '0.9': '0.9'" in across["axis"]["labelExpr"]
+    assert '"0.1": "0.1", "0.5": "0.5", "0.9": "0.9"' in across["axis"]["labelExpr"]
     assert "Bands: ± one sample standard deviation" in panel.caption and "Horizontal lines" in panel.caption
     assert_drawn_whole(panel)
     page, names = write(tmp_path / "out", tmp_path)
@@ -209,3 +211,10 @@ def test_several_maps_share_their_colours_and_more_keys_have_more_maps(tmp_path:
     limits = [encoding["color"]["scale"]["domain"] for encoding in marks(panel, "rect")]
     assert len(limits) == 4 and all(found == pytest.approx([0.0, 0.3]) for found in limits)
     assert_drawn_whole(panel)
+
+
+def test_texts_of_an_axis_are_no_code() -> None:
+    texts = ("it's", '"} + alert(1) + {"', "a\\b")
+    axis = Axis("classes", places=tuple(enumerate(texts))).on(alt.X, "x").to_dict()["axis"]
+    made, _, rest = axis["labelExpr"].rpartition("[")
+    assert rest == "datum.value]" and json.loads(made) == {str(k): text for k, text in enumerate(texts)}
