@@ -131,7 +131,7 @@ class Site:
     bounds: Mapping[str, Mapping[str, Any]] = key(
         {},
         "Smallest, largest or only allowed values of run-config keys: `local-epochs = {max = 10}`. A key that takes the place of "
-        "one of these, as `local-steps` does, needs a bound of its own",
+        "one of these, as `local-steps` does, needs a bound of its own, and so do other numbers of epochs",
         _BOUNDS,
     )
     source: str = ""

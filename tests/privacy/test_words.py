@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import subprocess
@@ -21,6 +22,8 @@ from PIL import Image
 from client_app.client_app import app
 from fl_app import reasons
 from fl_app.config import RunConfig
+from fl_app.data import site_columns
+from fl_app.data.site_columns import SiteColumns
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
 from fl_app.server.properties import COLUMNS
@@ -153,6 +156,27 @@ def test_no_key_makes_an_answer_depend_on_a_cell(
     for k, cell in enumerate((CELL, "", "1e12", "1e999", "2024-01-01", "20.5")):
         found = entries(answer(config, table(tmp_path / f"{k}.csv", (3, "age", cell))))
         assert differing(whole, found) <= KEYED, cell
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"scale": {"age": 0.001}, "fill": {"age": 33.0, "ward": "a", "state": "well", "humidity": 4.0}},
+        {"rename": {"age": "years"}, "scale": {"years": 1e308}, "decimal": ","},
+        {"fill": {"age": "word"}},
+        {"scale": {"missing": 2.0}},
+    ],
+)
+def test_a_sites_own_form_of_its_table_makes_no_answer_depend_on_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any]
+) -> None:
+    """`[data]` of site.toml: units, names, signs, and values for what is missing."""
+    monkeypatch.setenv(site_columns.VARIABLE, SiteColumns.of(own).text)
+    config = run_config(PRIVATE | DP, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
+    whole = entries(answer(config, table(tmp_path / "whole.csv")))
+    for k, (column, cell) in enumerate(itertools.product(("age", "ward", "state"), (CELL, "", "1e999", "2024-01-01"))):
+        found = entries(answer(config, table(tmp_path / f"{k}.csv", (3, column, cell))))
+        assert differing(whole, found) <= KEYED, (column, cell)
 
 
 @pytest.mark.parametrize("promise", PROMISES)
