@@ -19,6 +19,8 @@ console = LoggedConsole(highlight=False, emoji=False, force_jupyter=False)
 verbose = False
 # whether it writes the events of a run, and nothing else, to standard output
 events = False
+# whether it opens the page of a run in a browser
+opens = False
 errors = LoggedConsole(stderr=True, highlight=False, emoji=False, force_jupyter=False)
 
 
@@ -32,6 +34,13 @@ def write_events(wanted: bool) -> bool:
     """Set whether the command writes a run's events, and nothing else, to standard output."""
     global events
     events, console.quiet = wanted, wanted or console.quiet
+    return wanted
+
+
+def open_page(wanted: bool) -> bool:
+    """Set whether the command opens the page of a run in a browser."""
+    global opens
+    opens = wanted
     return wanted
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.api import console as consoles
-from corolla.api import debugger, log_file, notebook
+from corolla.api import debugger, log_file, notebook, watching
 from corolla.api.waiting import Plain, is_terminal
 from fl_app.debugging import is_aside, unlabelled
 from fl_app.errors import plain, plain_lines
@@ -322,6 +322,8 @@ class Display:
             case Started(folder=folder, round=before):
                 self.folder = Path(folder)
                 self._panel.begin(before)
+                if consoles.opens:
+                    self._around.callback(watching.begin(self.folder, self._print))
             case Stopped(round=last):
                 self.stopped = last
                 self._doing("ending the run", 0, 0)

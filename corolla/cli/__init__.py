@@ -25,7 +25,7 @@ from corolla.api.console import errors
 from corolla.api.output import HANDLER
 from corolla.api.ranges import in_words
 from corolla.api.settings import look_for_plugins
-from corolla.cli import audits, completion, flower_app, listings, products, results, run, sweeps, verify
+from corolla.cli import audits, completion, flower_app, listings, products, results, run, sweeps, verify, watch
 from fl_app import debugging, exit_codes, log_format
 from fl_app.errors import MethodFault, RoundFailed, RunFailed, UserError
 
@@ -48,6 +48,7 @@ add("sweep", sweeps.sweep, RUN, "digits --output-dir sweep")
 app.add_typer(flower_app.app, name="flower", rich_help_panel=RUN)
 add("compare", results.compare, LOOK, "runs/mine runs/base --to 80")
 add("report", results.report, LOOK, "runs/mine runs/base --output report")
+add("watch", watch.watch, LOOK, "runs/mine --open")
 add("export", products.export, LOOK, "runs/mine --client 3 --onnx")
 add("verify", products.verify, LOOK, "mine-client-3.onnx")
 add("predict", products.predict, LOOK, "mine-client-3.onnx rows.csv")
@@ -109,7 +110,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=HANDLER)
     look_for_plugins()
-    consoles.console.quiet = consoles.events = False
+    consoles.console.quiet = consoles.events = consoles.opens = False
     consoles.begin_warnings()
     log_file.begin(None)
     completion.join_words()

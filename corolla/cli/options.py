@@ -12,7 +12,7 @@ import typer
 from corolla import presets
 from corolla.api import log_file
 from corolla.api.backends import Backend
-from corolla.api.console import console, show_tracebacks, write_events
+from corolla.api.console import console, open_page, show_tracebacks, write_events
 from corolla.api.one_run import CPUS, GPUS
 from corolla.api.settings import Scale
 from corolla.api.waiting import stand_still
@@ -85,6 +85,10 @@ EventsOption = Annotated[
         help="Print the run's events as JSON lines, and nothing else, on standard output.",
         callback=write_events,
     ),
+]
+OpenOption = Annotated[
+    bool,
+    typer.Option("--open", help="Open a page in a browser that grows by the run's rounds.", callback=open_page),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on standard output.")]
 LogFileOption = Annotated[

@@ -21,6 +21,7 @@ from corolla.cli.options import (
     GpusOption,
     LogFileOption,
     NoProgressOption,
+    OpenOption,
     PresetArgument,
     QuietOption,
     ScaleOption,
@@ -30,6 +31,7 @@ from corolla.cli.options import (
 )
 from corolla.cli.printed_tables import show_next, show_results
 from corolla.experiments.runs import named
+from fl_app import extras
 from fl_app.config import RunConfig
 from fl_app.errors import counted, size
 from fl_app.sources import NODE
@@ -112,6 +114,7 @@ def run(
     no_progress: NoProgressOption = False,
     quiet: QuietOption = False,
     events: EventsOption = False,
+    open_: OpenOption = False,
     log_file: LogFileOption = None,
 ) -> None:
     """Run one experiment from a preset, a .toml file or --set. It is simulated unless --superlink is given."""
@@ -134,6 +137,9 @@ def run(
         None if from_run is None else named(from_run.expanduser()),
         tuple(without or ()),
     )
+    if open_:
+        for package in ("altair", "vl_convert"):
+            extras.require(package, "corolla run --open")
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
         if superlink is None and parsed.dataset != NODE:

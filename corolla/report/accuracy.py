@@ -78,7 +78,8 @@ def _curves(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     if known:
         limits = late([(found.rounds, found.mean) for curves in known.values() for found in curves.values()])
         caption = _caption(groups, known) + long_runs(groups, cut=bool(limits))
-        yield Panel(metric.name, f"{_title(metric)} over rounds", caption, lambda: _over_rounds(groups, known, limits))
+        title = f"{_title(metric)} over rounds"
+        yield Panel(metric.name, title, caption, lambda: _over_rounds(groups, known, limits), switch=charts.by_cost())
 
 
 def _title(metric: Metric) -> str:

@@ -197,15 +197,25 @@ def ranked(values: Floats, metric: Metric) -> Floats:
     return np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
 
 
+def until(run: ReportedRun) -> dict[int, tuple[float, float]]:
+    """Return (bytes exchanged until the clients had a round's models, seconds until the round began) by round.
+
+    The seconds are simulated ones, or wall time.
+    """
+    out, sent, elapsed = {}, 0.0, 0.0
+    lasted = _paced(run) or {t: record.get("seconds", {}).get("round") for t, record in run.rounds.items()}
+    for t, record in run.rounds.items():
+        sent += record.get("download-bytes") or 0
+        out[t] = (sent, elapsed)
+        sent += record.get("upload-bytes") or 0
+        elapsed += lasted.get(t) or 0.0
+    return out
+
+
 def spent(run: ReportedRun) -> dict[int, tuple[float, float]]:
     """Return (bytes exchanged until the clients had a round's models, headline metric of these models) by round."""
-    out, total = {}, 0.0
-    for t, record in run.rounds.items():
-        total += record.get("download-bytes") or 0
-        if (accuracy := record.get(run.key("before"))) is not None:
-            out[t] = (total, float(accuracy))
-        total += record.get("upload-bytes") or 0
-    return out
+    values = ((t, bytes_sent, run.rounds[t].get(run.key("before"))) for t, (bytes_sent, _) in until(run).items())
+    return {t: (bytes_sent, float(value)) for t, bytes_sent, value in values if value is not None}
 
 
 def timed(run: ReportedRun) -> dict[int, tuple[float, float]]:
@@ -213,13 +223,14 @@ def timed(run: ReportedRun) -> dict[int, tuple[float, float]]:
 
     The seconds are simulated ones, or those of a deployment whose rounds may close early. Other runs have none.
     """
-    out, total = {}, 0.0
-    lasted = {t: record[VIRTUAL] for t, record in run.rounds.items() if VIRTUAL in record} or _real_seconds(run)
-    for t, record in run.rounds.items():
-        if t in lasted and (value := record.get(run.key("before"))) is not None:
-            out[t] = (total, float(value))
-        total += lasted.get(t) or 0.0
-    return out
+    paced = _paced(run)
+    values = ((t, seconds, run.rounds[t].get(run.key("before"))) for t, (_, seconds) in until(run).items())
+    return {t: (seconds, float(value)) for t, seconds, value in values if t in paced and value is not None}
+
+
+def _paced(run: ReportedRun) -> dict[int, float]:
+    """Return the seconds of each round in simulated time, or in a deployment whose rounds may close early; {} of other runs."""
+    return {t: record[VIRTUAL] for t, record in run.rounds.items() if VIRTUAL in record} or _real_seconds(run)
 
 
 def _real_seconds(run: ReportedRun) -> dict[int, float]:

@@ -24,7 +24,8 @@ main .picture { display: block; overflow-x: auto; min-height: var(--h); } .pictu
 .actions { font-size: .85rem; margin: 0; } .actions > * { margin-right: .8rem; }
 .actions button, .tools button { font: inherit; color: var(--link); background: none; border: 0; padding: 0; cursor: pointer; }
 .tools { position: sticky; top: 0; z-index: 2; background: var(--paper); border-bottom: 1px solid var(--line); font-size: .86rem;
-  padding: .3rem 0; display: flex; gap: 1.2rem; align-items: center; } .tools input { font: inherit; width: 11rem; }
+  max-width: 1104px; margin: 0 auto; padding: .3rem 2rem; display: flex; gap: 1.2rem; align-items: center; }
+.tools input { font: inherit; width: 11rem; }
 html:not(.scripted) .tools { display: none; } #vg-tooltip-element td.value { overflow-wrap: anywhere; }
 details.folded { margin: 1rem 0; } details.folded > figure > h3 { display: none; }
 details.folded > summary { cursor: pointer; font-weight: 600; }
@@ -47,7 +48,8 @@ html:not(.scripted) td button { display: none; }
 .swatch { display: inline-block; width: .75em; height: .75em; margin-right: .4em;
   background: light-dark(var(--light), var(--dark)); }
 .mark { color: var(--mark); font-weight: 600; }
-@media (max-width: 700px) { main { padding: 1rem .8rem 3rem; } h1 { font-size: 1.5rem; } nav > details > ul { columns: 1; }
+@media (max-width: 700px) { main { padding: 1rem .8rem 3rem; } .tools { padding: .3rem .8rem; }
+  h1 { font-size: 1.5rem; } nav > details > ul { columns: 1; }
   th.name, td.name { position: sticky; left: 0; background: var(--paper); min-width: 7rem; } }
 @media print { body, main { background: #fff; padding: 0; } figure { break-inside: avoid; }
   .actions, .tools, .filter, nav { display: none; } }
@@ -55,6 +57,7 @@ html:not(.scripted) td button { display: none; }
 
 SCRIPT = """
 document.documentElement.classList.add("scripted");
+globalThis.tables = () => {
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
@@ -104,13 +107,15 @@ for (const button of document.querySelectorAll("button.open")) {
     button.setAttribute("aria-expanded", button.closest("tbody").classList.toggle("open"));
   });
 }
+};
+tables();
 addEventListener("hashchange", () => document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", ""));
 """
 
 # It needs the function `vegaEmbed`.
 PICTURES = """
-const {datasets, specs} = JSON.parse(document.getElementById("pictures-data").textContent);
-const views = new Map(), figures = [...document.querySelectorAll("figure")];
+let {datasets, specs} = JSON.parse(document.getElementById("pictures-data").textContent);
+const views = new Map(), all = () => [...document.querySelectorAll("figure")];
 const search = document.getElementById("tool-client"), paper = document.getElementById("tool-paper");
 const state = {dark: matchMedia("(prefers-color-scheme: dark)").matches, client: ""};
 
@@ -139,18 +144,22 @@ const save = (name, href) => Object.assign(document.createElement("a"), {href, d
 const plain = csv => csv.replace(/(^|[,\\n]"?)(?=[=+@\\t]|-(?![\\d.]))/g, "$1'");
 const table = csv => URL.createObjectURL(new Blob([plain(csv)], {type: "text/csv"}));
 
-const show = async (figure, choice) => {
+// what a reader did to a picture
+const touched = {signals: name => /^(zoom|pick|shown)/.test(name), data: name => name.endsWith("_store")};
+
+const show = async (figure, choice, kept) => {
   const name = figure.id, spec = structuredClone(specs[name]);
   if (views.has(name) && choice === undefined) return;
   views.get(name)?.finalize();
   views.set(name, null);
   const changes = spec.usermeta?.switch?.[choice] ?? {};
-  walk(spec, node => { if (typeof node.field === "string" && node.field in changes) Object.assign(node, changes[node.field]); });
+  for (const side of ["x", "y"]) walk(spec, node => Object.assign(node[side] ?? {}, changes[node[side]?.field]));
   fit(spec);
   spec.datasets = Object.fromEntries(spec.datasets.map(key => [key, datasets[key]]));
   spec.config.params = Object.entries(state).map(([name, value]) => ({name, value}));
   const options = {mode: "vega-lite", actions: false, renderer: "canvas", tooltip: {theme: "custom"}};
   const {view} = await vegaEmbed(figure.querySelector(".picture"), spec, options);
+  if (kept) view.setState(kept);
   view.addEventListener("click", (event, item) => {
     const client = item?.datum?.client;
     if (client !== undefined) set("client", String(client) === state.client ? "" : String(client));
@@ -174,11 +183,11 @@ const button = (text, press) => {
   return made;
 };
 
-for (const figure of figures) {
+const prepare = figure => {
   const line = figure.querySelector(".actions"), name = figure.id, own = specs[name];
-  own.datasets.forEach((key, k) => {
+  own.datasets.forEach((_, k) => {
     const number = k ? ` ${k + 1}` : "";
-    line.append(button(`CSV${number}`, () => save(`${name}${number}.csv`, table(datasets[key]))));
+    line.append(button(`CSV${number}`, () => save(`${name}${number}.csv`, table(datasets[specs[name].datasets[k]]))));
   });
   for (const kind of ["svg", "png"]) {
     line.append(button(kind.toUpperCase(), async () => save(`${name}.${kind}`, await views.get(name).toImageURL(kind, 2))));
@@ -191,16 +200,68 @@ for (const figure of figures) {
     select.addEventListener("change", () => show(figure, select.value));
     line.append(select);
   }
-}
+};
+const folded = figure => figure.closest("details:not([open])");
+const draw = async list => { for (const figure of list) await show(figure); };
 search.addEventListener("input", () => set("client", search.value));
 addEventListener("keydown", event => { if (event.key === "Escape") set("client", ""); });
 paper.addEventListener("click", () => set("dark", !state.dark));
 set("dark", state.dark);
-const folded = figure => figure.closest("details:not([open])");
-document.querySelectorAll("details").forEach(part => part.addEventListener("toggle", () => {
-  if (part.open) [...part.querySelectorAll("figure")].filter(figure => !folded(figure)).forEach(figure => show(figure));
-}));
-const draw = async list => { for (const figure of list) await show(figure); };
-globalThis.corolla = {views, state, set, show, all: () => draw(figures)};
-globalThis.corolla.drawn = draw(figures.filter(figure => !folded(figure)));
+document.addEventListener("toggle", event => {
+  if (event.target.open) draw([...event.target.querySelectorAll("figure")].filter(figure => !folded(figure)));
+}, true);
+
+// other data: pictures that changed are drawn anew, with the reader's choices
+const take = async next => {
+  const before = specs;
+  ({datasets, specs} = next);
+  for (const figure of all()) {
+    const name = figure.id, view = views.get(name), last = [];
+    if (!before[name]) {
+      prepare(figure);
+      if (!folded(figure)) await show(figure);
+    } else if (view && JSON.stringify(before[name]) !== JSON.stringify(specs[name])) {
+      const kept = view.getState(touched);
+      walk(before[name], node => { if (node.name === "shown") last.push(node.value); });
+      if (last.includes(kept.signals.shown)) delete kept.signals.shown;
+      await show(figure, figure.querySelector("select")?.value ?? "", kept);
+    }
+  }
+};
+
+all().forEach(prepare);
+globalThis.corolla = {views, state, set, show, take, all: () => draw(all())};
+globalThis.corolla.drawn = draw(all().filter(figure => !folded(figure)));
+"""
+
+# It needs `seen`, the server's name of what the page has.
+LIVE = """
+const told = document.getElementById("tool-live");
+const grow = async next => {
+  const main = document.querySelector("main"), made = document.createElement("main");
+  const title = part => part.querySelector("summary").textContent;
+  const open = new Set([...main.querySelectorAll("details[open]")].map(title));
+  made.innerHTML = next.main;
+  made.querySelectorAll("details").forEach(part => { part.open = open.has(title(part)); });
+  for (const figure of made.querySelectorAll("figure")) {
+    const known = [...main.querySelectorAll("figure")].find(other => other.id === figure.id);
+    if (!known) continue;
+    known.querySelector("figcaption").replaceWith(figure.querySelector("figcaption"));
+    figure.replaceWith(known);
+  }
+  main.replaceChildren(...made.childNodes);
+  document.title = next.title;
+  tables();
+  await corolla.take(next.pictures);
+};
+await corolla.drawn;
+for (let known = seen; ;) {
+  const answer = await fetch(`?after=${known}`).catch(() => null);
+  if (!answer?.ok) break;
+  if (answer.status === 204) continue;
+  const next = await answer.json();
+  await grow(next);
+  known = next.state;
+}
+told.textContent = "no longer watched";
 """

@@ -83,6 +83,17 @@ class Axis:
 
 
 ROUNDS = Axis("round", "d", tight=True)
+# other axes of lines over rounds, by the reader's choice, with the frame's column
+COSTS = {
+    "over bytes": ("bytes", Axis("bytes sent and received until then, of all clients", "~s", tight=True)),
+    "over seconds": ("seconds", Axis("seconds until then", tight=True)),
+}
+
+
+def by_cost() -> dict[str, dict[str, Any]]:
+    """Return the choices of lines over rounds, as `Panel.switch` takes them."""
+    others = {choice: {"round": axis.on(alt.X, field).to_dict()} for choice, (field, axis) in COSTS.items()}
+    return {"over rounds": {}, **others}
 
 
 # Pieces ---------------------------------------------------------------------------------------------------------------

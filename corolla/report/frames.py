@@ -11,21 +11,25 @@ import numpy as np
 import pandas
 from numpy.typing import NDArray
 
-from corolla.report.arrays import Curve, Floats, ReportedRun, last_known
+from corolla.report.arrays import Curve, Floats, ReportedRun, last_known, until
 from corolla.report.groups import Group, by_client, short
 from corolla.report.recorded import class_names, client_labels
 
 Frame = Any
 # most points of a line, and of a line whose points are clients
 MOST_POINTS, MOST_CLIENTS = 400, 300
+# bytes and seconds of a round without a record
+NOTHING = (np.nan, np.nan)
 
 
 def curves(groups: Sequence[Group], parts: Mapping[str, Mapping[int, Curve]], bands: bool = True) -> Frame:
     """Return lines over rounds: part, run, method, round, mean, low, high, lowest, highest, left (where clients left).
 
+    `bytes` and `seconds` are those until a round's models, as the mean over a line's runs (`arrays.until`).
     parts: curves by group number, by heading. bands: whether a line of one run has bands.
     """
     found = []
+    costs = {group.number: [until(run) for run in group.runs] for group in groups}
     for part, of_group in parts.items():
         for turn, group in enumerate(groups):
             curve = of_group.get(group.number)
@@ -33,6 +37,8 @@ def curves(groups: Sequence[Group], parts: Mapping[str, Mapping[int, Curve]], ba
                 found.append(line(group, part=part, round=[np.nan], mean=[np.nan], turn=turn))
                 continue
             own: dict[str, Any] = {"round": curve.rounds, "mean": curve.mean}
+            spent = [[of.get(t, NOTHING) for t in curve.rounds.tolist()] for of in costs[group.number]]
+            own["bytes"], own["seconds"] = np.array(spent, np.float64).mean(axis=0).T
             if bands or len(group.runs) > 1:
                 own |= {"low": curve.low, "high": curve.high}
                 own |= dict(zip(("lowest", "highest"), curve.tails or (np.nan, np.nan), strict=True))

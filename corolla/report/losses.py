@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from corolla.report.accuracy import Curves, bands_told, drawn, late, picture_name, side_by_side
-from corolla.report.charts import Axis
+from corolla.report.charts import Axis, by_cost
 from corolla.report.groups import Group, long_runs
 from corolla.report.pictures import Panel
 from fl_app.metrics import LOSS, Metric, moments
@@ -49,4 +49,5 @@ def _panel(metric: Metric, groups: Sequence[Group], known: Mapping[str, Curves])
         "Loss over rounds",
         text.rstrip() + long_runs(groups, cut=bool(limits) and not logarithmic),
         lambda: side_by_side(groups, known, TITLES, Axis("loss", "~g", limits, logarithmic)),
+        switch=by_cost(),
     )

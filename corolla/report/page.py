@@ -103,7 +103,8 @@ def write_report(
         for name in _pictured(output):
             (pictures / f"{name}.png").unlink(missing_ok=True)
         _write_files(pictures, _of_kinds(drawn, "png"))
-        _write_files(output, {PAGE: page(groups, shared, own, drawn).encode()})
+        heights = {name: _height(files["png"]) for name, files in drawn.items()}
+        _write_files(output, {PAGE: page(groups, shared, own, heights).encode()})
     if figures:
         with _writing("--figures", figures):
             _write_files(figures, _of_kinds(drawn, "png", "svg", "pdf"))
@@ -205,22 +206,52 @@ def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
         publish(directory / name, functools.partial(Path.write_bytes, data=content))
 
 
-def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]], drawn: Drawn) -> str:
-    """Return the page. shared: pictures of all runs. own: pictures by a run's number. drawn: their files."""
+def page(
+    groups: Sequence[Group],
+    shared: Sequence[Panel],
+    own: Mapping[str, list[Panel]],
+    heights: Mapping[str, int],
+    live: str = "",
+) -> str:
+    """Return the page. shared: pictures of all runs. own: pictures by a run's number. heights: of pictures, in pixels.
+
+    live: what a page that grows knows already (corolla/report/live.py).
+    """
     runs = [run for group in groups for run in group.runs]
-    names = ", ".join(dict.fromkeys(run.method for run in runs))
-    title = f"{len(runs)} runs: {names}" if len(runs) > 1 else f"One run: {names}"
-    single_clients = clients_section(groups)
+    panels = [*shared, *(panel for panels in own.values() for panel in panels)]
+    policy = f"{_POLICY}; connect-src 'self'" if live else _POLICY
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         RUNS.format(escape(", ".join(run.path.name for run in runs))),
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        f"<title>{escape(title)}</title>\n<style>{assets.STYLE}</style></head>\n<body><main>",
-        f"<h1>{escape(title)}</h1>",
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        f"<title>{escape(heading(runs))}</title>\n<style>{assets.STYLE}</style></head>\n<body>",
+        tools(runs, bool(live)) if panels or live else "",
+        f"<main>{main_part(groups, shared, own, heights)}</main>",
+        f"<script>{assets.SCRIPT}</script>",
+        *(scripts(panels) if panels or live else ()),
+        f'<script type="module">const seen = {json.dumps(live)};{assets.LIVE}</script>' if live else "",
+        "</body></html>\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def heading(runs: Sequence[ReportedRun]) -> str:
+    """Return the page's title."""
+    names = ", ".join(dict.fromkeys(run.method for run in runs))
+    return f"{len(runs)} runs: {names}" if len(runs) > 1 else f"One run: {names}"
+
+
+def main_part(
+    groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]], heights: Mapping[str, int]
+) -> str:
+    """Return the tables and the pictures' places."""
+    runs = [run for group in groups for run in group.runs]
+    single_clients = clients_section(groups)
+    parts = [
+        f"<h1>{escape(heading(runs))}</h1>",
         settings_sentence(runs),
         warnings(runs),
-        tools(runs) if shared else "",
         contents(groups, shared, own, bool(single_clients)),
         results_table(groups),
         settings_table(groups),
@@ -229,7 +260,7 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
     if shared:
         parts += [
             '<h2 id="pictures"><a href="#pictures">Pictures</a></h2>',
-            *(figure(panel, drawn) for panel in shared),
+            *(figure(panel, heights) for panel in shared),
         ]
     parts.append(single_clients)
     for group in groups:
@@ -238,36 +269,42 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
             parts.append(
                 f'<h2 id="{anchor}"><a href="#{anchor}">{swatch(groups, group)}{escape(short(group.label, 60))}</a></h2>'
             )
-            parts += [single(run, own[run.number], drawn, k > 0) for k, run in enumerate(group.runs)]
-    panels = [*shared, *(panel for panels in own.values() for panel in panels)]
-    parts += ["</main>", f"<script>{assets.SCRIPT}</script>", *(scripts(panels) if panels else ()), "</body></html>\n"]
+            parts += [single(run, own[run.number], heights, k > 0) for k, run in enumerate(group.runs)]
     return "\n".join(part for part in parts if part)
 
 
-def tools(runs: Sequence[ReportedRun]) -> str:
-    """Return the line that highlights a client in all pictures, and turns from light to dark."""
+def tools(runs: Sequence[ReportedRun], live: bool) -> str:
+    """Return the line that highlights a client in all pictures, and turns from light to dark. live: the page grows."""
     names = dict.fromkeys(name for run in runs for name in client_labels(run, map(int, run.clients)))
     options = "".join(f'<option value="{escape(name)}">' for name in list(names)[:_MOST_NAMES])
     return (
         '<div class="tools"><label>client <input id="tool-client" type="search" list="tool-names" placeholder="all alike"></label>'
-        f'<datalist id="tool-names">{options}</datalist><button type="button" id="tool-paper">dark</button></div>'
+        f'<datalist id="tool-names">{options}</datalist><button type="button" id="tool-paper">dark</button>'
+        + '<span id="tool-live" role="status">growing with the run</span>'
+        * live
+        + "</div>"
         f"<noscript><p>The pictures need scripts. They are also files, in {PICTURES}.</p></noscript>"
     )
 
 
-def scripts(panels: Sequence[Panel]) -> list[str]:
-    """Return the pictures' data, and the program that draws them. Each of their data is in the page once."""
-    import vl_convert
-
+def data_of(panels: Sequence[Panel]) -> str:
+    """Return the pictures' data as JSON. Each of their data is in it once."""
     datasets: dict[str, str] = {}
     specs = {}
     for panel in panels:
         datasets |= panel.spec["datasets"]
         specs[panel.name] = {**panel.spec, "datasets": list(panel.spec["datasets"]), "$schema": ""}
-    told = json.dumps({"datasets": datasets, "specs": specs}, ensure_ascii=False).replace("<", "\\u003c")
+    return json.dumps({"datasets": datasets, "specs": specs}, ensure_ascii=False)
+
+
+def scripts(panels: Sequence[Panel]) -> list[str]:
+    """Return the pictures' data, and the program that draws them."""
+    import vl_convert
+
     library = str(vl_convert.javascript_bundle(None)).replace("</script", "<\\/script")
+    data = data_of(panels).replace("<", "\\u003c")
     return [
-        f'<script type="application/json" id="pictures-data">{told}</script>',
+        f'<script type="application/json" id="pictures-data">{data}</script>',
         f'<script type="module">{library}</script>',
         f'<script type="module">{assets.PICTURES}</script>',
     ]
@@ -293,22 +330,25 @@ def contents(
     return f'<nav id="contents"><details open><summary>Contents</summary><ul>{"".join(items)}</ul></details></nav>'
 
 
-def single(run: ReportedRun, panels: Sequence[Panel], drawn: Drawn, folded: bool) -> str:
+def single(run: ReportedRun, panels: Sequence[Panel], heights: Mapping[str, int], folded: bool) -> str:
     """Return a run's own pictures and failures. folded: show them on demand."""
-    parts = "\n".join([*(figure(panel, drawn) for panel in panels), failure_list(run)])
+    parts = "\n".join([*(figure(panel, heights) for panel in panels), failure_list(run)])
     if not folded or not (panels or run.failures):
         return parts.strip()
     return f'<details class="folded"><summary>{escape(short(run.label, 60))}</summary>\n{parts}</details>'
 
 
-def figure(panel: Panel, drawn: Drawn) -> str:
+def figure(panel: Panel, heights: Mapping[str, int]) -> str:
     """Return the place of a picture, with its caption."""
-    # the height in a PNG's header
-    height = int(int.from_bytes(drawn[panel.name]["png"][20:24], "big") / SCALE)
     name, title = escape(panel.name), escape(panel.title)
     text = (
         f'<figure id="{name}"><h3><a href="#{name}">{title}</a></h3>\n'
-        f'<div class="picture" role="img" aria-label="{title}" style="--h:{height}px"></div>\n<p class="actions"></p>\n'
-        f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
+        f'<div class="picture" role="img" aria-label="{title}" style="--h:{heights.get(panel.name, 0)}px"></div>\n'
+        f'<p class="actions"></p>\n<figcaption>{escape(panel.caption)}</figcaption></figure>'
     )
     return f'<details class="folded"><summary>{title}</summary>\n{text}</details>' if panel.folded else text
+
+
+def _height(png: bytes) -> int:
+    """Return the height in a PNG's header, in pixels of the page."""
+    return int(int.from_bytes(png[20:24], "big") / SCALE)

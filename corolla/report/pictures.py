@@ -33,7 +33,7 @@ MOST_COLUMNS = 200
 class Panel:
     """A picture of the report. name: its files' name. caption: explains it. folded: the page shows it on demand.
 
-    draw: returns its chart. switch: by the names of the reader's choices, what changes in the encoding of each field.
+    draw: returns its chart. switch: by the names of the reader's choices, what changes along the sides that show a field.
     """
 
     name: str

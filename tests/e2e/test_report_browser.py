@@ -170,13 +170,19 @@ const moved = await drawn("overlap-1-1") !== before;
 const select = figure.querySelector("select");
 await corolla.show(figure, select.options[1].value);
 const sorted = await drawn("overlap-1-1") !== before;
+const curves = document.getElementById("accuracy"), over = {};
+for (const choice of curves.querySelector("select").options) {
+  await corolla.show(curves, choice.value);
+  over[choice.value] = await drawn("accuracy");
+}
 document.getElementById("tool-paper").click();
 await view("clients").runAsync();
 const turned = [view("clients").background(), getComputedStyle(document.querySelector("main")).backgroundColor];
 let saved = null;
 HTMLAnchorElement.prototype.click = function () { saved = this; };
 document.querySelector("#clients .actions button").click();
-document.title = JSON.stringify({chosen, back, moved, sorted, turned, saved: [saved.download, saved.href.slice(0, 5)]});
+document.title = JSON.stringify({chosen, back, moved, sorted, turned,
+  over: [Object.keys(over), new Set(Object.values(over)).size], saved: [saved.download, saved.href.slice(0, 5)]});
 """
 
 
@@ -188,6 +194,7 @@ def test_a_reader_asks_the_pictures(browser: str, tmp_path: Path, six_runs: tupl
         "back": True,
         "moved": True,
         "sorted": True,
+        "over": [["over rounds", "over bytes", "over seconds"], 3],
         "turned": ["#17181a", "rgb(23, 24, 26)"],
         "saved": ["clients.csv", "blob:"],
     }

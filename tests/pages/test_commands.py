@@ -14,7 +14,7 @@ from fl_app import exit_codes
 from website.pages import ROOT
 
 PAGE = ROOT / "docs" / "commands.md"
-OPTIONS = ("--quiet", "--events", "--json", "--verbose", "--no-progress", "--log-file")
+OPTIONS = ("--quiet", "--events", "--json", "--verbose", "--no-progress", "--open", "--log-file")
 
 
 def table(heading: str) -> list[str]:

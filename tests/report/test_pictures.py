@@ -118,7 +118,7 @@ def test_a_mark_tells_whose_it_is(fedcac: Path) -> None:
     told = {tip["field"] for tip in encoding(panels["clients"], "tooltip")}
     assert told == {"run", "client", "samples", "classes", "mean"}
     told = {tip["field"] for tip in encoding(panels["accuracy"], "tooltip")}
-    assert told == {"run", "round", "mean", "low", "high"}
+    assert told == {"run", "round", "bytes", "seconds", "mean", "low", "high"}
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
