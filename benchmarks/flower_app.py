@@ -4,7 +4,8 @@ python -m benchmarks.flower_app [--rounds 3] [--samples 100] [--clients 10]
 
 The app is one file with ResNet-18 (11.2 million parameters). A client trains one epoch on random images. The same app runs with
 Flower's FedAvg, whose messages pass the mod unchanged, and with two methods. The first round, in which workers start, does not
-count. Of the others the middle one does.
+count. Of the others the middle one does. On a machine that others use too, compare the seconds of processors: those
+of all processes of the simulation.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from corolla.experiments.launch import SimulationSuperLink
 from fl_app.processes import script
 
+UNITS = ("s", "s", "MB")
 STRATEGIES = ("stock", "FedAvg", "FedCAC")
 
 PROJECT = """
@@ -40,6 +42,7 @@ samples = 100
 """
 
 APP = """
+import os
 import resource
 import time
 
@@ -52,9 +55,14 @@ from torch import nn
 from torchvision.models import resnet18
 
 import corolla.flower
+from fl_app.processes import LAUNCH, processes_with
 
 server = ServerApp()
 client = ClientApp(mods=[corolla.flower.personalize])
+
+
+def used():
+    return sum(sum(process.cpu_times()[:2]) for process in processes_with(f"{LAUNCH}={os.environ[LAUNCH]}"))
 
 
 @server.main()
@@ -65,13 +73,13 @@ def main(grid, context):
 
     class Timed(cls):
         def configure_train(self, *arguments):
-            began.append(time.time())
+            began.append((time.time(), used()))
             return super().configure_train(*arguments)
 
     Timed(fraction_evaluate=0.0).start(grid, ArrayRecord(resnet18(num_classes=10).state_dict()), config["rounds"])
-    began.append(time.time())
-    seconds = [f"{after - before:.2f}" for before, after in zip(began, began[1:])]
-    print("SECONDS", *seconds, "PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, flush=True)
+    began.append((time.time(), used()))
+    wall, cpu = ([f"{after - before:.2f}" for before, after in zip(of, of[1:])] for of in zip(*began))
+    print("SECONDS", *wall, "CPU", *cpu, "PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, flush=True)
 
 
 @client.train()
@@ -97,8 +105,10 @@ def write_app(directory: Path) -> Path:
     return directory
 
 
-def measured(link: SimulationSuperLink, app: Path, strategy: str, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Return the seconds of the middle round after the first, and the ServerApp's peak memory in MB."""
+def measured(
+    link: SimulationSuperLink, app: Path, strategy: str, arguments: argparse.Namespace
+) -> tuple[float, float, float]:
+    """Return the seconds of the middle round after the first, those of processors, and the ServerApp's peak memory in MB."""
     config = f"strategy='{strategy}' rounds={arguments.rounds + 1} samples={arguments.samples}"
     federation = f"num-supernodes={arguments.clients} client-resources-num-cpus=1 client-resources-num-gpus=0.0"
     words = ["run", str(app), link.name, "--stream", "--run-config", config, "--federation-config", federation]
@@ -109,10 +119,11 @@ def measured(link: SimulationSuperLink, app: Path, strategy: str, arguments: arg
         capture_output=True,
         text=True,
     )
-    found = re.search(r"SECONDS ([\d. ]+) PEAK ([\d.]+)", done.stdout)
+    found = re.search(r"SECONDS ([\d. ]+) CPU ([\d. ]+) PEAK ([\d.]+)", done.stdout)
     if found is None:
         raise SystemExit(done.stdout + done.stderr)
-    return statistics.median([float(word) for word in found[1].split()[1:]]), float(found[2])
+    wall, cpu = (statistics.median([float(word) for word in part.split()[1:]]) for part in found.groups()[:2])
+    return wall, cpu, float(found[3])
 
 
 def main() -> None:
@@ -123,14 +134,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, SimulationSuperLink() as link:
         app = write_app(Path(directory))
-        stock = 0.0
+        stock: tuple[float, ...] = ()
         for strategy in STRATEGIES:
-            seconds, peak = measured(link, app, strategy, arguments)
-            stock = stock or seconds
-            print(
-                f"{strategy}: {seconds:.1f} s a round, {seconds / stock:.2f} of stock; ServerApp's peak {peak:.0f} MB",
-                flush=True,
+            found = measured(link, app, strategy, arguments)
+            stock = stock or found
+            wall, cpu, peak = (
+                f"{mine:.1f} {unit} ({mine / its:.2f})" for mine, its, unit in zip(found, stock, UNITS, strict=True)
             )
+            print(f"{strategy}: a round takes {wall}, {cpu} of processors; ServerApp's peak {peak}", flush=True)
 
 
 if __name__ == "__main__":
