@@ -233,7 +233,8 @@ class ClientTurn:
             raise UserError(
                 key="reply", rule=f"must have an ArrayRecord {self.key!r}", value=listed(list(reply.content))
             )
-        return self.form.read(self.layout, own, "reply")
+        # what stays here leaves the rest to be copied out for the upload
+        return self.form.read(self.layout, own, "reply", sent_on=not self.stays.names)
 
     def _initial(self) -> Model:
         """Return a model with the initial values of the tensors that stay. The others are zero: they are always sent."""

@@ -113,8 +113,11 @@ class AppForm:
         made = {**named_record(arrays), **constants}
         return ArrayRecord({name: made[name] for name in self.dtypes if name in made})
 
-    def read(self, layout: Layout, record: ArrayRecord, whose: str) -> Model:
-        """Return the model in a record. Raises UserError unless all tensors of the layout are there, in their shapes."""
+    def read(self, layout: Layout, record: ArrayRecord, whose: str, sent_on: bool = False) -> Model:
+        """Return the model in a record. Raises UserError unless all tensors of the layout are there, in their shapes.
+
+        sent_on: the model is made for a message, which takes it without another copy. Making it takes longer, and it is read-only.
+        """
         slots = (*layout.params, *layout.buffers)
         if lacking := [slot.name for slot in slots if slot.name not in record]:
             raise UserError(key=whose, rule=f"must have the arrays of the message; {listed(lacking)} missing")
@@ -124,6 +127,9 @@ class AppForm:
                 raise UserError(key=f"{whose}: {slot.name}", rule=f"must have shape {slot.shape}", value=array.shape)
             if array.dtype.kind not in _NUMBERS:
                 raise UserError(key=f"{whose}: {slot.name}", rule="must have real numbers", value=array.dtype)
+        if not sent_on:
+            with np.errstate(over="ignore"):  # a value beyond float32 becomes infinite, and is refused as that
+                return layout.model({slot.name: array for slot, array in zip(slots, found, strict=True)})
         count = len(layout.params)
         return Model(joined(found[:count]), joined(found[count:]))
 
