@@ -16,6 +16,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 CLIENTS = 4
 CASES = {
     "fedavg": {"method": "fedavg", "model": "mlp"},
+    # the rate drops in round 2, and the kept round is not the last one
+    "plateau-keep-best": {
+        "method": "fedper",
+        "schedule": "plateau:1",
+        "learning-rate": 2.0,
+        "learning-rate-decay": 0.5,
+        "keep-best": True,
+        "validation-ratio": 0.25,
+        "evaluate-every": 1,
+        "num-server-rounds": 4,
+        "local-epochs": 1,
+    },
     "fedcac-batchnorm": {"method": "fedcac", "model": "resnet8", "fedcac.beta": 2, "local-epochs": 1},
     "fedcac-private": {"method": "fedcac", "private": True, "local-epochs": 1, "num-server-rounds": 3},
     "own-method": {"method": "prototypes:METHOD", "prototypes.weight": 0.2, "local-epochs": 1},
@@ -27,7 +39,12 @@ def accuracies(folder: Path) -> list[object]:
     return [[row[name] for name in names] for r in rounds(folder) for row in (r, *r["clients"].values())]
 
 
-WHEN = {"fedcac-private": pytest.mark.long, "fedavg": pytest.mark.nightly, "own-method": pytest.mark.nightly}
+WHEN = {
+    "fedcac-private": pytest.mark.long,
+    "fedavg": pytest.mark.nightly,
+    "plateau-keep-best": pytest.mark.nightly,
+    "own-method": pytest.mark.nightly,
+}
 MARKED = [pytest.param(name, marks=WHEN.get(name, ())) for name in CASES]
 
 
