@@ -236,15 +236,26 @@ class ClientReport:
             return WireError(f"property {SUMS}: {error}")
 
 
+def splits_column(features: Iterable[str], kept: Iterable[str]) -> bool:
+    """Return whether some words of a column are kept and others are not: a row with one of those would have no word at all.
+
+    A column of words has a feature `column=word` for each.
+    """
+    known = set(kept)
+    columns = {(feature.partition("=")[0], feature in known) for feature in features if "=" in feature}
+    return any((column, not is_kept) in columns for column, is_kept in columns)
+
+
 def by_name(told: ClientReport, agreed: Names | None) -> ClientReport | None:
     """Return a site's report as if its columns were those that most sites name, in their order; None if it lacks one.
 
-    Columns that the others do not name are left out. A report that needs no change, or of data without names, is None too.
+    Columns that the others do not name are left out, single words of a column are not. A report that needs no change, or of data
+    without names, is None too.
     """
     mine, wanted = told.names.features, agreed.features if agreed else None
     if not mine or not wanted or mine == wanted or not set(wanted) <= set(mine) or len(set(mine)) < len(mine):
         return None
-    if told.shape is None:
+    if told.shape is None or splits_column(mine, wanted):
         return None
     places = [mine.index(name) for name in wanted]
     answer = {name: value for name, value in told.answer.items() if name not in (INPUT, NORMALIZATION)}

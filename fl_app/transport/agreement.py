@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig
-from fl_app.server.properties import MOST_CLIENTS, ClientReport, Names, Shape
+from fl_app.server.properties import MOST_CLIENTS, ClientReport, Names, Shape, splits_column
 from fl_app.sources import NODE
 from fl_app.transport import wire
 
@@ -59,7 +59,7 @@ class Features:
     """The features that more than half of the sites name, in the order that most sites have.
 
     In a tie it is the order of the site with the lowest client id, whoever came first. If no site has all of these features,
-    or there are none, they are the most frequent list.
+    or only some words of a column are among them, or there are none, they are the most frequent list.
     """
 
     def __init__(self) -> None:
@@ -81,13 +81,15 @@ class Features:
         """The features; None if no site has told any."""
         common = {name for name, count in self._named.items() if 2 * count > self._lists.total()}
         whole = {features: tuple(name for name in features if name in common) for features in self._lists}
-        if not common or all(set(kept) != common for kept in whole.values()):
-            whole, common = {features: features for features in self._lists}, set()
+        usable = {
+            features: kept
+            for features, kept in whole.items()
+            if kept and set(kept) == common and not splits_column(features, kept)
+        }
         found: dict[tuple[str, ...], tuple[int, int]] = {}
-        for features, kept in whole.items():
-            if not common or set(kept) == common:
-                count, first = found.get(kept, (0, -MOST_CLIENTS))
-                found[kept] = count + self._lists[features], max(first, -self._first[features])
+        for features, kept in (usable or {features: features for features in self._lists}).items():
+            count, first = found.get(kept, (0, -MOST_CLIENTS))
+            found[kept] = count + self._lists[features], max(first, -self._first[features])
         return max(found, key=lambda kept: found[kept], default=None)
 
 

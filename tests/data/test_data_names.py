@@ -167,6 +167,17 @@ def test_the_words_of_a_category_are_compared_too(tmp_path: Path) -> None:
         start(tmp_path, [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], **NODE, categorical="sex")
 
 
+def test_no_word_of_a_category_is_left_out(tmp_path: Path) -> None:
+    for name, words in (("a", ["m", "f"]), ("b", ["m", "f"]), ("c", ["m", "f", "x"])):
+        frame = pandas.DataFrame({"sex": words * 12, "y": (["u", "v", "v", "u"] * 10)[: len(words) * 12]})
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    with pytest.raises(
+        UserError, match="client 2: .*its features are sex=f, sex=m, sex=x; the others' are sex=f, sex=m"
+    ):
+        three = NODE | {"num_clients": 3, "min_available_clients": 3}
+        start(tmp_path, [str(tmp_path / f"{name}.csv") for name in "abc"], **three, categorical="sex")
+
+
 def test_private_sites_tell_tags_of_their_names_alone(tmp_path: Path) -> None:
     sites = [site(tmp_path / f"{k}.csv", ["age", "bp", "y"], seed=k) for k in range(4)]
     private = NODE | {"private": True, "num_clients": 4, "min_available_clients": 4}
