@@ -29,7 +29,7 @@ def watch(
     with waiting(errors) as shown:
         shown.step("reading the runs", brief=True)
         # imported here because altair takes a second
-        from corolla.report.live import LiveReport
+        from corolla.report.live_report import LiveReport
 
         try:
             server = LiveReport(runs, port)

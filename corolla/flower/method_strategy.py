@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from fl_app.keys import Scalar, specs, table_of
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Model
 from fl_app.metrics import MAX_NUMBER
+from fl_app.privacy.secure_random import secret
 from fl_app.server.record import check_count, known
 from fl_app.server.run_folder import RunFolder
 from fl_app.transport import wire
@@ -74,7 +74,7 @@ class MethodStrategy(FedAvg):
         self.classifier, self.statistics = classifier, statistics
         self.keys = _keys(self.method, arguments)
         self.numbers: dict[int, int] = {}
-        self._prefix = f"{secrets.token_hex(4)}/"
+        self._prefix = f"{secret(4).hex()}/"
         self._with_state: set[int] = set()
         self._loaded: Mapping[str, Any] = {}
         self._rounds = self._before = 0

@@ -215,7 +215,7 @@ def page(
 ) -> str:
     """Return the page. shared: pictures of all runs. own: pictures by a run's number. heights: of pictures, in pixels.
 
-    live: what a page that grows knows already (corolla/report/live.py).
+    live: what a page that grows knows already (corolla/report/live_report.py).
     """
     runs = [run for group in groups for run in group.runs]
     panels = [*shared, *(panel for panels in own.values() for panel in panels)]

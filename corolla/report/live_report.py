@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from corolla.experiments.runs import find
 from corolla.report.arrays import read_runs
 from corolla.report.groups import grouped
 from corolla.report.page import data_of, heading, main_part, page, pictures_of
+from fl_app.privacy.secure_random import secret
 from fl_app.server.run_folder import METRICS, SUMMARY
 
 # seconds that a page's question waits for news, and between two looks at the run folders
@@ -38,7 +38,7 @@ class LiveReport(ThreadingHTTPServer):
         Raises UserError naming every path without a run, OSError if the port is taken.
         """
         self._paths = list(paths)
-        self._token = secrets.token_urlsafe(24)
+        self._token = secret().hex()
         self._ending = threading.Event()
         self._making = threading.Lock()
         find(self._paths)
