@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corolla.api.brief import brief
-from corolla.api.settings import look_for_plugins
 from corolla.experiments.runs import RecordedRun, find, listing, named
 from fl_app import extras
 from fl_app.errors import UserError, listed
 from fl_app.server import matrices
 from fl_app.server.client_rows import RowFiles
 from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
-from strategies import METHODS
 
 if TYPE_CHECKING:
     import pandas
@@ -152,9 +150,11 @@ class Run:
         evaluation. Raises UserError if the run is not finished, if the client does not exist, or if the server does not
         have the model.
         """
+        from corolla.api.settings import look_for_plugins
         from corolla.experiments.exported import loading, run_models
         from corolla.experiments.exported.predict import Predictor
         from fl_app import model_card
+        from strategies import METHODS
 
         look_for_plugins(self._recorded.path / PLUGINS)
         model = run_models.load(self._recorded.path, client, METHODS)
@@ -232,7 +232,10 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 def client_answers(path: Path) -> list[ClientAnswers]:
     """Return the answers of a run's final models on their clients' test samples, as `of_run` does, for its pictures."""
+    # imported here because they bring torch and Flower
+    from corolla.api.settings import look_for_plugins
     from corolla.experiments.exported.client_answers import of_run
+    from strategies import METHODS
 
     look_for_plugins(path / PLUGINS)
     return of_run(path, METHODS)
