@@ -60,6 +60,11 @@ class ReportedRun(RecordedRun):
         return super().finished
 
     @cached_property
+    def paced(self) -> dict[int, float]:
+        """Seconds of each round in simulated time, or in a deployment whose rounds may close early; {} of other runs."""
+        return {t: record[VIRTUAL] for t, record in self.rounds.items() if VIRTUAL in record} or _real_seconds(self)
+
+    @cached_property
     def figures(self) -> tuple[Figure, ...]:
         """Figures that its method declared."""
         return from_json(self.about.get("figures", []))
@@ -203,7 +208,7 @@ def until(run: ReportedRun) -> dict[int, tuple[float, float]]:
     The seconds are simulated ones, or wall time.
     """
     out, sent, elapsed = {}, 0.0, 0.0
-    lasted = _paced(run) or {t: record.get("seconds", {}).get("round") for t, record in run.rounds.items()}
+    lasted = run.paced or {t: record.get("seconds", {}).get("round") for t, record in run.rounds.items()}
     for t, record in run.rounds.items():
         sent += record.get("download-bytes") or 0
         out[t] = (sent, elapsed)
@@ -223,14 +228,8 @@ def timed(run: ReportedRun) -> dict[int, tuple[float, float]]:
 
     The seconds are simulated ones, or those of a deployment whose rounds may close early. Other runs have none.
     """
-    paced = _paced(run)
     values = ((t, seconds, run.rounds[t].get(run.key("before"))) for t, (_, seconds) in until(run).items())
-    return {t: (seconds, float(value)) for t, seconds, value in values if t in paced and value is not None}
-
-
-def _paced(run: ReportedRun) -> dict[int, float]:
-    """Return the seconds of each round in simulated time, or in a deployment whose rounds may close early; {} of other runs."""
-    return {t: record[VIRTUAL] for t, record in run.rounds.items() if VIRTUAL in record} or _real_seconds(run)
+    return {t: (seconds, float(value)) for t, seconds, value in values if t in run.paced and value is not None}
 
 
 def _real_seconds(run: ReportedRun) -> dict[int, float]:
