@@ -28,3 +28,9 @@ def require(package: str, what: str) -> None:
         raise ConfigurationError(
             f"{what} needs {package}, which is not installed here: pip install 'corolla[{EXTRAS[package]}]'"
         )
+
+
+def require_pictures(what: str) -> None:
+    """Raise UserError unless the report's pictures can be drawn here. what: the command that needs them."""
+    for package in ("altair", "vl_convert"):
+        require(package, what)

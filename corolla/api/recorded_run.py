@@ -173,8 +173,7 @@ class Run:
 
         output: default the run folder. features: as `--features`.
         """
-        for package in ("altair", "vl_convert"):
-            extras.require(package, "a run's report")
+        extras.require_pictures("a run's report")
         from corolla.report.page import write_report
 
         where = self._recorded.path if output is None else Path(output)

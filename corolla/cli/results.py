@@ -319,8 +319,7 @@ def report(
         raise UserError("--latex: needs --tables DIR, the directory of results.tex")
     if output.suffix.lower() in (".html", ".htm") and not output.is_dir():
         raise UserError(f"--output: must be a directory for report.html, got {str(output)!r}")
-    for package in ("altair", "vl_convert"):
-        extras.require(package, "corolla report")
+    extras.require_pictures("corolla report")
     # standard output gets only the paths
     with waiting(errors) as shown:
         shown.step("reading the runs", brief=True)

@@ -138,8 +138,7 @@ def run(
         tuple(without or ()),
     )
     if open_:
-        for package in ("altair", "vl_convert"):
-            extras.require(package, "corolla run --open")
+        extras.require_pictures("corolla run --open")
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
         if superlink is None and parsed.dataset != NODE:

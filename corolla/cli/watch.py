@@ -24,8 +24,7 @@ def watch(
     until_input_ends: Annotated[bool, typer.Option("--until-input-ends", hidden=True)] = False,
 ) -> None:
     """Serve the report of runs as a page that grows by their rounds. Only this machine reaches it. Ctrl-C ends it."""
-    for package in ("altair", "vl_convert"):
-        extras.require(package, "corolla watch")
+    extras.require_pictures("corolla watch")
     with waiting(errors) as shown:
         shown.step("reading the runs", brief=True)
         # imported here because altair takes a second
