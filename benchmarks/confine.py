@@ -69,7 +69,8 @@ def more(turns: int) -> dict[str, dict[str, float]]:
         times = [{way: parts(start) for way, start in found.items()} for _ in range(turns + 1)][1:]
     fastest = {way: [min(turn[way][k] for turn in times) for k in range(len(PARTS))] for way in found}
     return {
-        way: {part: fastest[way][k] - fastest["open"][k] for k, part in enumerate(PARTS)} for way in found.keys() - {"open"}
+        way: {part: fastest[way][k] - fastest["open"][k] for k, part in enumerate(PARTS)}
+        for way in found.keys() - {"open"}
     }
 
 
