@@ -151,6 +151,10 @@ class Inside:
         """End the process; behind walls, with it all that it has started."""
         self._process.kill()
 
+    def terminate(self) -> None:
+        """End it."""
+        self.kill()
+
     def wait(self) -> int:
         """Return the exit code when the process has ended."""
         code = self._process.wait()

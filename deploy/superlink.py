@@ -11,6 +11,7 @@ the fleet port, over gRPC as 1.39 does.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import ipaddress
 import logging
@@ -25,6 +26,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from deploy import database, expiry, log_size, objects, slow_start
+from deploy.patches import changing
+from deploy.unanswered import Kept
 from fl_app import log_format
 from fl_app.errors import DeploymentError
 from fl_app.exit_codes import ending_on_bad_input
@@ -145,11 +148,27 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
         database.forget_deleted(Path(path))
         # ServerApps inherit it
         os.environ[DATABASE] = path
+    keep_superexec(flower)
     objects.register_in_one_step()
     slow_start.allow_slow_starts(slow_start.IN_MEMORY, slow_start.SQL)
     expiry.watch(expiry.named_by(options))
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
+
+
+def keep_superexec(flower: Any) -> None:
+    """Let Flower's module start its SuperExec again whenever that ends. Warn if the module has no place for it.
+
+    SuperExec starts ServerApps, and ends with an error where the SuperLink fails, as on a full disk. Without it every later
+    run waits for ever.
+    """
+    with changing("starts its SuperExec", "no run starts after an error of the SuperLink, until it is started anew"):
+        processes = flower.subprocess
+
+        def start(words: Sequence[str], **how: Any) -> Kept:
+            return Kept(functools.partial(processes.Popen, words, **how))
+
+        flower.subprocess = SimpleNamespace(Popen=start, TimeoutExpired=processes.TimeoutExpired)
 
 
 def without_access(settings: dict[str, Any]) -> dict[str, Any]:

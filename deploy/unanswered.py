@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,9 @@ class WaitedProcess(Protocol):
 
     def kill(self) -> None:
         """End it."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
 
     def wait(self) -> int:
         """Return the exit code when it has ended."""
@@ -164,15 +168,29 @@ class Kept:
     start: starts it; the same thread calls it each time, and lives as long as this process. ended: called at each end.
     """
 
-    def __init__(self, start: Callable[[], WaitedProcess], ended: Callable[[], None]) -> None:
+    def __init__(self, start: Callable[[], WaitedProcess], ended: Callable[[], None] = lambda: None) -> None:
         self._start, self._ended = start, ended
         self._process: WaitedProcess | None = None
-        threading.Thread(target=self._keep_running, daemon=True, name="superexec").start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep_running, daemon=True, name="superexec")
+        self._thread.start()
 
     def end(self) -> None:
         """End the process."""
         if self._process is not None:
             self._process.kill()
+
+    def terminate(self) -> None:
+        """Ask the process to end, and start no other one."""
+        self._over.set()
+        if self._process is not None:
+            self._process.terminate()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it has ended for good. timeout: seconds. Raises subprocess.TimeoutExpired."""
+        self._thread.join(timeout)
+        if timeout is not None and self._thread.is_alive():
+            raise subprocess.TimeoutExpired("superexec", timeout)
 
     def _keep_running(self) -> None:
         wait = _FIRST_WAIT
@@ -180,6 +198,8 @@ class Kept:
             began = time.monotonic()
             try:
                 self._process = self._start()
+                if self._over.is_set():
+                    self._process.terminate()
                 how = f"has ended with exit code {self._process.wait()}"
             # without this thread no application would start any more
             except Exception as error:
@@ -188,5 +208,6 @@ class Kept:
             self._ended()
             wait = _FIRST_WAIT if time.monotonic() - began > _IN_ORDER else min(2 * wait, _MOST_WAIT)
             # where this process ends too, it does so before the warning
-            time.sleep(wait)
+            if self._over.wait(wait):
+                return
             log.warning("the process that starts applications %s: it is started again", how)

@@ -150,6 +150,8 @@ def test_what_starts_applications_is_started_again(monkeypatch: pytest.MonkeyPat
         def kill(self) -> None:
             """It has ended."""
 
+        terminate = kill
+
         def wait(self) -> int:
             if len(started) > 3:
                 enough.set()
@@ -188,6 +190,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, list[threading.Event
 
         def kill(self) -> None:
             ended[-1].set()
+
+        terminate = kill
 
         def wait(self) -> int:
             ended[-1].wait()
