@@ -63,7 +63,8 @@ lock: install ## constraints/: the packages of each version of Flower, with hash
 run: $(RUNNING) ## install what running needs, then compare three methods on digits
 	$(BIN)/corolla demo
 
-# first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
+# first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them;
+# a part that fails keeps none of the others from running
 MINUTES := tests/pages tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
 QUICK := --ignore tests/e2e $(MINUTES:%=--ignore %)
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
@@ -73,17 +74,16 @@ unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile 
 
 test: SHELL := /bin/bash
 test: install ## the tests, and the seconds of each part
-	@echo "1/3: what is quick"
-	@TIMEFORMAT="1/3: %0R s"; time $(UNIT) $(QUICK)
-	@echo "2/3: methods, reports, whole runs"
-	@TIMEFORMAT="2/3: %0R s"; time $(UNIT) $(MINUTES)
-	@echo "3/3: what starts Flower's processes"
-	@TIMEFORMAT="3/3: %0R s"; time $(WAITING) tests/e2e
+	@failed=0; \
+	echo "1/3: what is quick"; TIMEFORMAT="1/3: %0R s"; time $(UNIT) $(QUICK) || failed=1; \
+	echo "2/3: methods, reports, whole runs"; TIMEFORMAT="2/3: %0R s"; time $(UNIT) $(MINUTES) || failed=1; \
+	echo "3/3: what starts Flower's processes"; TIMEFORMAT="3/3: %0R s"; time $(WAITING) tests/e2e || failed=1; \
+	exit $$failed
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install ## minutes of real Flower processes
-	$(UNIT) -m "long and not nightly" --ignore tests/e2e
-	$(WAITING) -m "long and not nightly" tests/e2e
+	@failed=0; $(UNIT) -m "long and not nightly" --ignore tests/e2e || failed=1; \
+	$(WAITING) -m "long and not nightly" tests/e2e || failed=1; exit $$failed
 
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
 test-faults: install ## deployments whose processes are killed and whose network is cut
