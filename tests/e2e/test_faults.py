@@ -91,6 +91,7 @@ def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) 
     assert_nothing_is_lost(run, tmp_path)
 
 
+@pytest.mark.usefixtures("warm_cluster")
 @pytest.mark.parametrize("victim", [pytest.param("serverapp", marks=pytest.mark.nightly), "superlink"])
 def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path, victim: str) -> None:
     cluster.database = cluster.home / "superlink.db"

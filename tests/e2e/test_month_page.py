@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "month.md"
 PLANTS = ("celle", "verden", "uelzen", "winsen")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     blocks = re.findall(r"^```\w*\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

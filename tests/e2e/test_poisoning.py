@@ -30,6 +30,7 @@ METHOD = Method("liar", NoParams, FedAvg[NoParams], Update, all_tensors)
 """
 
 
+@pytest.mark.usefixtures("warm_cluster")
 def test_a_liar_is_left_out_by_name(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "liar.py").write_text(METHOD)
     cluster.start(CLIENTS)

@@ -62,6 +62,7 @@ def test_a_site_that_is_killed_after_its_upload_is_in_the_sum(cluster: Cluster, 
     run.process.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_cluster")
 def test_a_group_is_split_where_a_client_is_absent(cluster: Cluster, tmp_path: Path) -> None:
     """Of nine clients one is killed in a round: two go with it into an aggregation group of their own, and six are summed up."""

@@ -222,6 +222,7 @@ def test_demo_and_presets(installed: Installed, here: Path) -> None:
     assert "# bytes per round, " in printed
 
 
+@pytest.mark.nightly
 def test_a_sweep_and_tables_of_its_runs(installed: Installed, here: Path) -> None:
     (here / "many.toml").write_text(f"[settings]\n{SMALL}\n[grid]\nseed = [0, 1]\n")
     installed.output(here, "corolla", "sweep", "many.toml", "--in-process", "--jobs", "2")
