@@ -55,7 +55,7 @@ def read(request: DataRequest, notes: list[str]) -> Read:
     for split, part in sets.items():
         if not len(part):
             _refuse_no_rows(path, split)
-    labels = sets["train"].features.get(request.targets[0])
+    labels = sets["train"].features.get(request.own.own_name(request.targets[0]))
     images = _read_images(sets, notes)
     parts = []
     for split, part in sets.items():

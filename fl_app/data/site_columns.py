@@ -62,16 +62,25 @@ class SiteColumns:
             raise UserError(f"{VARIABLE}: must be a site's table [data] as JSON") from None
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The keys that have an effect, as site.toml has them."""
+        tables = ("rename", "scale", "fill")
+        values = {name: value for name, value in asdict(self).items() if value and name != "may_lack"}
+        return {name: dict(value) if name in tables else value for name, value in values.items()}
+
+    @property
     def text(self) -> str:
         """The table as JSON, "" for the one without effect."""
-        given = {name: value for name, value in asdict(self).items() if value and name != "may_lack"}
-        tables = ("rename", "scale", "fill")
-        return json.dumps({name: dict(v) if name in tables else v for name, v in given.items()}) if given else ""
+        return json.dumps(self.given) if self.given else ""
 
     @property
     def recorded(self) -> dict[str, Any]:
         """The table as a model's record of its columns has it: {} for the one without effect."""
         return {"site": json.loads(self.text)} if self.text else {}
+
+    def own_name(self, name: str) -> str:
+        """Return the site's own name of a column that the run names."""
+        return next((own for own, renamed in self.rename if renamed == name), name)
 
     def names(self, path: Path, header: list[str]) -> list[str]:
         """Return the run's names of a file's columns. Raises UserError for a column that the file does not have."""

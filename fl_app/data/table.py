@@ -92,6 +92,9 @@ def open_columns(
         for package in dict.fromkeys(("pandas", *needs)):
             extras.require(package, f"dataset: {path}")
         parts, known = read()
+        if kind != "table":
+            # a table's own names are needed to read it
+            parts = [table_files.as_the_run_has_it(request, part) for part in parts]
         names = _convert(request, parts, known, directory)
         note(directory, [*notes, *_layout_notes(request, parts[0])])
         return names

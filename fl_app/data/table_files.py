@@ -171,6 +171,12 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
     return _in_the_runs_units(request, table)
 
 
+def as_the_run_has_it(request: DataRequest, table: Columns) -> Columns:
+    """Return a site's columns with the run's names and units. Raises UserError for a column that the site lacks."""
+    names = request.own.names(request.path, [*table])
+    return _in_the_runs_units(request, dict(zip(names, table.values(), strict=True)))
+
+
 def _in_the_runs_units(request: DataRequest, table: Columns) -> Columns:
     """Return a site's columns in the run's units, without the missing values that its `fill` names, nor those of its `exclude`.
 

@@ -235,6 +235,43 @@ def test_a_column_that_is_not_there_is_named(
     assert code == 2 and line.partition(" ")[0] in err
 
 
+def test_a_table_of_its_own_at_a_site_without_one(
+    run: Run, tables: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A site's data that are no table are refused beside `[data]`. Data that all sites share have a line."""
+    monkeypatch.setenv(site_columns.VARIABLE, json.dumps({"scale": {"mean area": 0.001}}))
+    x = np.random.default_rng(0).random((40, 8), np.float32)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=np.arange(40) % 2, x_test=x, y_test=np.arange(40) % 2)
+    with pytest.raises(UserError, match="client 0.*is no table") as refused:
+        run(**SETTING, num_clients=1, node_configs={0: {"data-path": str(tmp_path / "own.npz")}}, run_name="own")
+    assert "scale" in str(refused.value)
+    run(num_clients=1, dataset="digits", run_name="shared")
+    assert [line for line in caplog.messages if "digits is no table" in line]
+
+
+def test_a_saved_data_set_is_read_in_the_runs_names_and_units(
+    tables: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the site has another name for the classes' column."""
+    from datasets import Dataset
+
+    from fl_app import data
+
+    plain = pd.read_csv(tables[0])
+    Dataset.from_pandas(plain, preserve_index=False).save_to_disk(tmp_path / "plain")
+    own = plain.rename(columns={"mean area": "Flaeche", "kind": "Art"})
+    own["Flaeche"] *= 1000
+    Dataset.from_pandas(own, preserve_index=False).class_encode_column("Art").save_to_disk(tmp_path / "own")
+    names = {"rename": {"Flaeche": "mean area", "Art": "kind"}, "scale": {"mean area": 0.001}}
+    found = [
+        data.prepare(f"hf:{tmp_path / name}", tmp_path / "data", target="kind", own=site_columns.SiteColumns.of(how))
+        for name, how in (("plain", {}), ("own", names))
+    ]
+    assert found[0].info.classes == found[1].info.classes
+    assert found[0].info.facts.features == found[1].info.facts.features
+    assert np.allclose(found[0].x_train, found[1].x_train) and (found[0].y_train == found[1].y_train).all()
+
+
 @pytest.mark.parametrize(
     "line",
     ["units = {}", "scale = {a = 0}", "scale = {a = true}", 'rename = {a = ""}', "decimal = 1", "fill = {a = []}"],
