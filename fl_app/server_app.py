@@ -52,6 +52,7 @@ from fl_app.server.run_folder import (
     SPLIT,
     TESTED,
     RunFolder,
+    called_in,
     folder_of,
     read_about,
     read_hashes,
@@ -320,7 +321,7 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     # clients of a private run delete its keys in any case
     if config.private or (not config.keep_state and (stateful or config.dp_epsilon)):
         rounds.forget()
-    if missing := lacking(config, records):
+    if missing := lacking(config, records, called_in(folder.path)):
         raise UserError(f"{missing}\nthe rest of the run is in {folder.path}")
     tell(Finished(summary=summary))
 

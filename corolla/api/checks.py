@@ -17,7 +17,7 @@ from fl_app.errors import UserError, listed
 from fl_app.files import refuse_unreadable, refuse_unwritable
 from fl_app.keys import Scalar, affects
 from fl_app.model_names import ModelNames, read_card
-from fl_app.server.run_folder import check_data, check_state, read_about, refuse_fewer_rounds
+from fl_app.server.run_folder import called_in, check_data, check_state, read_about, refuse_fewer_rounds
 from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
@@ -117,7 +117,7 @@ def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:
     root = state_root(config.state_dir)
     versions = {int(client_id): version for client_id, version in saved["versions"].items()}
     if here and (missing := missing_clients(root, str(read_about(run).get("experiment")), versions)):
-        clients = f"client{'s' * (len(missing) > 1)} {listed([str(client_id) for client_id in missing])}"
+        clients = f"client{'s' * (len(missing) > 1)} {listed(list(map(called_in(run), missing)))}"
         raise UserError(
             f"resume: the state of {clients} after round {saved['round']} is not under {root}: `corolla state remove` removed it, "
             "or state-dir was different; without it the run cannot be continued"

@@ -44,6 +44,7 @@ from fl_app.server.run_folder import (
     FROM,
     MODELS,
     PLUGINS,
+    called_in,
     changed_keys,
     check_free,
     check_unchanged,
@@ -191,7 +192,7 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: LaunchOptions) -> P
         check_unchanged(how.resume, parsed)
         warn_of_changed_plugins(how.resume / PLUGINS)
         if is_finished(how.resume, parsed):
-            if missing := lacking(parsed, list(read_metrics(how.resume))):
+            if missing := lacking(parsed, list(read_metrics(how.resume)), called_in(how.resume)):
                 raise UserError(f"this run is complete: {missing}")
             early = RecordedRun(how.resume).summary.get("stopped-early")
             if not (parsed.collect_personal_models and lacks_models(how.resume)):

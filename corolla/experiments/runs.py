@@ -7,7 +7,7 @@ uses this module.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,7 @@ from fl_app.server.run_folder import (
     PLUGINS,
     SUMMARY,
     TESTED,
+    called_in,
     is_run,
     read_about,
     read_clients,
@@ -280,6 +281,11 @@ class RecordedRun:
     def clients(self) -> dict[str, dict[str, Any]]:
         """Facts by client id; empty if there are none."""
         return read_clients(self.path)
+
+    @cached_property
+    def called(self) -> Callable[[int | str], str]:
+        """What gives a client's number, with its name if it has one: `3 (Bern)`."""
+        return called_in(self.path)
 
     def client_name(self, client_id: int | str) -> str:
         """Return a client's name without control characters; its id if its data have no name."""

@@ -196,7 +196,7 @@ def mix_remarks(config: RunConfig, partition: Partition, data: Prepared) -> list
         if part > _FOREIGN:
             foreign.append(f"client {names[i] if names else i}: {100 * part:.0f} %")
         if 0 < test.sum() < asked and (config.test_samples or config.partition != "pathological"):
-            fewer.append(f"client {i}: {test.sum()}")
+            fewer.append(f"client {names[i] if names else i}: {test.sum()}")
     if fewer:
         lines.append(f"test: fewer than {asked} samples, to keep the class mix of training: {listed(fewer)}")
     if foreign:

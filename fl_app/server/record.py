@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -301,8 +301,10 @@ def one_class_line(rounds: Sequence[Record]) -> str:
     return f"{whose}: the model predicts the same class for every sample"
 
 
-def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
+def lacking(config: RunConfig, rounds: Sequence[Record], called: Callable[[int | str], str]) -> str:
     """Return the missing results of a finished run: an evaluation's answers, or the final figure; "" if none.
+
+    called: returns a client's number, with its name if it has one, by its id.
 
     No final figure is expected with `report-accuracy = false`, or without any test sample.
     """
@@ -310,14 +312,16 @@ def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
     lines = []
     for number, evaluation in evaluations.items():
         if not evaluation["clients"]:
-            causes = [f"client {f['client']}: {f['cause']}" for f in evaluation["failures"]]
+            causes = [f"client {called(f['client'])}: {f['cause']}" for f in evaluation["failures"]]
             lines.append(f"evaluation after round {number}: no client answered ({listed(causes, '; ')})")
     measured = tasks.measured(config)
     figure = f"final-{measured[0].name}"
     if config.report_accuracy and evaluations and not lines and outcome(rounds, measured)[figure] is None:
         *_, last = evaluations.values()
         tested = {i: row for i, row in last["clients"].items() if row.get("test-samples")}
-        causes = [f"client {i}: {row[wire.METRIC_ERRORS]}" for i, row in tested.items() if row.get(wire.METRIC_ERRORS)]
+        causes = [
+            f"client {called(i)}: {row[wire.METRIC_ERRORS]}" for i, row in tested.items() if row.get(wire.METRIC_ERRORS)
+        ]
         why = (
             listed(causes, "; ")
             or "it is not defined on their test samples, or the clients with test samples are absent"

@@ -14,7 +14,7 @@ import shutil
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -766,6 +766,12 @@ def called(client_id: int, properties: Mapping[int, Mapping[str, Scalar]]) -> st
     """Return a client's number, with its name if it has one: `3 (Bern)`. properties: of all clients, by id."""
     name = name_of(properties.get(client_id, {}))
     return f"{client_id} ({name})" if name else str(client_id)
+
+
+def called_in(run: Path) -> Callable[[int | str], str]:
+    """Return what gives a client's number by its id, with its name if clients.json has one: `3 (Bern)`."""
+    names = {int(i): {CLIENT_NAME: facts.get(NAME, "")} for i, facts in read_clients(run).items()}
+    return lambda client_id: called(int(client_id), names)
 
 
 def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:

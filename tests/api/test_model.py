@@ -63,7 +63,7 @@ def test_without_collecting_a_model_is_the_clients_or_an_error_says_why_not(star
 def test_which_methods_need_no_collecting(start: Start) -> None:
     for method in ("fedavg", "fedcac"):
         assert isinstance(start(method=method, run_name=method).model(client=2), torch.nn.Module)
-    for method, said in (("fedper", "holds no model 'client-2'"), ("ditto", "which only the client can make")):
+    for method, said in (("fedper", "holds no model of client 2"), ("ditto", "which only the client can make")):
         with pytest.raises(UserError, match=f"{said}.*; run with --set collect-personal-models=true"):
             start(method=method, run_name=method).model(client=2)
     with pytest.raises(

@@ -16,6 +16,7 @@ from fl_app.metrics import Metric
 from fl_app.server.record import evaluation_record
 from fl_app.server.run_folder import read_metrics, read_summary
 from tests.conftest import SMALL, Command, Run
+from tests.experiments.months import SETTING, wine
 
 
 def failing_at(*rounds: int) -> ClientApp:
@@ -46,6 +47,15 @@ def test_a_final_evaluation_without_an_answer(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="evaluation after round 2: no client answered .client 0: .*out of memory"):
         run(app=failing_at(1))
     assert read_summary(tmp_path / "runs" / "run")["final-accuracy"] is None
+
+
+def test_clients_without_an_answer_are_named(run: Run, tmp_path: Path, command: Command) -> None:
+    """By the run, and by whoever resumes it later."""
+    keys = {**SETTING, "dataset": f"table:{wine(tmp_path / 'wine.csv')}"}
+    with pytest.raises(UserError, match=r"client 0 \(celle\): .*client 2 \(verden\): ") as first:
+        run(app=failing_at(1), **keys)
+    code, _, err = command("run", "--resume", tmp_path / "runs" / "run")
+    assert code == 2 and str(first.value).partition("\n")[0] in " ".join(err.split())
 
 
 def test_an_earlier_evaluation_without_an_answer(run: Run, tmp_path: Path) -> None:

@@ -162,10 +162,10 @@ def refuse_other_data(trained: Trained, data_path: str) -> None:
     found = data.open_data(trained.config, data_path).hidden_hashes
     if found in mine.values():
         return
-    whose = "any client" if trained.client is None else f"client {trained.client}"
+    whose = "any client" if trained.client is None else f"client {trained.run.called(trained.client)}"
     other = next((i for i, known in recorded.items() if found == known), None)
     if other is not None:
-        why = f"they are those of client {other}"
+        why = f"they are those of client {trained.run.called(other)}"
     elif any(known.data[:KEY_DIGITS] == found.data[:KEY_DIGITS] for known in mine.values()):
         why = "their hash differs from that in clients.json"
     else:

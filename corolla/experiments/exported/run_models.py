@@ -157,15 +157,15 @@ def _check(model: Trained, client: int) -> None:
     if model.config.collect_personal_models and model.client == client:
         file = run.path / MODELS / f"{model.name}.safetensors"
         raise UserError(
-            f"{file} is not the model that client {client} was evaluated with: {_difference(model.hashes, told)}"
+            f"{file} is not the model that client {run.called(client)} was evaluated with: {_difference(model.hashes, told)}"
         )
     if not told:
         raise UserError(
-            f"{run.path} does not hold client {client}'s personal model, and the client was not in the last evaluation, which "
-            "would show whether it uses the global one; export the global model without --client"
+            f"{run.path} does not hold the personal model of client {run.called(client)}, and the client was not in the last "
+            "evaluation, which would show whether it uses the global one; export the global model without --client"
         )
     raise UserError(
-        f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}"
+        f"{run.path} does not hold the personal model of client {run.called(client)}, which only the client can make{COLLECT}"
     )
 
 
@@ -187,7 +187,8 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
     if not file.is_file():
         there = sorted(p.stem for p in (path / MODELS).glob("*.safetensors"))
         hint = "" if client is None or config.collect_personal_models else COLLECT
-        raise UserError(f"{path} holds no model {file_stem(client)!r}; it holds {', '.join(there) or 'none'}{hint}")
+        whose = "global model" if client is None else f"model of client {run.called(client)}"
+        raise UserError(f"{path} holds no {whose}; it holds {', '.join(there) or 'none'}{hint}")
     names, shape = weights.names_in(file), shape_of(run)
     for module in networks(config, shape, methods, names, _names_of_data(run)):
         layout = Layout.of(module)
