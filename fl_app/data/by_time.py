@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.data.columns import Columns
 from fl_app.data.encoding import DATE
-from fl_app.data.parsing import missing, numbers_of
+from fl_app.data.parsing import FROM_ZERO, Places, missing, no_number, numbers_of
 from fl_app.data.prepared import DataRequest
 from fl_app.data.user_arrays import word
 from fl_app.errors import DataError, listed
@@ -17,15 +18,15 @@ from fl_app.keys import nearest
 
 
 def divide(
-    request: DataRequest, table: Columns, whose: NDArray[np.generic]
+    request: DataRequest, table: Columns, whose: NDArray[np.generic], places: Places = FROM_ZERO
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the (training, test) rows, sorted. whose: each row's client, [n].
 
-    Raises UserError for a column that does not exist or holds neither numbers nor dates, and for a client that would have
-    no row for training.
+    places: of the rows, for errors. Raises UserError for a column that does not exist or holds neither numbers nor dates, and
+    for a client that would have no row for training.
     """
     column, text = _parsed(request, table)
-    kind, values = _numbers(column, table[column])
+    kind, values = _numbers(column, table[column], dataclasses.replace(places, of_model=True))
     if not text:
         test = _last(values, whose, request.test_ratio)
     else:
@@ -65,13 +66,17 @@ def _value(column: str, kind: str, text: str) -> float:
     raise DataError(f"test-after: must be {column}:VALUE, with a {kind} as in the column, got {text!r}")
 
 
-def _numbers(column: str, values: NDArray[np.generic]) -> tuple[str, NDArray[np.float64]]:
+def _numbers(column: str, values: NDArray[np.generic], places: Places) -> tuple[str, NDArray[np.float64]]:
     found = numbers_of(values)
     if found is None or found[1].ndim > 1:
-        raise DataError(f"test-after: column {column} must hold numbers or dates")
+        raise DataError(
+            f"test-after: column {column} must hold numbers or dates, got {no_number(values, column, places)}"
+        )
     empty = np.flatnonzero(missing(found[1]))
     if empty.size:
-        raise DataError(f"test-after: column {column} must have a value in every row, row {empty[0]} has none")
+        first = int(empty[0])
+        told = f"row {places.number(first)} has none{places.shown(column, first)}"
+        raise DataError(f"test-after: column {column} must have a value in every row, {told}; {empty.size} have none")
     return found[0], found[1].astype(np.float64)
 
 

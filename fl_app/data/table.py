@@ -157,7 +157,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
         # the clients' rows are not known
         rows = [np.arange(size), np.arange(0)]
     elif len(parts) == 1 and request.test_after:
-        rows = list(by_time.divide(request, parts[0], whose[0]))
+        rows = list(by_time.divide(request, parts[0], whose[0], places))
     elif len(parts) == 1:
         rows = list(_divide(whose[0], size, request.test_ratio, request.test_seed))
     elif request.test_after:

@@ -61,6 +61,20 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, after: str, more: dic
         prepared(tmp_path, after, **more)
 
 
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [("", "row 6 has none"), ("24.06.2026", "'24.06.2026' in row 6")],
+    ids=["none", "other"],
+)
+def test_a_row_has_the_number_that_a_spreadsheet_shows(tmp_path: Path, cell: str, words: str) -> None:
+    prepared(tmp_path, "when")
+    frame = pd.read_csv(tmp_path / "t.csv", dtype=str)
+    frame.loc[4, "when"] = cell or None
+    frame.to_csv(tmp_path / "cells.csv", index=False)
+    with pytest.raises(UserError, match=words):
+        data.prepare(f"table:{tmp_path / 'cells.csv'}", tmp_path, target="kind", test_after="when", exclude=("plant",))
+
+
 def test_a_run_by_time(run: Run, tmp_path: Path) -> None:
     prepared(tmp_path, "day")
     setting = {"dataset": f"table:{tmp_path / 't.csv'}", "target": "kind", "client": "plant", "partition": "by-column"}
