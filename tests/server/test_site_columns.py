@@ -107,6 +107,27 @@ def test_a_model_exported_at_a_site_reads_rows_in_the_sites_order(run: Run, tabl
     assert (asked[0] == predict.read_inputs([own], card).samples).all()
 
 
+def test_a_file_is_no_data_path_of_a_run_whose_data_are_the_runs(run: Run, tables: list[Path], tmp_path: Path) -> None:
+    shared = run(num_clients=1, method="fedavg", dataset=f"table:{tables[0]}", target="kind", partition="iid")
+    with pytest.raises(UserError, match="--data-path"):
+        export(shared.path, METHODS, 0, tmp_path / "other.pt", data_path=str(tables[1]))
+
+
+def test_a_run_goes_on_with_the_columns_of_the_earlier_one(run: Run, tables: list[Path], tmp_path: Path) -> None:
+    """Whatever order the sites' tables have by now, and if all have an additional column."""
+    june = started(run, tables, "june", method="fedper", keep_state=True)
+    more = {"method": "fedper", "from_run": str(june.path), "num_server_rounds": 1}
+    july = started(run, tables, "july", **more)
+    now = [reordered(path, tmp_path / f"{k}-now.csv") for k, path in enumerate(tables)]
+    later = started(run, now, "later", **more)
+    assert read_summary(july.path)["digest"] == read_summary(later.path)["digest"]
+    less = [tmp_path / f"{k}-less.csv" for k in range(3)]
+    for path, to in zip(tables, less, strict=True):
+        pd.read_csv(path).drop(columns="mean area").to_csv(to, index=False)
+    with pytest.raises(UserError, match="from: .*\n.*features: mean area only there"):
+        started(run, less, "less", **more)
+
+
 @pytest.mark.parametrize("over", ["sites", "site"])
 def test_every_site_may_have_its_own_order_and_columns(
     run: Run, tables: list[Path], tmp_path: Path, over: str, caplog: pytest.LogCaptureFixture

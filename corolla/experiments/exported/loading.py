@@ -86,6 +86,11 @@ def described(trained: Trained, data_path: str) -> Entries:
     UserError if the run recorded none and its data are missing or have changed.
     """
     config, task = trained.config, tasks.of(trained.config)
+    if data_path and config.dataset != NODE:
+        raise UserError(
+            f"--data-path: is for runs with dataset = node, whose data lie at the sites; {trained.run.path} has dataset = "
+            f"{config.dataset}, and its scaling is recorded: leave out {data_path}"
+        )
     about = trained.run.about.get(DATA, {})
     shape = list(trained.shape.get("input_shape") or (trained.shape["in_channels"], *[trained.shape["image_size"]] * 2))
     recorded, read_by = about.get(NORMALIZED_BY), about.get(READ_BY, {})
