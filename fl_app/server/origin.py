@@ -121,7 +121,7 @@ def origin_of(
         for key in _SAME
         if before.get(key) != (value := config.resolved.get(key))
     ]
-    theirs = names_in(about.get(DATA, {}).get(READ_BY, {}))
+    theirs = features_before(config)
     for what, old, new in (("features", theirs, names.features), ("classes", about.get("classes"), names.outputs)):
         if differ(old, new):
             lines.append(f"{what}: {_difference(list(old or ()), list(new or ()))}")
@@ -145,6 +145,13 @@ def origin_of(
     if not ids:
         raise UserError(f"from: no client of this run is one of {path}")
     return Origin(path, digest, secret_of(path, "from"), ids, int(before["num-clients"]), loaded)
+
+
+def features_before(config: RunConfig) -> tuple[str, ...]:
+    """Return the features' names of the run that a run goes on from, () if there is none, or if it did not record them."""
+    if not config.from_run:
+        return ()
+    return names_in(read_about(Path(config.from_run)).get(DATA, {}).get(READ_BY, {}))
 
 
 def _difference(old: list[str], new: list[str]) -> str:

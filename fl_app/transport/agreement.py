@@ -58,11 +58,14 @@ class Majority(Generic[T]):
 class Features:
     """The features that more than half of the sites name, in the order that most sites have.
 
-    In a tie it is the order of the site with the lowest client id, whoever came first. If no site has all of these features,
+    In a tie it is the order of the site with the lowest client id, whoever came first. A run that goes on from another one has
+    that run's features in their order, if more than half of the sites name each. If no site has all of these features,
     or only some words of a column are among them, or there are none, they are the most frequent list.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: tuple[str, ...] = ()) -> None:
+        # features of the run that this one goes on from
+        self._before = before
         # number of sites by list of features, and by feature; lowest client id by list
         self._lists, self._named = Counter[tuple[str, ...]](), Counter[str]()
         self._first: dict[tuple[str, ...], int] = {}
@@ -80,6 +83,8 @@ class Features:
     def value(self) -> tuple[str, ...] | None:
         """The features; None if no site has told any."""
         common = {name for name, count in self._named.items() if 2 * count > self._lists.total()}
+        if self._before and common >= set(self._before):
+            return self._before
         whole = {features: tuple(name for name in features if name in common) for features in self._lists}
         usable = {
             features: kept
@@ -96,13 +101,14 @@ class Features:
 class Agreement:
     """Counts clients' answers on the facts that they must share."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, before: tuple[str, ...] = ()) -> None:
+        """before: the features of the run that this one goes on from, () if there is none, or if it has no names."""
         self._config = config
         # names and sums are compared if each site has its own data
         self._by_site = config.dataset == NODE
         self._num_clients = Majority[int]()
         self._shape = Majority[Shape]()
-        self._features, self._classes = Features(), Majority[tuple[str, ...]]()
+        self._features, self._classes = Features(before), Majority[tuple[str, ...]]()
         self._sums_kind = Majority[tuple[int, int]]()
         self._key_list = Majority[str]()
         self._hashes = Majority[DataHashes]()

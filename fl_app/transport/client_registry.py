@@ -30,6 +30,7 @@ from fl_app.errors import UserError, listed, plain
 from fl_app.known_names import SCALING
 from fl_app.server import properties
 from fl_app.server.events import LeftOut, tell
+from fl_app.server.origin import features_before
 from fl_app.server.properties import ClientReport, Properties
 from fl_app.server.run_folder import called, name_of
 from fl_app.sources import NODE
@@ -141,7 +142,8 @@ class ClientRegistry:
         self.properties: dict[int, Properties] = {}
         # client id -> node id
         self.node_of: dict[int, int] = {}
-        self._agreement = Agreement(config)
+        self._before = features_before(config) if self._by_name else ()
+        self._agreement = Agreement(config, self._before)
         # number of reports when all ids were last assigned, and what most of these said
         self._assigned_among, self._assigned_by = 0, self.agreed
         self._nodes: dict[int, Node] = {}
@@ -364,8 +366,10 @@ class ClientRegistry:
             for i, node in sorted(self.node_of.items())
             if self._nodes[node].matched and (report := self._nodes[node].report)
         }
+        goes_on = bool(self._before) and wanted == set(self._before)
+        whose = "the run that this one goes on from does" if goes_on else "most others do"
         columns = [
-            f"client {called(i, self.properties)}: most others do not have {listed(more)}, which the run leaves out"
+            f"client {called(i, self.properties)}: {whose} not have {listed(more)}, which the run leaves out"
             for i, more in left.items()
             if more
         ]
@@ -475,7 +479,7 @@ class ClientRegistry:
         if self._started:
             self._try_again()
             return
-        self._agreement = Agreement(self.config)
+        self._agreement = Agreement(self.config, self._before)
         for node in self._reported.values():
             if node.report:
                 self._agreement.add(node.report)
@@ -578,7 +582,7 @@ class ClientRegistry:
         self._assigned_by = found = self._agreement.found
         if self._by_name:
             # shapes and sums are those of the columns that the run takes
-            matched = Agreement(self.config)
+            matched = Agreement(self.config, self._before)
             for report in reports:
                 # one that is malformed is refused when it claims its id
                 with contextlib.suppress(wire.WireError):
