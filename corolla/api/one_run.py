@@ -176,9 +176,9 @@ def configure(preset: str | None, given: dict[str, Scalar], how: LaunchOptions) 
     parsed = resolve(config)
     if how.replay:
         refuse_other_settings(how.replay, base, parsed)
-    # no warning for values that a shipped preset itself sets, while the keys that they depend on are the preset's too
+    # no warning for values that another run, or a shipped preset, itself sets, while what they depend on is the preset's too
     shipped = bool(preset) and not str(preset).endswith(".toml") and not given.keys() & REFERRED_TO
-    warn_of_settings(given, [(parsed, given if how.resume or shipped else {**base, **given})])
+    warn_of_settings(given, [(parsed, given if how.resume or how.from_run or shipped else {**base, **given})])
     name_plugins([config])
     return config, parsed
 
