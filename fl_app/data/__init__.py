@@ -415,7 +415,8 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
         raise DataError(f"classes: {where} has its own; leave it unset, got {','.join(request.classes)!r}")
     if source.known and request.image_size and not source.resizes:
         raise DataError(f"image-size: {where} has its own; leave it unset, got {request.image_size!r}")
-    if request.own.text and not source.has_columns:
+    # `node` asks the source of the site's own file in turn
+    if request.own.text and not source.has_columns and source.prefix != NODE:
         why = f"{where} is no table, and [data] of this site's site.toml says how one is read ({', '.join(request.own.given)})"
         if request.site:
             raise DataError(f"dataset: {why}; remove [data], or start the node with a site.toml of its own (--site)")
