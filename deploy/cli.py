@@ -121,7 +121,8 @@ def status(
             shown = healthy if state["alive"] else ""
             rows.append((name, client, "", host, gpu, pid, lives, shown, connected, _key(running, name)))
     for client_id, connected in superlink_nodes.status_of_joined(running).items():
-        admitted = "admitted" if connected else "not admitted yet"
+        lost = joining.was_revoked(running.inventory, client_id)
+        admitted = "admitted" if connected else "revoked" if lost else "not admitted yet"
         name = f"supernode-{client_id}"
         called = joining.name_of(running.inventory, client_id)
         rows.append((name, str(client_id), called, "joins", "", "", admitted, "", connected, _key(running, name)))
@@ -189,10 +190,15 @@ def revoke(
     quiet: Quiet = False,
 ) -> None:
     """Revoke every key that a SuperNode ever had. It is locked out at once and permanently; the others continue."""
-    from deploy import superlink_nodes
+    from deploy import joining, superlink_nodes
 
-    problems = superlink_nodes.revoke(_running(inventory), client)
-    _say(f"client {client}: the SuperLink rejects its key; `corolla cluster keys` makes a new one")
+    running = _running(inventory)
+    who = joining.called(running.inventory, client)
+    problems = superlink_nodes.revoke(running, client)
+    back = "`corolla cluster keys` makes a new one"
+    if client in running.inventory.joined:
+        back = "the site comes back with another: `corolla node rotate` there, then `corolla cluster admit`"
+    _say(f"client {who}: the SuperLink rejects its key; {back}")
     if problems:
         typer.echo("\n".join(problems), err=True)
         raise typer.Exit(exit_codes.FAILED)
@@ -276,7 +282,7 @@ def admit(
     cluster.note_joined(found.name, found.joined)
     if running := cluster.find(found.name):
         superlink_nodes.register_key(running, f"supernode-{client}")
-        _say(f"client {client} is registered with the running cluster {found.name}")
+        _say(f"client {joining.called(found, client)} is registered with the running cluster {found.name}")
     _say(f"send {invitation} to the site: corolla node start NAME --invitation {invitation.name}")
     if (listed := Path(found.keys) / PEERS).is_file():
         _say(
@@ -300,11 +306,12 @@ def rotate(
 
     found = inventories.read_inventory(inventory)
     joining.admit(found, client, public, replace=True)
+    who = joining.called(found, client)
     if running := cluster.find(found.name):
         superlink_nodes.register_key(running, f"supernode-{client}")
-        _say(f"client {client}: the running cluster {found.name} accepts the new key, and the old one no longer")
+        _say(f"client {who}: the running cluster {found.name} accepts the new key, and the old one no longer")
     else:
-        _say(f"client {client}: its old key ends when the cluster is up; the next `up` registers the new one")
+        _say(f"client {who}: its old key ends when the cluster is up; the next `up` registers the new one")
     if (listed := Path(found.keys) / PEERS).is_file():
         _say(f"for private runs send {listed} to all sites again")
 

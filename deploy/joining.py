@@ -228,6 +228,18 @@ def name_of(inventory: Inventory, client: int) -> str:
     return str(read_toml(invitation).get("name", "")) if public.is_file() and invitation.is_file() else ""
 
 
+def called(inventory: Inventory, client: int) -> str:
+    """Return a client's number, with the name under which it was admitted: `3 (bern)`."""
+    name = name_of(inventory, client)
+    return f"{client} ({name})" if name else str(client)
+
+
+def was_revoked(inventory: Inventory, client: int) -> bool:
+    """Return whether a client that joined has lost its keys: it was admitted, and its public key is gone."""
+    public = Path(inventory.keys) / f"supernode-{client}.pub"
+    return not public.is_file() and public.with_suffix(".toml").is_file()
+
+
 def _public_key(path: Path) -> bytes:
     """Read a public key in the form that Corolla writes, without its comment."""
     try:

@@ -184,6 +184,20 @@ def test_status_is_good_only_if_every_admitted_site_is_connected(
 
 
 @pytest.mark.usefixtures("healthy")
+def test_status_tells_a_revoked_site_from_one_that_never_came(
+    running: Cluster, link: Link, tmp_path: Path, command: Command
+) -> None:
+    for found in link.nodes:
+        found.status = "online"
+    joining.admit(running.inventory, 1, tmp_path / "site" / joining.PUBLIC, name="celle")
+    code, out, err = command("cluster", "revoke", "lab", 1)
+    assert code == 0 and "1 (celle)" in out and "node rotate" in out, err
+    code, out, err = command("cluster", "status", "lab", "--json")
+    states = {row["node"]: row["state"] for row in json.loads(out)}
+    assert code == 0 and (states["supernode-1"], states["supernode-2"]) == ("revoked", "not admitted yet"), err
+
+
+@pytest.mark.usefixtures("healthy")
 def test_status_names_keys_that_no_entry_has(running: Cluster, link: Link, tmp_path: Path, command: Command) -> None:
     for found in link.nodes:
         found.status = "online"
