@@ -53,13 +53,15 @@ class Server(Protocol):
 class Origin:
     """The run that a new run goes on from.
 
-    ids: by a client's id, its id there; new clients are missing. saved: its last checkpoint.
+    ids: by a client's id, its id there; new clients are missing. new: the number of new clients that are there. saved: its last
+    checkpoint.
     """
 
     path: Path
     digest: str
     secret: str
     ids: Mapping[int, int]
+    new: int
     num_clients: int
     saved: checkpoint.Checkpoint
 
@@ -144,7 +146,15 @@ def origin_of(
     ids = _matched(read_clients(path), properties, int(before["num-clients"]))
     if not ids:
         raise UserError(f"from: no client of this run is one of {path}")
-    return Origin(path, digest, secret_of(path, "from"), ids, int(before["num-clients"]), loaded)
+    return Origin(
+        path,
+        digest,
+        secret_of(path, "from"),
+        ids,
+        len(properties.keys() - ids.keys()),
+        int(before["num-clients"]),
+        loaded,
+    )
 
 
 def features_before(config: RunConfig) -> tuple[str, ...]:
@@ -182,8 +192,7 @@ def _matched(
 
 def goes_on_line(origin: Origin, config: RunConfig, normalize: str) -> str:
     """Return the log's line about the run that a run goes on from. normalize: how inputs are scaled."""
-    new = config.num_clients - len(origin.ids)
-    more = f"; {counted(new, 'client')} {'is' if new == 1 else 'are'} new" if new else ""
+    more = f"; {counted(origin.new, 'client')} {'is' if origin.new == 1 else 'are'} new" if origin.new else ""
     if normalize == "mean-std":
         more += (
             "; inputs are scaled by its mean and std (normalize-over = initial)"

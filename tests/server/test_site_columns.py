@@ -113,6 +113,13 @@ def test_a_file_is_no_data_path_of_a_run_whose_data_are_the_runs(run: Run, table
         export(shared.path, METHODS, 0, tmp_path / "other.pt", data_path=str(tables[1]))
 
 
+def test_a_client_that_is_gone_is_not_new(run: Run, tables: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    june = started(run, tables, "june", method="fedavg", keep_state=True)
+    started(run, tables, "july", method="fedavg", from_run=str(june.path), without="2", num_server_rounds=1)
+    (line,) = [line for line in caplog.messages if line.startswith("goes on from")]
+    assert "with 2 clients" in line and "new" not in line.partition(";")[2].partition(";")[0]
+
+
 def test_a_run_goes_on_with_the_columns_of_the_earlier_one(run: Run, tables: list[Path], tmp_path: Path) -> None:
     """Whatever order the sites' tables have by now, and if all have an additional column."""
     june = started(run, tables, "june", method="fedper", keep_state=True)
