@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,20 +28,18 @@ _PAIRS = 1 << 14
 def noisy(total: Tensor, deviation: float, stream: SecureRandom) -> Tensor:
     """Return a sum with Gaussian noise in every element, on a grid that does not depend on the sum.
 
-    total: float32, on any device. deviation: of the noise, above 0. The result has the sum's shape, dtype and device.
-    The noise is drawn on the CPU, so every device gets the same.
+    total: float32, on any device. It is overwritten if it is contiguous and on the CPU. deviation: of the noise, above 0.
+    The result has the sum's shape, dtype and device. The noise is drawn on the CPU, so every device gets the same.
     """
     if not 0 < deviation < math.inf:
         raise ValueError(f"deviation must be above 0 and finite, got {deviation}")
     step = 2.0 ** math.floor(math.log2(deviation * STEP))
     flat = total.detach().cpu().contiguous().reshape(-1)
-    result = torch.empty_like(flat)
     normals = _Normals(stream, deviation / step)
     for start in range(0, flat.numel(), 2 * _PAIRS):
-        part = slice(start, start + 2 * _PAIRS)
-        steps = normals.draw(len(flat[part])).add_(flat[part], alpha=1 / step).round_()
-        result[part] = steps.mul_(step)
-    return result.reshape(total.shape).to(total.device)
+        part = flat[start : start + 2 * _PAIRS]
+        part.copy_(normals.draw(len(part)).add_(part, alpha=1 / step).round_().mul_(step))
+    return flat.reshape(total.shape).to(total.device)
 
 
 class _Normals:
@@ -48,23 +47,32 @@ class _Normals:
 
     def __init__(self, stream: SecureRandom, deviation: float) -> None:
         self._stream, self._deviation = stream, deviation
-        self._words = torch.empty(2 * _PAIRS, dtype=torch.int64)
-        self._uniform = torch.empty(2 * _PAIRS, dtype=torch.float64)
-        self._normals = torch.empty(2 * _PAIRS, dtype=torch.float64)
+        # half a unit keeps the logarithm finite
+        self._half = torch.tensor(2.0**-64, dtype=torch.float64)
+        self._take(0)
+
+    def _take(self, pairs: int) -> None:
+        """Take memory for draws of this many pairs, and name its halves once for all of them."""
+        self._pairs = pairs
+        self._bits = np.empty(2 * pairs, np.int64)
+        self._words = torch.from_numpy(self._bits)
+        self._uniform = torch.empty(2 * pairs, dtype=torch.float64)
+        self._normals = torch.empty(2 * pairs, dtype=torch.float64)
+        self._signed = self._words[:pairs]
+        self._radius, self._angle = self._uniform[:pairs], self._uniform[pairs:]
+        self._cosines, self._sines = self._normals[:pairs], self._normals[pairs:]
 
     def draw(self, n: int) -> Tensor:
         """Return n normals, float64 [n], at most 2 * _PAIRS. The next draw overwrites them."""
-        pairs = -(-n // 2)
-        words = self._words[: 2 * pairs]
-        self._stream.fill(words.numpy())
+        if -(-n // 2) != self._pairs:
+            self._take(-(-n // 2))
+        self._stream.fill(self._bits)
         # 63 bits without a sign: small numbers keep their 53 digits, from which far normals come
-        words[:pairs] &= 2**63 - 1
-        uniform = self._uniform[: 2 * pairs].copy_(words)
-        radius, angle = uniform[:pairs], uniform[pairs:]
-        # half a unit keeps the logarithm finite
-        radius.mul_(2.0**-63).add_(2.0**-64).log_().mul_(-2 * self._deviation**2).sqrt_()
-        angle.mul_(2 * math.pi * 2.0**-64)
-        normals = self._normals[: 2 * pairs]
-        torch.cos(angle, out=normals[:pairs]).mul_(radius)
-        torch.sin(angle, out=normals[pairs:]).mul_(radius)
-        return normals[:n]
+        self._signed.bitwise_and_(2**63 - 1)
+        self._uniform.copy_(self._words)
+        radius = torch.add(self._half, self._radius, alpha=2.0**-63, out=self._radius)
+        radius.log_().mul_(-2 * self._deviation**2).sqrt_()
+        angle = self._angle.mul_(2 * math.pi * 2.0**-64)
+        torch.cos(angle, out=self._cosines).mul_(radius)
+        torch.sin(angle, out=self._sines).mul_(radius)
+        return self._normals[:n]

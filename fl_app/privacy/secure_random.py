@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 KEY_BYTES = 32
-# bytes of the keystream made at once
-_CHUNK = 1 << 18
+# most bytes of the keystream made at once, and bytes of one of AES's blocks
+_CHUNK, _BLOCK = 1 << 18, 16
 
 
 def secret(nbytes: int = KEY_BYTES) -> bytes:
@@ -41,7 +41,7 @@ class SecureRandom:
             raise ValueError(f"a key must have {KEY_BYTES} bytes, got {len(key)}")
         self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
         self._process = os.getpid()
-        self._zeros, self._buffer = bytes(_CHUNK), bytearray(_CHUNK + 16)
+        self._zeros, self._end = memoryview(bytes(_CHUNK)), bytearray(2 * _BLOCK)
 
     @classmethod
     def of_secret(cls) -> SecureRandom:
@@ -65,10 +65,14 @@ class SecureRandom:
         if not array.flags.c_contiguous or not array.flags.writeable:
             raise ValueError("the array must be contiguous and writeable")
         target = array.reshape(-1).view(np.uint8)
-        for start in range(0, len(target), _CHUNK):
-            size = min(_CHUNK, len(target) - start)
-            self._stream.update_into(self._zeros[:size] if size < _CHUNK else self._zeros, self._buffer)
-            target[start : start + size] = np.frombuffer(self._buffer, np.uint8, size)
+        # the cipher asks for a block of room behind its output: all but the end is written where it stays
+        direct = max(len(target) - _BLOCK, 0)
+        for start in range(0, direct, _CHUNK):
+            size = min(_CHUNK, direct - start)
+            self._stream.update_into(self._zeros[:size], target[start : start + size + _BLOCK].data)
+        left = len(target) - direct
+        self._stream.update_into(self._zeros[:left], self._end)
+        target[direct:] = np.frombuffer(self._end, np.uint8, left)
 
     def words(self, n: int) -> NDArray[np.uint64]:
         """Return n random words, uint64 [n]."""

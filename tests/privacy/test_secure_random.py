@@ -70,6 +70,12 @@ def test_the_stream_is_aes_in_counter_mode() -> None:
     stream = SecureRandom(KEY)
     parts = [stream.words(k) for k in (1, 40_000, n - 40_001)]
     assert np.concatenate(parts).tobytes() == expected
+    # pieces that begin and end inside a block, and inside what is made at once
+    stream, pieces = SecureRandom(KEY), [np.empty(size, np.uint8) for size in (1, 15, 16, 17, 33, 262_144, 270_001)]
+    for piece in pieces:
+        stream.fill(piece)
+    joined = np.concatenate(pieces).tobytes()
+    assert joined == expected[: len(joined)]
 
 
 def test_a_key_stays_in_its_process() -> None:
@@ -124,6 +130,24 @@ def test_noise_is_normal() -> None:
     assert stats.kurtosis(drawn) == pytest.approx(0, abs=0.05)
     assert np.corrcoef(drawn[:-1], drawn[1:])[0, 1] == pytest.approx(0, abs=0.01)
     assert (np.abs(drawn) > 3.5).mean() == pytest.approx(2 * stats.norm.sf(3.5), rel=0.3)
+
+
+def test_noise_is_made_of_all_its_words() -> None:
+    """Box and Muller by NumPy, of the same words, over the border of what is made at once."""
+    n, block = 32_768 + 7, 32_768
+    total = torch.arange(n, dtype=torch.float32) / n
+    stream, made = SecureRandom(KEY), []
+    for size in (block, n - block):
+        pairs = -(-size // 2)
+        words = stream.words(2 * pairs)
+        radius = np.sqrt(-2 * np.log(((words[:pairs] & np.uint64(2**63 - 1)) + 0.5) * 2.0**-63))
+        angle = words[pairs:].view(np.int64) * (2 * np.pi * 2.0**-64)
+        made.append(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])
+    expected = total.double().numpy() + 2.0 * np.concatenate(made)
+    found = noisy(total, 2.0, SecureRandom(KEY)).double().numpy()
+    assert np.abs(found - expected).max() <= 0.51 * 2.0 * STEP
+    # no second array of the model's size
+    assert np.array_equal(found, total.double().numpy())
 
 
 @pytest.mark.parametrize("total", [0.0, 0.1, 1 / 3, 7.7])
