@@ -151,11 +151,20 @@ class CorollaClient(NumPyClient):
             with reasons.stage("protocol", "dataset", "readable"):
                 self.data = self.data.with_columns(tuple(map(str, json.loads(str(text)))))
         elif (text := download.method.get(MODEL_NAMES)) is not None:
+            if self.config.private:
+                self._require_start(download.experiment, str(text))
             features = tuple(json.loads(str(text))["features"])
             # other names are refused before the model is used
             if sorted(features) == sorted(self.data.info.facts.features):
                 self.data = self.data.with_columns(features)
         return download
+
+    def _require_start(self, experiment: str, names: str) -> None:
+        """Raise UserError unless a private run starts from a model with these names, and no others."""
+        with reasons.stage("protocol", "private", "hidden"):
+            if not self.config.initial_weights:
+                raise UserError("private: the server names a model's columns, and the run has no initial-weights")
+            self._site_keys.require_start(experiment, names)
 
     def _answered(self, question: Download) -> Config:
         from client_app.private_round import answered

@@ -4,7 +4,8 @@
   and of the site's public half, so that the notes belong to the key and not to the client's number.
 - `keys/<hash>/<round>-<attempt>.answered`: an attempt that was answered under them, with the means to open its sum.
   `keys/<hash>/<round>-<attempt>.<hash>.opened`: the members whose sum the client helps to open.
-  `keys/<hash>/experiment`: the one experiment that they serve. `keys/<hash>/ended`: they are deleted, and no new ones made.
+  `keys/<hash>/experiment`: the one experiment that they serve. `keys/<hash>/start`: a hash of the names of the model that
+  the run starts from. `keys/<hash>/ended`: they are deleted, and no new ones made.
 - `runs/<experiment>/sums-<hash of the public half>.json`: the client's aggregation group in the experiment, the splits that it has
   signed, and its sample count.
 - `runs/<experiment>/clipped-<hash>`: a value of the client was beyond `private-range`.
@@ -39,7 +40,7 @@ from fl_app.privacy.transcript import config_hash
 from fl_app.transport.wire import SEED_KEYS, state_version
 
 _KEYS, _RUNS, _PRIVATE, _EXPERIMENT, _ENDED = "keys", "runs", "private", "experiment", "ended"
-_ANSWERED, _OPENED = ".answered", ".opened"
+_ANSWERED, _OPENED, _START = ".answered", ".opened", "start"
 # Keys of a run whose last message never came are deleted after this many days without use.
 _DAYS = 30
 
@@ -170,6 +171,21 @@ class SiteKeys:
             raise UserError(
                 f"client {self.keys.ring.client_id}: private: its keys for this run serve another experiment"
             )
+
+    def require_start(self, experiment: str, names: str) -> None:
+        """Note the names of the model that the run starts from. Raises UserError if they were others before.
+
+        A client compares them with its own columns, so each list of names would be a guess that it answers.
+        """
+        with self._noting(experiment) as directory:
+            self._check_served(directory, experiment)
+            path, asked = directory / _START, hashlib.sha256(names.encode()).hexdigest()
+            if not path.exists():
+                publish_text(path, asked)
+            elif path.read_text(encoding="utf-8") != asked:
+                raise UserError(
+                    f"client {self.keys.ring.client_id}: private: the run's first model had other names before"
+                )
 
     def sign_split(self, experiment: str, splits: Sequence[GroupSplit]) -> str:
         """Return the client's signature of the last of these splits. Raises UserError if it must not sign it.

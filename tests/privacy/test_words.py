@@ -26,7 +26,7 @@ from fl_app.data import site_columns
 from fl_app.data.site_columns import SiteColumns
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
-from fl_app.server.properties import COLUMNS
+from fl_app.server.properties import COLUMNS, MODEL_NAMES
 from fl_app.transport import outgoing, wire
 from fl_app.transport.outgoing import OPEN, TABLE, TELL, Mode
 from fl_app.transport.wire import Download, Upload
@@ -225,6 +225,29 @@ def test_guesses_of_a_columns_name_have_one_answer(tmp_path: Path, kind: str) ->
         download = Download(task, 1, 0, "words", NOTHING, method={COLUMNS: json.dumps(names)})
         found.append(entries(answer(config, path, kind, wire.encode_download(download))))
     assert found == [found[0]] * 4 and found[0][wire.ERROR] == "protocol/private/hidden"
+
+
+def named(*features: str) -> RecordDict:
+    """A message of a private run, with the names of a first model of which the server says that the run starts from it."""
+    names = json.dumps({"features": features, "classes": ["well", "ill"]})
+    return wire.encode_download(Download("train", 1, 0, "words", NOTHING, method={MODEL_NAMES: names}))
+
+
+def test_a_first_model_that_no_run_has_is_no_guess_of_names(tmp_path: Path) -> None:
+    """In a private run clients compare such names with their own, so a server could guess them one after the other."""
+    config = run_config(PRIVATE, target="state", classes="well,ill", categorical="ward=a|b", exclude="name")
+    path = table(tmp_path / "site.csv")
+    found = [entries(answer(config, path, "train", named(*names))) for names in (["age", "ward=a", "ward=b"], ["hiv"])]
+    assert found == [found[0]] * 2 and found[0][wire.ERROR] == "protocol/private/hidden"
+    # one with such a model has one list of names
+    config |= {"initial-weights": str(tmp_path / "model.safetensors")}
+    found = [
+        entries(answer(config, path, "train", named(*names)))
+        for names in (["hiv"], ["age", "ward=a", "ward=b"], ["age"], ["hiv"])
+    ]
+    reasons_given = [each[wire.ERROR] for each in found]
+    assert reasons_given[1:3] == ["protocol/private/hidden"] * 2 and reasons_given[0] == reasons_given[3]
+    assert reasons_given[0] != reasons_given[1]
 
 
 @pytest.mark.parametrize("promise", PROMISES)
