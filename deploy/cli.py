@@ -10,7 +10,7 @@ import click
 import typer
 
 from fl_app import exit_codes, log_format
-from fl_app.errors import DeploymentError, counted
+from fl_app.errors import DeploymentError, counted, plain_lines
 from fl_app.files import no_such
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ def logs(
     """Show the end of the logs, also for a cluster with processes that ended."""
     running = _running(inventory)
     for name in [node] if node else running.names:
-        text = running.log_end(name, lines)
+        # applications without walls, and remote parties, wrote some of it
+        text = plain_lines(running.log_end(name, lines))
         typer.echo(text if node else f"--- {name}\n{text}")
 
 

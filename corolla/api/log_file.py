@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.control import Control
+from rich.segment import Segment
 
 from corolla.api.output import Lenient
 from fl_app.errors import UserError, plain_lines
@@ -54,6 +56,14 @@ class LoggedConsole(Console):
     def file(self, new: IO[str]) -> None:
         Console.file.fset(self, new)  # type: ignore[attr-defined]
 
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the pieces of what is printed, without control characters: a table's cells hold texts of others, too."""
+        for piece in super().render(renderable, options):
+            if piece.control or piece.text == "\n" or piece.text.isprintable():
+                yield piece
+            else:
+                yield Segment(plain_lines(piece.text), piece.style)
+
     def print(self, *objects: Any, **options: Any) -> None:
         """Print without control characters, and write to the log file: clients and files wrote some of the text."""
         objects = tuple(plain_lines(one) if isinstance(one, str) else one for one in objects)
@@ -62,4 +72,4 @@ class LoggedConsole(Console):
             plain = io.StringIO()
             told = Console(file=plain, width=WIDTH, highlight=False, emoji=False, color_system=None)
             told.print(*objects, **options)
-            write(plain.getvalue())
+            write(plain_lines(plain.getvalue()))
