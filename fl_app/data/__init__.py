@@ -174,9 +174,11 @@ class OpenedData:
         }
         return DataHashes(keyed_hash("".join(self.hashes), json.dumps(read_by)), "")
 
-    def client(self, client_id: int) -> ClientData:
+    def client(self, client_id: int, *, once: bool = False) -> ClientData:
         """Return one client's samples, with its validation samples apart.
 
+        once: a sample that the user's own partition gives the client twice is one. It always is with `dp-epsilon`, whose
+        noise is that of one record.
         In a private run the columns of a site's own table are in the order of their names: the server cannot put them in order.
         Raises UserError if the client has too few samples to have validation samples.
         """
@@ -185,6 +187,8 @@ class OpenedData:
             whole = ClientData(data.x_train, data.y_train, data.x_test, data.y_test, data.info)
         else:
             train, test = self.partition.client(client_id)
+            if once or self.config.dp_epsilon:
+                train = train[np.sort(np.unique(train, return_index=True)[1])]
             whole = ClientData(*_take(data, train), *_take(data, test), data.info)
         if self.scales_clients:
             whole = dataclasses.replace(whole, info=data.info.scaled_by(MomentSums.of(whole.x_train).moments))

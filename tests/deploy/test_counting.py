@@ -17,8 +17,8 @@ import pytest
 from client_app.counting import train_samples
 from deploy import bubblewrap, confine, sample_counting
 from deploy.confine import Confinement
-from fl_app.config import RunConfig
-from fl_app.data import trained_on
+from fl_app.config import RunConfig, parse
+from fl_app.data import open_data, trained_on
 from fl_app.errors import UserError
 from fl_app.files import lock
 from fl_app.keys import Scalar, specs
@@ -45,6 +45,17 @@ def saying(code: str) -> sample_counting.Start:
 
 def test_the_process_counts_as_the_client_does() -> None:
     assert sample_counting.count(DIGITS, 0, 4, "") == train_samples(DIGITS, 0, 4, "") == 30
+
+
+def test_a_sample_counts_once_however_often_a_partition_names_it(tmp_path: Path) -> None:
+    """In the count of `min-samples`, and for the noise of a budget, which is that of one record."""
+    rows = [[7, 3, 7] * 10, [*range(30)]]
+    np.savez(tmp_path / "p.npz", train_idx=rows, test_idx=[[0], [1]])
+    named = DIGITS | {"partition": f"file:{tmp_path / 'p.npz'}", "num-clients": 2, "data-dir": str(tmp_path / "data")}
+    assert [train_samples(named, client, 2, "") for client in (0, 1)] == [2, 30]
+    for promise, samples in ({}, 30), ({"dp-epsilon": 3.0}, 2):
+        opened = open_data(parse({**named, **promise}, METHOD_PARAMS))
+        assert [len(opened.client(client).y_train) for client in (0, 1)] == [samples, 30]
 
 
 def test_its_error_is_the_error(tmp_path: Path) -> None:
