@@ -119,6 +119,8 @@ class Sealed(Card):
 
 
 FORMAT = 1
+# of a card: names of thousands of classes and columns take less
+_MOST_BYTES = 1 << 26
 _MOST_BITS = 16
 _OWN = "card-sha256"
 # key of `data`: the hash of the run's data file
@@ -153,6 +155,8 @@ def read(file: Path) -> Sealed:
         if not needed.is_file():
             more = f"{needed}: no such file or directory; {file.name} needs its card beside it"
             raise UserError(more if needed is path else no_such(needed))
+    if (nbytes := path.stat().st_size) > _MOST_BYTES:
+        raise UserError(f"{path} is not a card: it may have {_MOST_BYTES} bytes, it has {nbytes}")
     card: Any = None
     try:
         text = path.read_text(encoding="utf-8")

@@ -210,3 +210,13 @@ def test_a_card_of_another_file_is_refused(run: Run, tmp_path: Path, command: Co
     model_card.beside(file).rename(model_card.beside(other))
     code, _, said = command("verify", str(other))
     assert code == 2 and "model.pt" in said and "other.pt" in said
+
+
+def test_a_card_without_an_end_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    file.write_bytes(b"weights")
+    with model_card.beside(file).open("wb") as card:
+        # a sparse file, which takes no room on the disk
+        card.truncate(1 << 40)
+    with pytest.raises(UserError, match="model.pt.json is not a card"):
+        model_card.read(file)
