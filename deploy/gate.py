@@ -47,8 +47,9 @@ from deploy.approval import Request
 from deploy.arriving import Arriving
 from deploy.audit import Audit
 from deploy.site import Site
+from fl_app.config import RunConfig
 from fl_app.errors import DeploymentError, UserError, describe
-from fl_app.keys import Scalar
+from fl_app.keys import Scalar, specs
 from fl_app.log_format import about
 from fl_app.reasons import RULES, Reason, admitted
 from fl_app.server.properties import SAMPLES
@@ -72,6 +73,14 @@ _MAX_CONFIG = 128 * 1024
 _MAX_TEXT, _MAX_STRAYS = 2000, 10
 # Most runs whose judgement is kept, more than can be held, and most applications, of a few MB each, whose code is kept.
 _MAX_JUDGED, _MAX_FABS = 2 * _MAX_HELD, 4
+
+# keys of a run that say how many messages to train it has, with their defaults, and the messages of that type at its end:
+# to collect the personal model, and to forget the state
+_ROUNDS = "num-server-rounds"
+_TRIES: Mapping[str, int] = {
+    spec.name: spec.default for spec in specs(RunConfig) if spec.name in (_ROUNDS, "round-retries")
+}
+_LAST = 2
 
 # kinds of replies by the type of the message
 KINDS: Mapping[str, Kind] = {"train": "fit", "evaluate": "evaluate", QUERY: "properties"}
@@ -115,7 +124,7 @@ class Judged:
     """A run, fetched once, and the sha256 of its code, so that the code that is checked is the code that starts.
 
     refusal: the broken rule in full, or "". way: limits of replies in this run. waits: the run waits for a
-    person's approval.
+    person's approval. trained: messages to train that have come.
     """
 
     run: Run
@@ -123,6 +132,7 @@ class Judged:
     config: Mapping[str, Scalar]
     refusal: str = ""
     waits: bool = False
+    trained: int = 0
     # until its config is known, a run may have made every promise
     way: Way = Way(frozenset({Mode.PRIVATE, Mode.DP}))
 
@@ -220,7 +230,7 @@ class Gate:
             if judged.waits and self._undecided(judged):
                 self._hold(received)
                 return None
-            why = judged.refusal or self._used_up(judged, message)
+            why = judged.refusal or self._beyond_rounds(judged, message) or self._used_up(judged, message)
         # a run that cannot be written to the audit does not start
         except (UserError, OSError) as error:
             self._answer(message, _of_audit(error))
@@ -232,6 +242,19 @@ class Gate:
         self._pulled = self._strays = 0
         self.arriving.begin()
         return received
+
+    def _beyond_rounds(self, judged: Judged, message: Message) -> str:
+        """Count a message to train, where the site bounds the number of rounds. Return the reason to refuse it, or ""."""
+        if _ROUNDS not in self.rules.bounds or KINDS.get(message.metadata.message_type) != "fit":
+            return ""
+        judged.trained += 1
+        # an application refuses a value of another type
+        told = [judged.config.get(name) for name in _TRIES]
+        rounds, retries = (one if type(one) is int else _TRIES[name] for name, one in zip(_TRIES, told, strict=True))
+        most = rounds * (1 + retries) + _LAST
+        if judged.trained <= most:
+            return ""
+        return f"bounds: {_ROUNDS} of {rounds} and round-retries of {retries} allow {most} messages, this is one more"
 
     def _used_up(self, judged: Judged, message: Message) -> str:
         """Count the message if its reply is an evaluation that the site limits. Return the reason to refuse it, or ""."""

@@ -59,6 +59,8 @@ clientapp = "app:client"
 [tool.flwr.app.config]
 method = "fedcac"
 local-epochs = 5
+num-server-rounds = 30
+round-retries = 1
 dataset = "digits"
 train-samples = 30
 test-samples = 10
@@ -218,6 +220,25 @@ def test_a_sites_evaluations_are_counted_over_runs_and_restarts(tmp_path: Path, 
     for text in ("damaged", "-9\n", "0_0\n", "", "0", " 0\n", "0\n0\n", "٠\n"):
         (tmp_path / "evaluations").write_text(text)
         assert not passes("evaluate", 2), text
+
+
+@pytest.mark.parametrize("retries", [1, "x", float("inf")])
+@pytest.mark.parametrize("bounds, trained", [({"num-server-rounds": {"max": 2}}, 6), ({}, 9)])
+def test_a_bound_on_rounds_bounds_messages(
+    tmp_path: Path, link: SuperLink, bounds: dict[str, Any], trained: int, retries: Any
+) -> None:
+    """A server may send more messages to train than its run's configuration says: 2 rounds, each tried twice, and the end."""
+    link.overrides[7] = {"num-server-rounds": 2, "round-retries": retries}
+    made, opened = gate(tmp_path, link, bounds=bounds)
+    for kind in ("query", *["train"] * trained, "query"):
+        link.ask(kind)
+        exchange(opened, made, link, 1)
+    link.sent.clear()
+    link.ask("train")
+    if bounds:
+        assert opened.receive() is None and link.errors == ["refused/num-server-rounds/bounds"]
+    else:
+        exchange(opened, made, link, 1)
 
 
 def test_nodes_of_a_machine_account_have_one_count(tmp_path: Path) -> None:
