@@ -16,6 +16,7 @@ EXTRAS = {
     "opacus": "dp",
     "prometheus_client": "monitoring",
     "optuna": "search",
+    "tokenizers": "text",
 }
 """The extra in pyproject.toml that installs a package, by the package's import name."""
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NotRequired, TypedDict, cast, get_type_hints
 from fl_app import json_form, plugins, tasks
 from fl_app.checksums import sha256_of
 from fl_app.config.rules import split_names
-from fl_app.data.encoding import Encoding
+from fl_app.data.encoding import TEXT, Encoding
 from fl_app.errors import MALFORMED, UserError
 from fl_app.files import no_such, publish_text
 from fl_app.keys import Scalar
@@ -245,6 +245,8 @@ def _unfit_table(card: Card, width: int) -> str:
     wanted = 1 if card["has-classes"] else len(card["classes"])
     if len(targets) not in (0, wanted):
         return f"settings.target must name the model's {wanted} targets, got {len(targets)}"
+    if any(encoding.kind == TEXT and [encoding.length] != card["input"]["shape"] for encoding in encodings):
+        return f"table.encodings must give the model's {width} tokens"
     names = [name for encoding in encodings for name in encoding.names]
     if len(names) not in (1, width):
         return f"table.encodings must give the model's {width} features, got {len(names)}"

@@ -13,9 +13,9 @@ sizes from 8 to 64 work for all of them, and larger ones too.
   pixel; BatchNorm then refuses to train on a batch of one.
 - `resnet18-fedobp`: FedOBP's network (its Table 4): `resnet18` with torchvision's 1000 outputs, followed by the
   classifier without an activation between; 11,699,522 parameters for 3 channels and 10 classes.
-- `transformer`: for tokens [T] below 20,000, 0 at a text's end: embeddings of tokens and places, 64 units; two blocks with
-  4 heads, layer norm first and 128 hidden units; the mean over a text's tokens, classifier. 1,351,428 parameters for T = 64
-  and 4 classes.
+- `transformer`: for tokens [T], 0 at a text's end, below the data's number of ids (20,000 if they tell none): embeddings of
+  tokens and places, 64 units; two blocks with 4 heads, layer norm first and 128 hidden units; the mean over a text's tokens,
+  classifier. 1,351,428 parameters for T = 64, 20,000 ids and 4 classes.
 - `module:factory`: the user's own, called with the keywords in_channels, num_classes, image_size, and input_shape if
   the factory has this parameter.
 
@@ -88,27 +88,29 @@ def build(
             return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier, tried)
         if name not in MODELS:
             raise ConfigurationError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
-        _refuse_larger_than_memory(name, shape, num_classes, _bytes_of(name, shape, num_classes, norm))
+        # data without a number of ids have their features in this place
+        ids = in_channels if len(shape) == 1 and in_channels != shape[0] else VOCABULARY
+        _refuse_larger_than_memory(name, shape, num_classes, _bytes_of(name, shape, num_classes, norm, ids))
         _seed(seed, name)
-        module = _named(name, shape, num_classes, norm)
+        module = _named(name, shape, num_classes, norm, ids)
         if classifier:
             module.eval()
             example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
-            _mark(module, _named, (name, norm), example, num_classes, classifier)
+            _mark(module, _named, (name, norm, str(ids)), example, num_classes, classifier)
             return module.train()
         # a pass would find the same (tests/fl_app/test_split.py)
         Split.of(module).marks(module)
         return module
 
 
-def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> nn.Module:
-    """Build one of MODELS. shape: of a sample. Raises UserError for a shape that does not fit the model."""
+def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str, ids: int = VOCABULARY) -> nn.Module:
+    """Build one of MODELS. shape: of a sample. ids: how many token ids there are. Raises UserError for an unfit shape."""
     if name == "mlp":
         return _mlp(math.prod(shape), num_classes)
     if name == "transformer":
         if len(shape) != 1:
             raise ConfigurationError(f"model transformer: needs tokens [T], but a sample has shape {list(shape)}")
-        return Transformer(shape[0], num_classes)
+        return Transformer(shape[0], num_classes, ids)
     if len(shape) != 3:
         raise ConfigurationError(
             f"model {name}: needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model"
@@ -120,11 +122,13 @@ def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> nn
 
 
 @functools.lru_cache
-def _bytes_of(name: str, shape: tuple[int, ...], num_classes: int, norm: str) -> float:
+def _bytes_of(name: str, shape: tuple[int, ...], num_classes: int, norm: str, ids: int) -> float:
     """Return the bytes of a model's parameters, from their shapes alone; inf if torch cannot count them."""
     try:
         with torch.device("meta"):
-            return 4.0 * sum(parameter.numel() for parameter in _named(name, shape, num_classes, norm).parameters())
+            return 4.0 * sum(
+                parameter.numel() for parameter in _named(name, shape, num_classes, norm, ids).parameters()
+            )
     except (RuntimeError, OverflowError, TypeError):
         return math.inf
 
@@ -271,10 +275,10 @@ class Transformer(nn.Module):
 
     WIDTH, HEADS, HIDDEN, BLOCKS = 64, 4, 128, 2
 
-    def __init__(self, length: int, num_classes: int) -> None:
+    def __init__(self, length: int, num_classes: int, ids: int = VOCABULARY) -> None:
         """Build embeddings, blocks and classifier."""
         super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, self.WIDTH), nn.Embedding(length, self.WIDTH)
+        self.words, self.places = nn.Embedding(ids, self.WIDTH), nn.Embedding(length, self.WIDTH)
         self.blocks = nn.ModuleList(Block(self.WIDTH, self.HEADS, self.HIDDEN) for _ in range(self.BLOCKS))
         self.norm, self.classifier = nn.LayerNorm(self.WIDTH), nn.Linear(self.WIDTH, num_classes)
 

@@ -153,6 +153,14 @@ class ExperimentKeys:
         about="data",
         compared=False,
     )
+    tokenizer: str = key(
+        "",
+        f"A tokenizer's file, `tokenizer.json`: the column of texts of {_listed(has_columns=True)} becomes token ids "
+        "([form](data.md#texts)). Empty: a column of texts is refused.",
+        about="data",
+        compared=False,
+        path=File(),
+    )
     partition: str = key(
         "dirichlet-client",
         f"{either(f'`{name}`' for name in (*PARTITIONS, BY_COLUMN, f'{OWN_PARTITION}/path.npz'))}. If `client` is set, the "

@@ -168,6 +168,8 @@ def check_together(values: Mapping[str, Any], problems: list[UserError]) -> None
         refuse("min-available-clients", rule, values["min-available-clients"])
     if source_of(str(values["dataset"])).has_columns and not values["target"]:
         refuse("target", f"{values['dataset']} needs the name of the column to learn")
+    if values["tokenizer"] and values["dataset"] == NODE:
+        refuse("tokenizer", "must be empty with dataset node: a site's own texts are not read", values["tokenizer"])
     if values["partition"] == BY_COLUMN and not values["client"]:
         refuse("client", "partition by-column needs the name of the column that names each sample's client")
     sizes = {name: values[name] for name in ("train-samples", "test-samples")}

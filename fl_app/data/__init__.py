@@ -408,6 +408,7 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
             ("impute", request.impute),
             ("na-values", request.na_values),
             ("separator", request.separator),
+            ("tokenizer", (str(request.tokenizer),) if request.tokenizer.name else ()),
             ("test-after", (request.test_after,) if request.test_after else ()),
         ):
             if value and not source.has_columns:

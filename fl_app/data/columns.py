@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, WORDS, Encoding
+from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, TEXT, WORDS, Encoding
 from fl_app.data.parsing import (
     FROM_ZERO,
     Places,
@@ -32,6 +32,7 @@ from fl_app.data.parsing import (
 from fl_app.data.precision import BEYOND
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.data.spelling import spellings
+from fl_app.data.text import encoding_of, token_ids
 from fl_app.data.user_arrays import word
 from fl_app.errors import DataError, counted
 from fl_app.keys import closest, nearest
@@ -67,7 +68,7 @@ class Encoded:
 
     uses: every column's, in the file's order. encodings: those of the columns that are features. names: of the encoded
     features, [F]. parts: for each part of the data its features as numbers, each [n] or [n, ...]. remarks: lines for
-    the user about columns that were changed or left out.
+    the user about columns that were changed or left out. tokens: the number of token ids, if a column has texts; else 0.
     """
 
     uses: tuple[Use, ...]
@@ -75,6 +76,7 @@ class Encoded:
     names: tuple[str, ...]
     parts: tuple[tuple[NDArray[Any], ...], ...]
     remarks: tuple[str, ...]
+    tokens: int = 0
 
 
 def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
@@ -167,6 +169,7 @@ def encode(
     remarks: list[str] = []
     unfit: list[str] = []
     meant = _meant(request, train)
+    tokens = 0
     for place, (name, values) in enumerate(train.items()):
         if name in meant:
             continue
@@ -193,6 +196,9 @@ def encode(
                 )
                 continue
             found = _words(name, sides, words, places, others=request.public)
+        elif request.tokenizer.name and _has_texts(train[name]):
+            encoding, tokens = encoding_of(name, request.tokenizer)
+            found = _tokens(encoding, sides)
         else:
             found = _numbers(name, sides, training, fills.get(name, NEVER), places)
         if isinstance(found, str):
@@ -218,7 +224,7 @@ def encode(
         also = f"; left out: {listed(left)}" if left else ""
         problems.append(f"no columns but {others}: nothing to learn from{also}")
     parts_of_it = tuple(tuple(side) for side in features)
-    return Encoded(tuple(uses), tuple(encodings), names, parts_of_it, tuple(remarks)), problems
+    return Encoded(tuple(uses), tuple(encodings), names, parts_of_it, tuple(remarks), tokens), problems
 
 
 def usable(
@@ -235,6 +241,8 @@ def usable(
     lines = []
     for name in train.keys() - {*request.targets, request.client, *request.exclude}:
         sides = [part[name] for part in parts]
+        if request.tokenizer.name and name not in words and _has_texts(train[name]):
+            continue
         if name in words:
             for part, values in zip(filled, sides, strict=True):
                 part[name] = _without_structures(values)
@@ -497,6 +505,26 @@ def _each_word(encoding: Encoding, texts: NDArray[Any]) -> list[NDArray[Any]]:
     return [np.asarray(texts == text, np.float32) for text in encoding.words]
 
 
+def _has_texts(values: NDArray[Any]) -> bool:
+    """Return whether the first value that there is in a column is a text."""
+    if values.dtype.kind not in "OU" or values.ndim > 1:
+        return False
+    return isinstance(next((value for value in values if value is not None and value == value), None), str)
+
+
+def _tokens(encoding: Encoding, sides: Sequence[NDArray[Any]]) -> Features:
+    """Return a column of texts as one feature, int64 [n, encoding.length]. A row without a value has an empty text."""
+    gone = [missing(values) for values in sides]
+    texts = [
+        ["" if none else word(value) for value, none in zip(values, side, strict=True)]
+        for values, side in zip(sides, gone, strict=True)
+    ]
+    how = f"text, as its first {encoding.length} tokens, with {encoding.padding} after its end"
+    if empty := sum(int(none.sum()) for none in gone):
+        how += f"; missing in {empty} of {counted(sum(map(len, gone)), 'row')}: an empty text there"
+    return how, encoding, [[token_ids(encoding, side)] for side in texts]
+
+
 def features_of(
     path: Path, encodings: Sequence[Encoding], table: Columns, places: Places = FROM_ZERO
 ) -> list[NDArray[Any]]:
@@ -521,6 +549,8 @@ def features_of(
 def _encoded(encoding: Encoding, values: NDArray[Any], places: Places) -> list[NDArray[Any]] | str:
     """Return the features of a column's values, or the error that refuses them."""
     name = encoding.column
+    if encoding.kind == TEXT:
+        return _tokens(encoding, [values])[2][0]
     if encoding.kind == WORDS:
         found = _words(name, [values], encoding.words, places)
         return found if isinstance(found, str) else found[2][0]

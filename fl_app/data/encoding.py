@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-KINDS = NUMBER, BOOLEAN, DATE, WORDS = "number", "boolean", "date", "words"
+KINDS = NUMBER, BOOLEAN, DATE, WORDS, TEXT = "number", "boolean", "date", "words", "text"
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class Encoding:
     missing number. With it, a second feature is 1 where a number is missing, 0 elsewhere. None: no number may be
     missing. own_fill: whether `fill` is a site's own median, which never leaves the site. Elsewhere `fill` is then
     None, but the features are the same.
+
+    TEXT gives one feature of `length` token ids. tokenizer: the content of a tokenizer.json that makes them; "": they are
+    the numbers of `words`, by the rules of fl_app/data/text.py. padding: the id after a text's end.
     """
 
     column: str
@@ -30,6 +33,9 @@ class Encoding:
     words: tuple[str, ...] = ()
     fill: float | None = None
     own_fill: bool = False
+    tokenizer: str = ""
+    length: int = 0
+    padding: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -41,6 +47,8 @@ class Encoding:
 
     def of_features(self, names: Sequence[str]) -> Self:
         """Return the encoding with those of its words alone whose features are among `names`, in their order."""
+        if self.kind != WORDS:
+            return self
         words = {f"{self.column}={word}": word for word in self.words}
         return dataclasses.replace(self, words=tuple(words[name] for name in names if name in words))
 
@@ -59,8 +67,11 @@ class Encoding:
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
         found = cls(**plain)
-        texts = isinstance(found.words, tuple) and all(isinstance(text, str) for text in (found.column, *found.words))
+        named = (found.column, found.tokenizer, *found.words) if isinstance(found.words, tuple) else (None,)
+        texts = all(isinstance(text, str) for text in named)
         fills = found.fill is None or (type(found.fill) in (int, float) and math.isfinite(found.fill))
-        if not texts or not fills or found.kind not in KINDS or type(found.own_fill) is not bool:
+        counts = all(type(count) is int and count >= 0 for count in (found.length, found.padding))
+        known = found.kind in KINDS and (found.kind == TEXT) == (found.length > 0)
+        if not texts or not fills or not counts or not known or type(found.own_fill) is not bool:
             raise ValueError(f"no column has the encoding {fields!r:.200}")
         return found

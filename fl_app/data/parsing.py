@@ -171,7 +171,8 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
         return ending(f"the date {found}", "write dates as year-month-day, 2024-12-31")
     words = {word(value) for value, none in zip(values, gone, strict=True) if not none}
     if len(words) > max(len(values) / 2, 10):
-        return ending(f"{found}, and {len(words)} words in {len(values)} rows")
+        texts = [] if places.of_model else ["set tokenizer if they are texts"]
+        return ending(f"{found}, and {len(words)} words in {len(values)} rows", *texts)
     encode = [] if places.of_model else [f"encode it (add {name!r} to categorical: a feature for each word)"]
     return ending(found, *encode)
 

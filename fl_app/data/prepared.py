@@ -79,7 +79,8 @@ class DataRequest:
     resize. task: defines the targets' form. target: the targets' columns, with commas. client: the column that names
     each sample's client. test_ratio: part of the rows used for test if columns have no test part; test_seed: draws
     these rows. exclude, categorical, impute: columns that are no features, columns of words, and columns of numbers
-    with missing values. na_values, separator, test_after: as the keys of these names. own: how
+    with missing values. na_values, separator, test_after: as the keys of these names. tokenizer: the file that makes
+    token ids of texts; Path(): none does. own: how
     this site's table differs. site: whether the data are one
     site's own, which may lack classes and test samples. public: whether columns must be declared such that names and
     shapes follow from the config and the columns' names, and from no record. hides: whether no value is refused, because
@@ -102,6 +103,7 @@ class DataRequest:
     impute: tuple[str, ...] = ()
     na_values: tuple[str, ...] = ()
     separator: str = ""
+    tokenizer: Path = Path()
     test_after: str = ""
     own: SiteColumns = SiteColumns()
     site: bool = False
@@ -130,6 +132,7 @@ class DataRequest:
             split_names(config.impute),
             split_names(config.na_values),
             config.separator,
+            absolute(config.tokenizer),
             config.test_after,
             SiteColumns.of_environment(),
             site,
@@ -167,7 +170,7 @@ class Facts:
     of a table. encodings: those of the columns that became features, in order. remarks: lines for the user about how
     the data were read. shift, scale: per feature; samples are stored as (value - shift) / scale. target_shift: per
     target; targets are stored less this. () means stored unchanged. bits: the bits that 16-bit images use, of which the
-    upper 8 are stored; 0 if there are none.
+    upper 8 are stored; 0 if there are none. tokens: the number of token ids, if the samples are these; 0: they are not.
     """
 
     features: tuple[str, ...] = ()
@@ -178,6 +181,7 @@ class Facts:
     target_shift: tuple[float, ...] = ()
     encodings: tuple[Encoding, ...] = ()
     bits: int = 0
+    tokens: int = 0
 
     @property
     def by_column(self) -> tuple[str, ...]:
@@ -198,7 +202,8 @@ class Facts:
 class DatasetInfo:
     """A data set's description for models and reports.
 
-    Square images have shape [in_channels, image_size, image_size]. shape: that of any other sample. classes: names of
+    Square images have shape [in_channels, image_size, image_size]. in_channels is the number of token ids if samples are
+    these, shape [T]. shape: that of any other sample. classes: names of
     the model's outputs in order: the classes in label order, the labels, or the target numbers. mean, std: of the
     training samples, per channel of images scaled to [0, 1], or per feature (the last axis) of other samples. still:
     whether a channel or feature is constant; its std is then 1, so that dividing by it is safe. groups: the distinct
@@ -284,7 +289,9 @@ class DatasetInfo:
     def remarks(self) -> list[str]:
         """Lines for the user about how the data were read."""
         features = self.facts.features
-        constant = [name for name, still in zip(features, self.still, strict=False) if still]
+        # of tokens, each place in a text is one
+        stills = () if self.facts.tokens else self.still
+        constant = [name for name, still in zip(features, stills, strict=False) if still]
         more = [f"constant in the training part: {listed(constant)}"] if constant and not self.constant else []
         return [*self.facts.remarks, *more]
 
@@ -443,7 +450,7 @@ def open_or_convert(
         note(fresh, _alike(request, names, column, [name for name, *_ in _facts_in(fresh).columns]))
         facts = _facts_in(fresh)
         info = DatasetInfo(
-            channels,
+            facts.tokens or channels,
             size,
             names,
             len(x_train),

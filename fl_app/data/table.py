@@ -99,6 +99,8 @@ def open_columns(
         note(directory, [*notes, *_layout_notes(request, parts[0])])
         return names
 
+    if request.tokenizer.is_file():
+        files = [*files, request.tokenizer]
     stamps = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     settings = [request.classes, request.target, request.client, request.test_ratio, request.test_seed]
     settings += [
@@ -113,6 +115,8 @@ def open_columns(
     ]
     if request.own.text:
         settings.append(request.own.text)
+    if request.tokenizer.name:
+        settings.append(f"tokenizer {request.tokenizer}")
     if request.public:
         settings.append("public")
     if request.hides:
@@ -181,7 +185,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     if len(parts) == 1:
         whose = [whose[0][of] for of in rows]
         features = [tuple(values[of] for values in encoded.parts[0]) for of in rows]
-    x, how, remarks = _samples(request, encoded.names, features)
+    x, how, remarks = _samples(request, encoded, features)
     groups = user_arrays.groups(*whose) if request.client else None
     facts = Facts(
         features=encoded.names,
@@ -191,6 +195,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
         scale=how.scale,
         target_shift=outputs.shift,
         encodings=encoded.encodings,
+        tokens=encoded.tokens,
     )
     save(directory, user_arrays.stored(x[0], outputs.train, x[1], outputs.test), groups, facts)
     return outputs.names
@@ -304,16 +309,19 @@ def _targets(request: DataRequest, part: Columns) -> NDArray[Any]:
 
 
 def _samples(
-    request: DataRequest, names: Sequence[str], sides: Sequence[Sequence[NDArray[Any]]]
+    request: DataRequest, encoded: columns.Encoded, sides: Sequence[Sequence[NDArray[Any]]]
 ) -> tuple[list[NDArray[Any]], precision.Stored, list[str]]:
     """Return the samples of training and test rows, the way numbers are stored in them, and remarks about it.
 
     sides: the features of the training and of the test rows: several of [n], or one of [n, ...].
     """
-    path, train, tokens = request.path, sides[0], request.of_task.input_dtype == "int64"
+    path, train, names = request.path, sides[0], encoded.names
+    tokens = bool(encoded.tokens) or request.of_task.input_dtype == "int64"
     if len(names) > 1 and any(values.ndim > 1 for values in train):
         several = ", ".join(name for name, values in zip(names, train, strict=True) if values.ndim > 1)
-        raise DataError(f"dataset: {path}: {several} must be the only feature, or hold one number per row")
+        raise DataError(
+            f"dataset: {path}: {several} must be the only feature, or hold one number per row; leave columns out (exclude)"
+        )
     if len(names) == 1:
         of_feature = names if train[0].ndim == 1 else [f"{names[0]}[{k}]" for k in range(train[0].shape[-1])]
         how = precision.stored(train[0], tokens=tokens)

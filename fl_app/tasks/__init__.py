@@ -121,7 +121,7 @@ def normalization(config: RunConfig, dtype: np.dtype[Any]) -> str:
     if config.normalize != "auto":
         return config.normalize
     task = of(config)
-    own = source_of(config.dataset).tokens or type(task).inputs is not Task.inputs
+    own = source_of(config.dataset).tokens or config.tokenizer or type(task).inputs is not Task.inputs
     left_alone = dtype == np.uint8 or own or task.input_dtype == "int64"
     return "unit" if left_alone else "mean-std"
 

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
+import tokenizers
 import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from tokenizers import normalizers, pre_tokenizers, processors
+from tokenizers.models import WordLevel
 
+import corolla
+from corolla.experiments.exported.export import export
 from corolla.experiments.runs import RecordedRun
-from fl_app import data, models
+from fl_app import data, model_card, models
 from fl_app.config import RunConfig
-from fl_app.data.text import AG_NEWS, LENGTH
+from fl_app.data.encoding import Encoding
+from fl_app.data.table import prepare_saved
+from fl_app.data.text import AG_NEWS, LENGTH, token_ids
 from fl_app.errors import UserError
 from fl_app.tasks import normalization
-from tests.conftest import Run, config
+from strategies import METHODS
+from tests.conftest import Command, Run, config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def folder(path: Path, train: str = "", test: str = "", classes: str = "") -> Path:
@@ -113,3 +131,139 @@ def test_a_run_learns_texts(run: Run, tmp_path: Path) -> None:
         **settings, **sizes, method="fedper", optimizer="adam", learning_rate=0.003, local_epochs=3, num_server_rounds=2
     )
     assert RecordedRun(folder_of_run.path).summary["final-accuracy"] > 0.9
+
+
+# Texts of a column, with the user's tokenizer -------------------------------------------------------------------------
+
+TEXTS = ["The goal of 3", "the bank said", "war", "a chip, a chip and a goal"]
+
+
+def tokenizer(path: Path, padding: str = "[PAD]", length: int = 0) -> Path:
+    """A tokenizer.json that knows the words of TEXTS. padding: its token 7. length: of its truncation, if it has one."""
+    known = ["[UNK]", "[CLS]", "the", "goal", "bank", "war", "chip", padding, "of", "said"]
+    made = tokenizers.Tokenizer(WordLevel({word: k for k, word in enumerate(known)}, unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
+    if length:
+        made.enable_truncation(length)
+    made.save(str(path))
+    return path
+
+
+def saved(path: Path, **more: list[Any]) -> Path:
+    """A DatasetDict with a column of texts, labels and other columns."""
+    labels = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
+    each = {"text": [*TEXTS, None] * 8, "label": [0, 1] * 20}
+    part = Dataset.from_dict(each, labels)
+    for name, values in more.items():
+        part = part.add_column(name, values)
+    DatasetDict(train=part, test=part.select(range(6))).save_to_disk(str(path))
+    return path
+
+
+def keys(tmp_path: Path, **more: object) -> dict[str, Any]:
+    path, file = tmp_path / "saved", tmp_path / "tokenizer.json"
+    if not path.exists():
+        saved(path)
+        tokenizer(file)
+    found = {"dataset": f"hf:{path}", "target": "label", "tokenizer": str(file), "data_dir": str(tmp_path / "data")}
+    return found | {"model": "transformer"} | more
+
+
+def test_a_column_of_texts_becomes_the_tokenizers_ids(tmp_path: Path) -> None:
+    settings = config(**keys(tmp_path))
+    found = data.prepare_for(settings)
+    # [CLS] the goal of [UNK], then padding
+    assert found.x_train[0].tolist() == [1, 2, 3, 8, 0] + [7] * (LENGTH - 5)
+    assert found.x_train[4].tolist() == [1] + [7] * (LENGTH - 1)
+    assert (found.x_test == found.x_train[:6]).all()
+    assert found.info.classes == ("no", "yes") and found.info.in_channels == 10
+    assert normalization(settings, found.x_train.dtype) == "unit"
+    # padding is the same in every text, but no feature of its own
+    assert not any("constant" in line for line in found.info.remarks)
+    assert any("missing in 9 of 46 rows" in line for line in found.info.remarks)
+
+
+def test_a_tokenizers_own_length_counts_and_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    settings = config(**keys(tmp_path))
+    assert data.prepare_for(settings).x_train.shape[1] == LENGTH
+    tokenizer(tmp_path / "tokenizer.json", padding="none", length=4)
+    found = data.prepare_for(settings)
+    # without a token for padding it is 0
+    assert found.x_train[:2].tolist() == [[1, 2, 3, 8], [1, 2, 4, 9]] and found.x_train[2].tolist() == [1, 5, 0, 0]
+
+
+def test_one_column_alone_holds_texts(tmp_path: Path) -> None:
+    saved(tmp_path / "saved", number=[0.5 * k for k in range(40)])
+    tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match="text must be the only feature"):
+        data.prepare_for(config(**keys(tmp_path)))
+    assert data.prepare_for(config(**keys(tmp_path, exclude="number"))).x_train.dtype == np.int64
+
+
+def test_a_site_that_hides_its_values_has_the_same_tokens(tmp_path: Path) -> None:
+    request = data.DataRequest.of(config(**keys(tmp_path)))
+    hidden = replace(request, hides=True, public=True, classes=("no", "yes"))
+    assert (prepare_saved(hidden).x_train == prepare_saved(request).x_train).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"tokenizer": "/nowhere/tokenizer.json"}, "tokenizer: "),
+        ({"tokenizer": __file__}, "tokenizer: .* is no tokenizer.json"),
+        ({"tokenizer": ""}, "column text must hold numbers"),
+        ({"dataset": "digits", "target": ""}, "tokenizer: digits has no columns"),
+    ],
+    ids=["no file", "no tokenizer", "no key", "no column"],
+)
+def test_what_gives_no_tokens_is_named(tmp_path: Path, change: dict[str, str], key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        data.prepare_for(config(**keys(tmp_path) | change))
+
+
+def test_a_site_of_its_own_reads_no_texts(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        config(dataset="node", classes="a,b", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert refused.value.key == "tokenizer"
+
+
+def test_a_client_imports_no_tokenizers(tmp_path: Path) -> None:
+    settings = keys(tmp_path)
+    data.prepare_for(config(**settings))
+    code = "import sys; from fl_app import data; from tests.conftest import config; data.prepare_for(config(**{})); {}"
+    line = code.replace("{}", "{!r}", 1).format(settings, "") + "print('tokenizers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("source", ["hf", "ag-news"])
+def test_a_trained_model_answers_raw_texts(command: Command, run: Run, tmp_path: Path, source: str) -> None:
+    asked = ["the goal of 3", "war", "42", "", 'a "chip", NA'] if source == "hf" else ["goal 3 the goal of 7", "chip 4"]
+    settings = {"dataset": f"ag-news:{folder(tmp_path / 'texts')}", "model": "transformer", "partition": "iid"}
+    if source == "hf":
+        settings = keys(tmp_path, partition="iid")
+    settings.pop("data_dir", None)
+    found = run(**settings, method="fedavg", train_samples=20, test_samples=3, num_clients=2, num_server_rounds=1)
+    file, _ = export(found.path, METHODS, output=tmp_path / "model.pt")
+    pandas.DataFrame({"text": asked}).to_csv(tmp_path / "new.csv", index=False, quoting=csv.QUOTE_ALL)
+    told = json.loads(command("predict", str(file), str(tmp_path / "new.csv"), "--json")[1])
+    model = corolla.Run(found.path).model()
+    # as ids, by the rules that the training rows had
+    encoding = model_card.read(file)["table"]["encodings"][0]
+    ids = token_ids(Encoding.from_json(encoding), asked)
+    expected = model.probabilities(ids)
+    shown = [list(row["probabilities"].values()) for row in told["predictions"]]
+    assert np.allclose(shown, expected, atol=1e-6) and len({tuple(row) for row in ids}) == len(asked)
+    assert np.allclose(model.probabilities(pandas.DataFrame({"text": asked})), expected, atol=1e-6)
+
+
+def test_a_run_learns_texts_with_a_tokenizer(run: Run, tmp_path: Path) -> None:
+    settings = keys(tmp_path, partition="iid")
+    settings.pop("data_dir", None)
+    known = {"text": ["the goal", "a war said", "goal", "bank war"] * 10, "label": [0, 1, 0, 1] * 10}
+    part = Dataset.from_dict(known)
+    DatasetDict(train=part, test=part).save_to_disk(str(tmp_path / "known"))
+    settings |= {"dataset": f"hf:{tmp_path / 'known'}", "optimizer": "adam", "learning_rate": 0.01, "local_epochs": 5}
+    found = run(**settings, train_samples=20, test_samples=20, num_clients=2, num_server_rounds=2, method="fedper")
+    assert RecordedRun(found.path).summary["final-accuracy"] > 0.9

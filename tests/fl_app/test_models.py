@@ -412,7 +412,7 @@ def test_a_models_size_is_judged_before_it_is_built(
 
 def test_a_models_size_is_judged_without_more_of_torch() -> None:
     """Every process of a client does it. Random numbers on the meta device import hundreds of modules."""
-    count = "models._bytes_of('resnet8', (3, 32, 32), 10, 'batch')"
+    count = "models._bytes_of('resnet8', (3, 32, 32), 10, 'batch', 20_000)"
     code = f"import sys; from fl_app import models; assert {count} > 4e6; print('sympy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -25,7 +25,7 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import npz, table, table_files, user_arrays
 from fl_app.data.columns import Columns
-from fl_app.data.encoding import NUMBER, WORDS, Encoding
+from fl_app.data.encoding import NUMBER, TEXT, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
@@ -212,10 +212,11 @@ def _unknown_columns(rows: Columns, card: Card) -> tuple[str, ...]:
 
 
 def _names_in(card: Card) -> dict[str, list[str]]:
-    """Return the known names in each column of a model's table that holds names: of categories, of classes."""
+    """Return the known names in each column of a model's table that holds names or texts: of categories, of classes."""
     encodings = [Encoding.from_json(fields) for fields in card.get("table", {}).get("encodings", ())]
     targets = split_names(card["settings"].get("target", "")) if card["has-classes"] else ()
     words = {encoding.column: list(encoding.words) for encoding in encodings if encoding.kind == WORDS}
+    words |= {encoding.column: [] for encoding in encodings if encoding.kind == TEXT}
     return words | {name: list(card["classes"]) for name in targets}
 
 
