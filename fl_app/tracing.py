@@ -365,9 +365,12 @@ class _Trace:
 
 @torch.no_grad()
 def _computes_linear(layer: nn.Module) -> bool:
-    """Return whether a module is a Linear layer with parameters of its own, which `forward` uses as they are."""
+    """Return whether a module is a Linear layer with weight and bias alone, which `forward` uses as they are."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if not isinstance(layer, nn.Linear) or weight is None or (bias is None and layer.bias is not None):
+        return False
+    # an adapter of its own is 0 before it trains
+    if any(tensor is not None for name, tensor in layer._parameters.items() if name not in ("weight", "bias")):
         return False
     z = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
     return torch.allclose(layer(z), nn.functional.linear(z, weight, bias), rtol=1e-3, atol=1e-5)

@@ -55,6 +55,19 @@ class LoRA(nn.Module):
         return answer
 
 
+class Adapted(nn.Linear):
+    """A Linear layer with an adapter in its own parameters, which is 0 at the start."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        """Build the layer."""
+        super().__init__(inputs, outputs)
+        self.down, self.up = nn.Parameter(torch.ones(2, inputs)), nn.Parameter(torch.zeros(outputs, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's answer with the adapter's."""
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
 def body() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU())
 
@@ -151,6 +164,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str], str | None, bool]] = {
     "an adapter": (
         lambda: Net(plain, fc=LoRA(fc()), body=body()),
         {"fc.base_layer.weight", "fc.base_layer.bias", "fc.down.weight", "fc.up.weight"},
+        "fc",
+        False,
+    ),
+    "an adapter in a subclass": (
+        lambda: Net(plain, fc=Adapted(16, 10), body=body()),
+        {"fc.weight", "fc.bias", "fc.down", "fc.up"},
         "fc",
         False,
     ),
