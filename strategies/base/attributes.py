@@ -1,7 +1,7 @@
 """What an own method keeps in attributes is lost: a hook that sets one is named, once, before the next round.
 
-A client has a new object of its half in every turn. A resumed run has a new server half. A class attribute belongs to one
-process. None of this is an error: a hook may hand a value to a later hook of the same round in this way.
+A client has a new object of its half in every turn. A resumed run has a new server half. A class attribute, and a variable of
+a module, belong to one process. None of this is an error: a hook may hand a value to a later hook of the same round in this way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,10 @@ _ENGINES = frozenset(
 # how deep values within values are compared
 _DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
-_told: set[tuple[type, str]] = set()
+_told: set[tuple[type | str, str]] = set()
 
-Attributes = Mapping[tuple[type | None, str], object]
-"""A value's fingerprint by (class, name); None stands for the object itself."""
+Attributes = Mapping[tuple[type | str | None, str], object]
+"""A value's fingerprint by (owner, name): a class, a module's name, or None for the object itself."""
 
 
 def is_own(cls: type) -> bool:
@@ -56,22 +56,41 @@ def functions_of(classes: Iterable[type]) -> list[types.FunctionType]:
 
 
 @functools.cache
-def _own(half: type) -> tuple[list[type], frozenset[str]]:
-    """Return the user's classes that a half consists of, and the names that their code uses and the engine does not set."""
+def _own(half: type) -> tuple[list[type], frozenset[str], frozenset[str], list[tuple[dict[str, Any], str]]]:
+    """Return the user's classes that a half consists of, the names that their code and the package's use, and variables.
+
+    The variables are those of modules that the user's functions name: (a module's variables, name).
+    """
     classes = [cls for cls in half.__mro__[:-1] if is_own(cls)]
-    used = set[str]().union(*(names_in(function.__code__) for function in functions_of(classes)))
-    return classes, frozenset(used) - _ENGINES
+    functions = functions_of(classes)
+    used, variables = set[str](), dict[tuple[int, str], tuple[dict[str, Any], str]]()
+    # a hook may call functions of its module
+    for function in functions:
+        names, values = names_in(function.__code__), function.__globals__
+        used |= names
+        for name in names & values.keys():
+            value = values[name]
+            if isinstance(value, types.FunctionType) and value.__globals__ is values and value not in functions:
+                functions.append(value)
+            variables[id(values), name] = values, name
+    engines = functions_of(cls for cls in half.__mro__[:-1] if not is_own(cls))
+    others = set[str]().union(*(names_in(function.__code__) for function in engines))
+    return classes, frozenset(used) - _ENGINES, frozenset(others - used) | _ENGINES, [*variables.values()]
 
 
 def attributes(half: object) -> Attributes:
-    """Return what the attributes that a user's code names hold: those of a half, and those of its own classes."""
+    """Return what a user's code may have set: attributes of a half and of its own classes, and variables of its modules."""
     kind: Any = type(half)
-    classes, names = _own(kind)
-    found: dict[tuple[type | None, str], object] = {}
+    classes, used, others, variables = _own(kind)
+    found: dict[tuple[type | str | None, str], object] = {}
+    # names that setattr makes are in no code
     for owner, values in ((None, vars(half)), *((cls, vars(cls)) for cls in classes)):
-        for name in names & values.keys():
+        for name in (used & values.keys()) if owner else values.keys() - others:
             if not _is_code(values[name]) and not _is_code(getattr(kind, name, None)):
                 found[owner, name] = _fingerprint(values[name], _DEPTH)
+    for values, name in variables:
+        if _is_plain(values.get(name)):
+            found[str(values["__name__"]), name] = _fingerprint(values[name], _DEPTH)
     return found
 
 
@@ -86,9 +105,18 @@ def warn_of_changed(before: Attributes, half: object, hook: str, client: bool) -
         if before.get((cls, name), _told) != value and known not in _told:
             _told.add(known)
             print(
-                f"warning: {hook} sets {cls.__name__ if cls else 'self'}.{name}, which is lost: between rounds only {kept} is "
+                f"warning: {hook} sets {_called(cls)}.{name}, which is lost: between rounds only {kept} is "
                 "kept (docs/methods-howto.md)"
             )
+
+
+def _called(owner: type | str | None) -> str:
+    return "self" if owner is None else owner if isinstance(owner, str) else owner.__name__
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a module's variable holds data, and not a logger or a lock, which change by themselves."""
+    return isinstance(value, (*_PLAIN, np.ndarray, Mapping, Sequence, Set)) or hasattr(value, "_version")
 
 
 def _is_code(value: object) -> bool:
@@ -101,7 +129,11 @@ def _fingerprint(value: Any, depth: int) -> object:
     """Return what equals itself as long as a value stays as it is, and hardly ever otherwise."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _fingerprint(value.ravel().tolist(), depth)
+    if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, zlib.adler32(np.ascontiguousarray(value).view(np.uint8).data)
     if hasattr(value, "_version"):  # a tensor's counter of changes in place
         return id(value), value._version
@@ -109,9 +141,13 @@ def _fingerprint(value: Any, depth: int) -> object:
         return id(value)
     if isinstance(value, Mapping):
         return [(repr(name), _fingerprint(inner, depth - 1)) for name, inner in value.items()]
-    if isinstance(value, list | tuple):
+    if isinstance(value, bytearray | memoryview | range):
+        return bytes(value) if not isinstance(value, range) else repr(value)
+    if isinstance(value, Sequence):
         return [_fingerprint(inner, depth - 1) for inner in value]
-    if isinstance(value, set | frozenset):
+    if isinstance(value, Set):
         return sorted(map(repr, value))
-    inside = getattr(value, "__dict__", {})
+    declared = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
+    inside = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
     return id(value), [(name, _fingerprint(inner, depth - 1)) for name, inner in inside.items()]

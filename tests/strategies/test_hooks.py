@@ -31,7 +31,7 @@ from strategies.baselines.fedavg import FedAvg
 from tests.conftest import config
 
 METHODS_FILE = """
-import dataclasses, functools
+import collections, dataclasses, functools
 import numpy as np
 from corolla.method import FedAvg, LocalUpdate, Method, Model, NoParams, all_tensors
 
@@ -354,6 +354,47 @@ def test_a_method_has_sixteen_functions_and_four_flags_at_most() -> None:
             "    def weights(self, uploads):\n        self.past['w'][0][1] += 1; return uploads.sizes",
             "weights() sets self.past",
         ),
+        (
+            "def train(self, start, state, ctx):\n        setattr(self, 'se' + 'en', start)\n"
+            "        return super().train(start, state, ctx)",
+            "",
+            "train() sets self.seen",
+        ),
+        (
+            "",
+            "def update(self, state, uploads, turn):\n        remember(uploads.W.mean()); return state\n"
+            "PAST = []\ndef remember(mean): PAST.append(mean)",
+            "update() sets own.PAST",
+        ),
+        (
+            "",
+            "past = collections.deque()\n    def update(self, state, uploads, turn):\n        self.past.append(1); return state",
+            "update() sets Server.past",
+        ),
+        (
+            "",
+            "def __init__(self, *given):\n        super().__init__(*given); self.draws = np.random.default_rng(0)\n"
+            "    def weights(self, uploads):\n        self.draws.random(); return uploads.sizes",
+            "weights() sets self.draws",
+        ),
+        (
+            "",
+            "def __init__(self, *given):\n        super().__init__(*given); self.past = Slots()\n"
+            "    def weights(self, uploads):\n        self.past.seen += 1; return uploads.sizes\n"
+            "class Slots:\n    __slots__ = ('seen',)\n    def __init__(self): self.seen = 0",
+            "weights() sets self.past",
+        ),
+    ],
+    ids=[
+        "set",
+        "list of the class",
+        "number of the class",
+        "array in a dict",
+        "setattr",
+        "module",
+        "deque",
+        "generator",
+        "slots",
     ],
 )
 def test_what_a_hook_keeps_in_attributes_is_named_once(
