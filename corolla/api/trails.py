@@ -18,9 +18,11 @@ from fl_app.transport.wire import QUERY
 from strategies import METHOD_PARAMS
 
 Line = Mapping[str, Any]
+# what a run's line says in the place of a refusal while a person decides
+_WAITS = "waits for approval"
 # the fields that are read, and their types
 _TEXTS = ("message", "run", "key")
-_OF_AUDIT = {**dict.fromkeys((*_TEXTS, "kind", "round", "sha256", "refusal", "submitter"), ""), "config": {}}
+_OF_AUDIT = {**dict.fromkeys((*_TEXTS, "kind", "round", "sha256", "refusal", "submitter", "why"), ""), "config": {}}
 _OF_TRAIL = {**dict.fromkeys((*_TEXTS, "asked", "answer", "name", "supernode"), ""), "round": 0, "client": -1}
 
 
@@ -29,7 +31,8 @@ class SiteAudit:
     """A site's audit, as far as it is about a run.
 
     given: its path as given. keys: fingerprints of the keys that its SuperNode started with. runs: its lines on the run, one
-    for each start. down, up: its lines on downloads and uploads, by Flower's id of the message.
+    for each start. down, up: its lines on downloads and uploads, by Flower's id of the message. refusal: why it refused the run,
+    "" if it did not.
     """
 
     given: Path
@@ -37,6 +40,12 @@ class SiteAudit:
     runs: Sequence[Line]
     down: Mapping[str, Line]
     up: Mapping[str, Line]
+    refusal: str
+
+    @property
+    def had_no_part(self) -> bool:
+        """Whether it knows the run, and answered at most the questions from before the first round."""
+        return bool(self.runs) and all(line["message"] == QUERY for line in self.up.values())
 
     @property
     def data(self) -> dict[str, Any]:
@@ -46,11 +55,15 @@ class SiteAudit:
 
 @dataclass(frozen=True)
 class Joined:
-    """The two sides. rows: a table for each message to a client. clients: one for each client. differences: in words."""
+    """The two sides. rows: a table for each message to a client. clients: one for each client. differences: in words.
+
+    apart: a table for each audit of a site that knows the run and had no part in it: `audit`, and `why`.
+    """
 
     rows: list[dict[str, Any]]
     clients: list[dict[str, Any]]
     differences: list[str]
+    apart: list[dict[str, Any]]
 
 
 def join(run: Path, audits: Iterable[Path]) -> Joined:
@@ -63,10 +76,13 @@ def join(run: Path, audits: Iterable[Path]) -> Joined:
         raise UserError(f"{run}: has no {trail.FILE}: only a deployment's run has one, by this version or a later one")
     runs = {entry["run"] for entry in entries}
     asked = {entry["asked"]: entry["client"] for entry in entries}
-    sites: dict[int, SiteAudit] = {}
+    sites, apart = dict[int, SiteAudit](), list[dict[str, Any]]()
     for path in audits:
         found = _read(path, runs)
         whose = {asked[name] for name in found.down if name in asked}
+        if not whose and found.had_no_part:
+            apart.append({"audit": str(path), "why": found.refusal or "the server used none of its answers"})
+            continue
         if len(whose) != 1:
             what = "is of several clients" if whose else "has none of its messages"
             raise UserError(
@@ -78,7 +94,7 @@ def join(run: Path, audits: Iterable[Path]) -> Joined:
     for row in rows:
         by_client[row["client"]].append(row)
     clients = [_client(i, own, sites.get(i)) for i, own in sorted(by_client.items())]
-    return Joined(rows, clients, list(_differences(recorded, rows, clients, sites)))
+    return Joined(rows, clients, list(_differences(recorded, rows, clients, sites)), apart)
 
 
 def _read(path: Path, runs: set[str]) -> SiteAudit:
@@ -93,7 +109,9 @@ def _read(path: Path, runs: set[str]) -> SiteAudit:
         by_kind[line["kind"]].append(line)
     down, up = ({line["sha256"]: line for line in by_kind[kind]} for kind in ("download", "upload"))
     keys = frozenset(line["key"] for line in lines if line["kind"] == "start" and line["key"])
-    return SiteAudit(path, keys, by_kind["run"], down, up)
+    said = [line["refusal"] for line in by_kind["run"]] + [line["why"] for line in by_kind["refusal"]]
+    refusal = next((why for why in said if why and why != _WAITS), "")
+    return SiteAudit(path, keys, by_kind["run"], down, up, refusal)
 
 
 def _formed(path: Path, lines: Iterable[Line], form: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -167,7 +185,7 @@ def _differences(
         if not site.runs:
             yield f"{who}: its audit has no line about the start of the run"
         for line in site.runs:
-            if line["refusal"] in ("", "waits for approval"):
+            if line["refusal"] in ("", _WAITS):
                 yield from (f"{who}: {text}" for text in _config_differences(run, line["config"]))
 
 

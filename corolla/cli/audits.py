@@ -37,7 +37,13 @@ def join(
     if as_json:
         typer.echo(
             json.dumps(
-                {"clients": joined.clients, "messages": joined.rows, "differences": joined.differences}, indent=1
+                {
+                    "clients": joined.clients,
+                    "messages": joined.rows,
+                    "differences": joined.differences,
+                    "apart": joined.apart,
+                },
+                indent=1,
             )
         )
     else:
@@ -58,6 +64,8 @@ def join(
             data = each.get("data-sha256", "")[:_DIGITS]
             table.add_row(*map(escape, (*cells, ", ".join(each["submitters"]), samples, data, each["audit"])))
         console.print(table)
+        for each in joined.apart:
+            console.print(escape(f"{each['audit']}: had no part in the run: {each['why']}"), soft_wrap=True)
         for line in joined.differences:
             console.print(escape(line), soft_wrap=True)
         if not joined.differences:

@@ -121,6 +121,23 @@ def test_an_audit_that_was_changed_is_refused(command: Command, folder: RunFolde
         assert code == 2 and "line 2 was changed" in err
 
 
+def test_a_site_that_refused_the_run_is_named_and_no_difference(
+    command: Command, folder: RunFolder, tmp_path: Path
+) -> None:
+    places = [site(tmp_path, folder, client) for client in range(2)]
+    refusing = Audit(tmp_path / "uelzen")
+    refusing.append("run", run="7", application="ab", submitter="", config={}, refusal="")
+    refusing.append("refusal", run="7", message=QUERY, round="", bytes=0, sha256="", why="min-samples: too few")
+    code, out, err = command("audit", "join", folder.path, *places, tmp_path / "uelzen", "--json")
+    joined = json.loads(out)
+    assert code == 0 and joined["differences"] == [], err
+    assert joined["apart"] == [{"audit": str(tmp_path / "uelzen"), "why": "min-samples: too few"}]
+    # one that has trained took part, whatever the server says
+    refusing.append("upload", run="7", message="train", round="1", bytes=9, sha256="c" * 64)
+    code, _, err = command("audit", "join", folder.path, *places, tmp_path / "uelzen")
+    assert code == 2 and "uelzen" in err
+
+
 def test_only_a_deployments_run_and_its_own_audits_are_joined(
     command: Command, run: Run, folder: RunFolder, tmp_path: Path
 ) -> None:
