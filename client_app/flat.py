@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,26 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from client_app.contents import Contents
 from fl_app.layout import Layout, Model, Slot, Vector
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 # functions of a module by which it may have a mode of its own
 _OF_MODE = ("train", "eval", "__setattr__")
-_UNCHANGEABLE = frozenset(
-    (
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        torch.dtype,
-        torch.device,
-        torch.memory_format,
-        BuiltinFunctionType,
-    )
-)
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -84,25 +68,22 @@ class FlatModule:
         ]
         self._others = [(buffers[name], buffers[name].clone()) for name in counted]
         frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
+        self._constants = {name: buffers[name] for name in frozen if name in buffers and name not in counted}
         self.frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
         self.batchnorms = [m for m in norms.values() if m not in self.frozen_batchnorms]
-        self._first = [(layer, dict(layer.__dict__), _tables(layer)) for layer in self.module.modules()]
+        self._versions = {name: tensor._version for name, tensor in self._constants.items()}
+        others = [*self._constants.values(), *(buffer for buffer, _ in self._others)]
+        known = [*parameters, *(buffers[name] for name in loaded), *others]
+        self._contents = Contents(module, known)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Restore the first values of everything that `load` does not set, for another client.
 
-        These are: all that layers hold by name (hooks, the mode, parts, attributes), which parameters train, gradients,
-        counters. The contents of an attribute, for example a list's entries, are not restored; see `is_restorable`.
+        These are: all that layers hold by name (hooks, the mode, parts, attributes) with its contents, which parameters
+        train, gradients, counters. Tensors outside of the layout keep their values; see `is_restorable`.
         """
-        for layer, attributes, tables in self._first:
-            layer.__dict__.clear()
-            layer.__dict__.update(attributes)
-            for name, entries in tables.items():
-                table = layer.__dict__[name]
-                if table or entries:
-                    table.clear()
-                    table.update(entries)
+        self._contents.restore()
         for parameter, trainable, gradient in zip(self._parameters, self._trainable, self._gradients, strict=True):
             parameter.requires_grad_(trainable)
             parameter.grad = gradient
@@ -110,29 +91,18 @@ class FlatModule:
         for buffer, first in self._others:
             buffer.copy_(first)
 
-    @functools.cached_property
+    @property
     def is_restorable(self) -> bool:
         """Whether `load` and `reset` restore the whole network.
 
-        They cannot if a layer was made with an attribute whose contents can change, for example a list, or with a buffer
-        that neither of them sets.
+        They cannot if a layer holds something of a kind that Python cannot look into, or if something has written into a
+        tensor outside of the layout.
         """
-        loaded = {slot.name for slot in self.layout.buffers}
-        known = {id(buffer) for name, buffer in self.module.named_buffers() if name in loaded}
-        known |= {id(buffer) for buffer, _ in self._others}
+        return not self._contents.unknown and not self._contents.written()
 
-        def is_known(table: str, entry: object) -> bool:
-            if table == "_buffers":
-                return entry is None or id(entry) in known
-            return table in ("_parameters", "_modules") or _is_unchangeable(entry)
-
-        return all(
-            all(is_known(name, entry) for entry in tables[name].values())
-            if name in tables
-            else name == "_non_persistent_buffers_set" or _is_unchangeable(value)
-            for _, attributes, tables in self._first
-            for name, value in attributes.items()
-        )
+    def written_constant(self) -> str:
+        """Return the name of a frozen tensor (the key `train`) that something has written into, "" if there is none."""
+        return next((name for name, tensor in self._constants.items() if tensor._version != self._versions[name]), "")
 
     def _view(self, vector: Tensor, slot: Slot) -> Tensor:
         piece = vector[slot.start : slot.stop]
@@ -180,7 +150,8 @@ class FlatModule:
 
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values: evaluation mode, without gradients."""
-        module = copy.deepcopy(self.module)
+        # both have the same constants
+        module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in self._constants.values()})
         tensors = self.layout.tensors(model)
         with torch.no_grad():
             for name, own in (*module.named_parameters(), *module.named_buffers()):
@@ -242,20 +213,6 @@ def set_mode(module: nn.Module, training: bool) -> None:
 def _has_own_mode(kind: type[nn.Module]) -> bool:
     """Return whether a class of modules replaces a function by which modules change their mode."""
     return any(getattr(kind, name) is not getattr(nn.Module, name) for name in _OF_MODE)
-
-
-def _is_unchangeable(value: object) -> bool:
-    """Return whether a value has no contents that can change."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_unchangeable, value))
-    if isinstance(value, FunctionType):
-        return not value.__closure__ and _is_unchangeable((value.__defaults__, *(value.__kwdefaults__ or {}).values()))
-    return type(value) in _UNCHANGEABLE or isinstance(value, (type, Enum))
-
-
-def _tables(layer: nn.Module) -> dict[str, dict[Any, Any]]:
-    """Return copies of a layer's own dicts by name: its tensors, its parts, its hooks."""
-    return {name: dict(value) for name, value in layer.__dict__.items() if isinstance(value, dict)}
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from fl_app import plugins, tasks
 from fl_app.checksums import DataHashes, stamp_of
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo, OpenedData, check_client_id, open_data
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Metric
@@ -151,15 +151,13 @@ class Session:
     def leave(self, network: Network, flat: FlatModule) -> None:
         """Keep a message's network, as vectors, for the next message, if `FlatModule.reset` can restore all of it.
 
-        Only networks of built-in methods that do not wrap the run's model are kept. The network of a user's own model is kept
-        if its layers hold nothing that can change (`FlatModule.is_restorable`). With differential privacy none is kept, because
-        it leaves marks on a network.
+        With differential privacy none is kept, because it leaves marks on a network. Raises UserError if something has
+        written into a frozen tensor (the key `train`).
         """
-        config, method = self.config, self.method
-        made = plugins.is_reference(config.method) or method.wrap is not None or method.compose is not None
-        if made or config.dp_epsilon:
-            return
-        if not plugins.is_reference(config.model) or flat.is_restorable:
+        if name := flat.written_constant():
+            rule = "frozen tensors must stay as they are, and something has written into this one"
+            raise ConfigurationError(key="train", rule=rule, value=name)
+        if not self.config.dp_epsilon and flat.is_restorable:
             self._left = {network.key: network._replace(module=flat)}
 
     @functools.cached_property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import shutil
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from torch import nn
 
 from client_app.client_app import app
 from client_app.flat import FlatModule
 from client_app.session import Network, Session
 from client_app.trainer import LocalTrainer
-from fl_app import checksums, models, server_app, weights
+from fl_app import checksums, models, server_app, trainable_tensors, weights
 from fl_app.config import parse
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.transport.inprocess import InProcessGrid
@@ -217,9 +220,9 @@ def test_what_a_client_does_to_a_network_does_not_reach_the_next(tmp_path: Path,
     ("keys", "kept"),
     [
         ({"method": "fedavg"}, True),
-        ({"method": "fedem"}, False),
+        ({"method": "fedem"}, True),
         ({"method": "fedavg", "model": "module:factory"}, True),
-        ({"method": "module:METHOD"}, False),
+        ({"method": "module:METHOD"}, True),
         ({"method": "fedavg", "dp-epsilon": 5.0}, False),
     ],
 )
@@ -232,26 +235,80 @@ def test_networks_that_may_keep_more_are_built_for_every_client(keys: dict[str, 
     assert bool(session._left) is kept
 
 
-HOLDERS = {
-    "a list": lambda layer: setattr(layer, "seen", []),
-    "a list in a dict": lambda layer: setattr(layer, "seen", {"first": []}),
-    "a tensor of no name": lambda layer: setattr(layer, "scale", torch.ones(1)),
-    "a function with a variable": lambda layer: layer.register_forward_hook(lambda *_: print(layer)),
-    "a generator": lambda layer: setattr(layer, "draw", torch.Generator()),
-    "a number": lambda layer: setattr(layer, "seen", 0),
-    "numbers": lambda layer: setattr(layer, "kernel", (3, torch.float32, torch.relu, None)),
-    "a counter": lambda layer: layer.register_buffer("count", torch.zeros(1, dtype=torch.int64)),
-    "a statistic": lambda layer: layer.register_buffer("mean", torch.zeros(1)),
-}
+class Holder:
+    """What a layer may hold, in every form."""
+
+    def __init__(self) -> None:
+        self.seen, self.by_name, self.sets, self.array = [0], {"first": [1]}, {1, 2}, np.zeros(3)
+        self.deep = ({"a": [{"b": [1]}]},)
+        self.count = self.counter()
+
+    def counter(self) -> Callable[[], int]:
+        """Return a function with a variable."""
+        number = 0
+
+        def count() -> int:
+            nonlocal number
+            number += 1
+            return number
+
+        return count
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_model_of_the_users_own_is_kept_if_nothing_in_it_can_keep_something(holder: str) -> None:
+def small() -> nn.Module:
+    """Return a small network whose second layer holds something."""
+    module = models.build("mlp", in_channels=1, num_classes=10, image_size=8)
+    module.fc1.holder, module.fc1.own = Holder(), ["first"]  # type: ignore[union-attr, assignment]
+    module.fc1.itself = {"cycle": module}  # type: ignore[union-attr, assignment]
+    return module
+
+
+def test_what_layers_hold_is_given_back() -> None:
+    flat = FlatModule(small(), torch.device("cpu"))
+    holder = flat.module.fc1.holder
+    holder.seen.append(holder)
+    holder.by_name["first"][0] = 2
+    holder.by_name["second"] = []
+    holder.sets.clear()
+    holder.array += 1
+    holder.deep[0]["a"][0]["b"].clear()
+    holder.more, flat.module.fc1.own[0] = 3, "second"
+    assert holder.count() == 1
+    assert flat.is_restorable
+    flat.reset()
+    assert holder.seen == [0] and holder.by_name == {"first": [1]} and holder.sets == {1, 2}
+    assert not holder.array.any() and holder.deep == ({"a": [{"b": [1]}]},) and not hasattr(holder, "more")
+    assert holder.count() == 1 and flat.module.fc1.own == ["first"]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.Generator(), collections.deque(), iter([1]), threading.Lock()], ids=lambda v: type(v).__name__
+)
+def test_a_network_that_holds_what_cannot_be_given_back_is_built_anew(value: object) -> None:
+    module = small()
+    module.fc1.holder.seen.append({"inner": value})  # type: ignore[union-attr]
+    assert not FlatModule(module, torch.device("cpu")).is_restorable
+
+
+def test_a_tensor_of_no_name_keeps_a_network_until_it_is_written() -> None:
+    module = small()
+    module.fc1.scales = [torch.ones(1)]  # type: ignore[union-attr, assignment]
+    flat = FlatModule(module, torch.device("cpu"))
+    assert flat.is_restorable
+    module.fc1.scales[0].mul_(2)  # type: ignore[union-attr]
+    assert not flat.is_restorable
+
+
+def test_a_write_into_a_frozen_tensor_is_named() -> None:
     module = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
-    layers = list(module.modules())
-    HOLDERS[holder](layers[len(layers) // 2])  # type: ignore[no-untyped-call]
-    kept = ("a number", "numbers", "a counter", "a statistic")
-    assert FlatModule(module, torch.device("cpu")).is_restorable is (holder in kept)
+    trainable_tensors.freeze(module, "fc*")
+    flat, session = FlatModule(module, torch.device("cpu")), Session(config(), METHODS["fedavg"])
+    network = Network("key", module, None)  # type: ignore[arg-type]
+    session.leave(network, flat)
+    module.conv1.weight[0, 0] = 0  # type: ignore[index, union-attr]
+    with pytest.raises(ConfigurationError) as caught:
+        session.leave(network, flat)
+    assert (caught.value.key, caught.value.value) == ("train", "conv1.weight")
 
 
 def test_a_model_of_the_users_own_that_keeps_nothing_is_built_once(tmp_path: Path, monkeypatch: Any) -> None:
