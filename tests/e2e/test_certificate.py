@@ -9,8 +9,8 @@ from tests.e2e.conftest import BackgroundRun, Lab, rounds, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-# enough to bring the cluster up and to finish a round
-LASTS = 150
+# enough to bring the cluster up and to finish a round on a busy machine
+LASTS = 240
 CONFIG = {
     "method": "fedavg",
     "num-server-rounds": 100_000,
