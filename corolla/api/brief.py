@@ -1,8 +1,9 @@
-"""Short tracebacks for callers of Corolla's functions: the error, without Corolla's internal frames."""
+"""What every function for callers does: errors without Corolla's internal frames, and Python's generator left as it was."""
 
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -14,7 +15,9 @@ T = TypeVar("T")
 
 
 def brief(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that its errors end at the caller's line.
+    """Decorate a function so that its errors end at the caller's line, and the caller's `random` stays as it is.
+
+    Libraries draw from `random` while they are imported, as rich does, which a first call may do.
 
     Errors in the caller's own code keep their frames. With `verbose=True` the function's errors keep all frames and
     their causes.
@@ -22,6 +25,7 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def called(*arguments: P.args, **keywords: P.kwargs) -> T:
+        state = random.getstate()
         try:
             return function(*arguments, **keywords)
         except (UserError, RunFailed) as error:
@@ -33,5 +37,7 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
             if own is not None and keywords.get("verbose") is not True:
                 error.__traceback__ = own
             raise
+        finally:
+            random.setstate(state)
 
     return called

@@ -288,3 +288,12 @@ def test_a_run_leaves_the_callers_generators_as_they_were(start: Start) -> None:
     assert drawn() == first
     start(in_process=True)
     assert drawn() == then
+
+
+def test_a_first_run_leaves_the_callers_generator_as_it_was(tmp_path: Path) -> None:
+    """It imports libraries that draw."""
+    code = "import random, corolla; random.seed(1); before = random.getstate(); corolla.run({}); print(random.getstate() == before)"
+    keys = "method='fedavg', clients=2, num_server_rounds=1, in_process=True, progress=False"
+    command = [sys.executable, "-c", code.replace("{}", keys)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
