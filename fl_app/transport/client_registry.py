@@ -374,7 +374,8 @@ class ClientRegistry:
             if more
         ]
         names = spellings("clients", filter(None, (name_of(self.properties.get(i, {})) for i in told)), "client")
-        return [*columns, *site_data.remarks(told, lambda i: called(i, self.properties)), *names]
+        remarks = site_data.remarks(told, self.config.dataset == NODE, lambda i: called(i, self.properties))
+        return [*columns, *remarks, *names]
 
     def _notes_on_software(self) -> list[str]:
         """Return a line for each software that differs from the server's, with its clients. Each client is named once."""

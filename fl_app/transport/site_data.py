@@ -16,17 +16,18 @@ APART = 100.0
 _MOST_COLUMNS = 5
 
 
-def remarks(told: Mapping[int, ClientReport], called: Callable[[int], str]) -> list[str]:
+def remarks(told: Mapping[int, ClientReport], own: bool, called: Callable[[int], str]) -> list[str]:
     """Return a line for each column that lies apart at some sites, and for sites with the same data.
 
-    told: the sites' reports by client id. called: returns a client's name by its id.
+    told: the sites' reports by client id. own: whether each has its own data (`dataset = node`): others have parts of the
+    same files. called: returns a client's name by its id.
     """
     sums = {i: found for i, report in sorted(told.items()) if (found := report.sums) is not None}
     features = next((names.features for i in sums if (names := told[i].names).features), ())
     columns = list(_apart(sums, features or (), called))
     if more := len(columns) - _MOST_COLUMNS:
         columns[_MOST_COLUMNS:] = [f"and {more} more columns lie as far apart"] if more > 0 else []
-    return [*columns, *_identical(told, called)]
+    return [*columns, *(_identical(told, called) if own else ())]
 
 
 def _apart(sums: Mapping[int, MomentSums], features: Sequence[str], called: Callable[[int], str]) -> Iterator[str]:
@@ -48,7 +49,7 @@ def _apart(sums: Mapping[int, MomentSums], features: Sequence[str], called: Call
 
 
 def _identical(told: Mapping[int, ClientReport], called: Callable[[int], str]) -> Iterator[str]:
-    """Yield a line for each group of sites with the same sums or content, and numbers of samples, or the same hash of own data."""
+    """Yield a line for each group of sites with the same sums or content, and numbers of samples, or the same hash of files."""
     same: dict[object, list[int]] = {}
     for i, report in sorted(told.items()):
         samples = tuple(report.answer.get(name) for name in ("train-samples", "test-samples", "class-counts"))
@@ -56,7 +57,7 @@ def _identical(told: Mapping[int, ClientReport], called: Callable[[int], str]) -
             same.setdefault((report.sums, samples), []).append(i)
         elif content := report.answer.get(CONTENT):
             same.setdefault((content, samples), []).append(i)
-        elif report.hashes is not None and not report.hashes.partition:
+        elif report.hashes is not None:
             same.setdefault(report.hashes, []).append(i)
     for ids in same.values():
         if len(ids) > 1:

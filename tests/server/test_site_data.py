@@ -80,9 +80,12 @@ def test_the_same_files_at_one_machine_are_named_without_sums() -> None:
     e = exchange(nodes, dataset="node", classes="0,1")
     e.registry.wait()
     assert e.registry.notes() == ["clients 0, 2 have the same data"]
-    # a shared data set is everybody's
-    shared = {node: {**told, "partition-sha256": "c" * 64, "data-sha256": "a" * 64} for node, told in nodes.items()}
-    e = exchange(shared)
+
+
+@pytest.mark.parametrize("partition", ["c" * 64, ""], ids=["plain", "private"])
+def test_clients_of_shared_files_do_not_have_the_same_data(partition: str) -> None:
+    hashes = {"partition-sha256": partition, "data-sha256": "a" * 64}
+    e = exchange({70 + k: properties(k, 3, **hashes) for k in range(3)})
     e.registry.wait()
     assert e.registry.notes() == []
 
