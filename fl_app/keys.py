@@ -281,7 +281,7 @@ def show(value: Scalar) -> str:
 # by key, what other tools call it
 _ELSEWHERE = {
     "learning-rate": ("lr", "local-lr", "local-learning-rate", "eta"),
-    "learning-rate-decay": ("lr-decay", "learning-rate-decay-gamma", "gamma"),
+    "learning-rate-decay": ("lr-decay", "learning-rate-decay-gamma", "ldg", "gamma"),
     "server-learning-rate": ("server-lr", "global-lr"),
     "num-server-rounds": (
         "rounds",
@@ -290,9 +290,10 @@ _ELSEWHERE = {
         "global-epoch",
         "communication-rounds",
         "comm-round",
+        "gr",
         "t",
     ),
-    "num-clients": ("clients", "num-supernodes", "n-clients", "client-num", "k"),
+    "num-clients": ("clients", "num-supernodes", "n-clients", "client-num", "nc", "k"),
     "fraction-train": (
         "join-ratio",
         "fraction-fit",
@@ -300,9 +301,10 @@ _ELSEWHERE = {
         "participation",
         "participation-rate",
         "frac",
+        "jr",
         "c",
     ),
-    "local-epochs": ("epochs", "local-epoch", "e"),
+    "local-epochs": ("epochs", "local-epoch", "ls", "e"),
     "local-steps": (
         "steps",
         "local-iterations",
@@ -313,23 +315,25 @@ _ELSEWHERE = {
         "tau",
     ),
     "schedule": ("lr-scheduler", "scheduler", "lr-schedule"),
-    "batch-size": ("bs", "batch", "local-bs", "b"),
+    "batch-size": ("bs", "batch", "local-bs", "lbs", "b"),
     "weight-decay": ("wd", "l2"),
     "method": ("algorithm", "algo", "strategy", "aggregator"),
-    "device": ("gpu", "cuda", "use-cuda", "device-id", "gpus"),
+    "device": ("gpu", "cuda", "use-cuda", "device-id", "dev", "did", "gpus"),
     "dataset": ("data", "dataset-name"),
+    "model": ("network", "arch", "m"),
+    "seed": ("random-seed", "rs"),
     "partition": ("split", "niid", "non-iid", "distribution"),
-    "evaluate-every": ("eval-gap", "eval-every", "test-interval", "test-gap"),
+    "evaluate-every": ("eval-gap", "eval-every", "test-interval", "test-gap", "eg"),
     "dirichlet-alpha": ("alpha", "dir-alpha", "beta-dirichlet"),
-    "output-dir": ("out", "save-dir", "log-dir", "results-dir"),
-    "run-name": ("name", "experiment-name", "goal"),
+    "output-dir": ("out", "save-dir", "log-dir", "results-dir", "save-folder-name", "sfn"),
+    "run-name": ("name", "experiment-name", "goal", "go"),
     "track": ("tracker", "logger", "report-to"),
 }
 
 
 def _elsewhere(word: str, keys: Sequence[str]) -> list[str]:
     """Return which of the keys other tools call so, or have all parts of a word: rounds is in num-server-rounds."""
-    word = word.lower()
+    word = word.lower().replace("_", "-")
     called = [key for key in keys if word in _ELSEWHERE.get(key, ())]
     return called or [key for key in keys if set(word.split("-")) <= set(key.split("-"))][:3]
 

@@ -83,6 +83,11 @@ def test_the_chosen_methods_parameters(method: str) -> None:
         ("lr", "learning-rate"),
         ("alpha", "dirichlet-alpha"),
         ("join_ratio", "fraction-train"),
+        ("jr", "fraction-train"),
+        ("gr", "num-server-rounds"),
+        ("ls", "local-epochs"),
+        ("lbs", "batch-size"),
+        ("device_id", "device"),
         ("retries", "round-retries"),
     ],
 )
