@@ -221,6 +221,7 @@ def test_every_key_with_a_path_is_ruled_or_the_servers() -> None:
         "data-dir",
         "state-dir",
         "initial-weights",
+        "tokenizer",
     }
 
 
