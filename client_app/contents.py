@@ -7,7 +7,6 @@ found out, and then the network is built again.
 from __future__ import annotations
 
 import functools
-import logging
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
@@ -21,10 +20,12 @@ from torch import Tensor, nn
 _UNCHANGEABLE = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type, Enum),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, np.dtype, np.generic, np.ufunc),
-    *(types.BuiltinFunctionType, types.ModuleType, types.CodeType, types.GenericAlias, property, logging.Logger),
+    *(types.BuiltinFunctionType, types.ModuleType, types.CodeType, types.GenericAlias, property),
 )
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
 _HEAP_TYPE = 1 << 9
+_LIBRARY = ("torch._", "logging", "threading", "asyncio")
+"""Modules whose objects lead to what is a whole process's."""
 
 
 class _Plain:
@@ -37,6 +38,8 @@ class Contents:
     def __init__(self, module: nn.Module, known: Iterable[Tensor]) -> None:
         self.unknown = ""
         """The name and kind of the first value that cannot be given back, "" if there is none."""
+        # of layers, and of all that these hold
+        self._layers: list[Callable[[], object]] = []
         self._restore: list[Callable[[], object]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
         # kept, or an id might become another value's
@@ -56,8 +59,11 @@ class Contents:
         self._seen = seen
 
     def restore(self) -> None:
-        """Give back what lists, dicts, sets, arrays, objects and functions' variables held."""
-        for restore in self._restore:
+        """Give back what layers held, and the contents of their lists, dicts, sets, arrays, objects and functions' variables.
+
+        Where something is unknown, layers alone get back what they held: their contents may be those of a whole library.
+        """
+        for restore in (*self._layers, *(() if self.unknown else self._restore)):
             restore()
 
     def written(self) -> str:
@@ -69,8 +75,11 @@ class Contents:
         kind: Any = type(value)
         match value:
             case np.ndarray() if value.dtype != object:
-                self._restore.append(functools.partial(np.copyto, value, value.copy()))
+                if value.flags.writeable:
+                    self._restore.append(functools.partial(np.copyto, value, value.copy()))
                 return []
+            case nn.Module():
+                return self._layer(value)
             case tuple() | frozenset():
                 return [*_unnamed(value), *self._attributes(value)]
             case functools.partial():
@@ -96,7 +105,7 @@ class Contents:
     def _container(self, value: Any) -> list[tuple[str, Any]]:
         if isinstance(value, list):
             first = value[:]
-            self._restore.append(functools.partial(value.__setitem__, slice(None), first))
+            self._restore.append(functools.partial(list.__setitem__, value, slice(None), first))
             return [(str(k), inner) for k, inner in enumerate(first)]
         if isinstance(value, set):
             self._restore.append(functools.partial(_refill, value, set(value)))
@@ -104,15 +113,19 @@ class Contents:
         self._restore.append(functools.partial(_refill, value, dict(value)))
         return [(str(key), inner) for key, inner in value.items()]
 
+    def _layer(self, value: nn.Module) -> list[tuple[str, Any]]:
+        held = value.__dict__
+        tables = [table for table in held.values() if type(table) in (dict, OrderedDict)]
+        self._layers += [functools.partial(_refill, table, dict(table)) for table in (held, *tables)]
+        # parts and tensors are called by their own names alone
+        return [("" if name in _TABLES else name, inner) for name, inner in held.items()]
+
     def _attributes(self, value: Any) -> list[tuple[str, Any]]:
         held: dict[str, Any] | None = getattr(value, "__dict__", None)
         if held is None:
             return []
         self._restore.append(functools.partial(_refill, held, dict(held)))
-        # the tables of a module's parts and tensors have no names of their own
-        return [
-            ("" if isinstance(value, nn.Module) and name in _TABLES else name, inner) for name, inner in held.items()
-        ]
+        return list(held.items())
 
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -134,6 +147,6 @@ def _is_plain(kind: type) -> bool:
     """Return whether a class and its bases are Python's containers or written in Python, with all they hold in `__dict__`."""
     bases = [base for base in kind.__mro__ if base is not object]
     written = [base for base in bases if base not in _CONTAINERS]
-    if any(not base.__flags__ & _HEAP_TYPE for base in written):
+    if any(not base.__flags__ & _HEAP_TYPE or base.__module__.startswith(_LIBRARY) for base in written):
         return False
     return kind.__basicsize__ <= _Plain.__basicsize__ or len(written) < len(bases)
