@@ -24,8 +24,6 @@ import pytest
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from benchmarks import confine as walls_benchmark
-from benchmarks.measure import SLACK
 from deploy import bubblewrap, confine, supernode, system_calls, unanswered
 from deploy.audit import Audit
 from deploy.bubblewrap import Walls
@@ -575,12 +573,3 @@ def test_nothing_that_an_application_leaves_keeps_the_next_from_starting(
     assert again.wait(30)
     homes = [Path(one["FLWR_HOME"]) for one in started]
     assert homes[0] != homes[1] and not homes[1].exists()
-
-
-@needs_bubblewrap
-@pytest.mark.long
-def test_walls_delay_a_client_by_no_more_than_the_published_time() -> None:
-    found = walls_benchmark.more(3)
-    assert "bubblewrap" in found
-    # twice: a busy machine
-    assert all(value < SLACK * walls_benchmark.TARGET for parts in found.values() for value in parts.values()), found
