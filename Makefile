@@ -19,7 +19,7 @@ OTHERS = $(filter-out $(RUNNING) $(INSTALLED),$(wildcard $(VENV)/.running-* $(VE
 NEWER := .venv-$(lastword $(FLOWERS))
 WITH_NEWER := COROLLA_NEXT=$(CURDIR)/$(NEWER)/bin/python
 
-.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker test-charts cluster-demo cluster-demo-monitored soak bench bench-short check lint types \
+.PHONY: install help run test test-long test-processes test-faults test-nightly test-hostile test-next test-newer test-pythons test-docker test-charts cluster-demo cluster-demo-monitored soak bench bench-short check lint types \
   docs site site-serve wheel clean lock
 
 install: $(INSTALLED) ## into .venv, with all extras and what development needs; FLOWER=1.42: with that version of Flower
@@ -84,6 +84,11 @@ test: install ## the tests, and the seconds of each part
 test-long: install ## minutes of real Flower processes
 	@failed=0; $(UNIT) -m "long and not nightly" --ignore tests/e2e || failed=1; \
 	$(WAITING) -m "long and not nightly" tests/e2e || failed=1; exit $$failed
+
+# test-long, test-faults and test-hostile, as continuous integration runs them: two files at a time from the first to the last
+test-processes: install ## test-long, test-faults and test-hostile
+	@failed=0; $(UNIT) -m "long and not nightly" --ignore tests/e2e || failed=1; \
+	$(WAITING) -m "(long or faults or hostile) and not nightly" tests/e2e tests/hostile || failed=1; exit $$failed
 
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
 test-faults: install ## deployments whose processes are killed and whose network is cut
