@@ -127,8 +127,8 @@ $(NEWER)/.installed: constraints/flwr-$(lastword $(FLOWERS)).txt | install
 	$(NEWER)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# deployments with both versions, and from one to the other; then with the newer one alone: clusters, equal bits, who must not get in
-ALONE := test_cluster test_revoke test_same_bits test_security
+# deployments with both versions, and from one to the other; then with the newer one alone: equal bits, who must not get in
+ALONE := test_same_bits test_security
 test-newer: $(NEWER)/.installed ## deployments with 1.39 and the newest Flower of constraints/
 	$(WITH_NEWER) $(BIN)/python -m pytest -m "long and not nightly" -rs tests/e2e/test_versions.py
 	$(NEWER)/bin/python -m pytest tests/deploy/test_gate.py tests/deploy/test_unanswered.py

@@ -59,6 +59,7 @@ def test_simulation_equals_one_process(tmp_path: Path, methods: tuple[str, ...])
 
 
 @pytest.mark.usefixtures("own_methods")
+@pytest.mark.nightly
 def test_own_methods_are_sent_to_the_nodes(warm_cluster: Cluster, tmp_path: Path) -> None:
     cluster = warm_cluster
     # as in many containers

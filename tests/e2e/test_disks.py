@@ -65,6 +65,7 @@ def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_af
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.nightly
 def test_a_machine_that_is_lost_between_two_rounds_goes_on_from_a_backup(lab: Lab, tmp_path: Path) -> None:
     machine = tmp_path / "machine"
     state = machine / "client-state"

@@ -47,6 +47,7 @@ def named(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("warm_cluster")
+@pytest.mark.nightly
 def test_the_next_month_starts_from_this_months_models(cluster: Cluster, tmp_path: Path) -> None:
     del cluster.environment["COROLLA_SITE_DIR"]
     cluster.start_superlink()

@@ -44,6 +44,7 @@ def test_a_killed_client_costs_no_repeat(cluster: Cluster, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("warm_cluster")
+@pytest.mark.nightly
 def test_a_site_that_is_killed_after_its_upload_is_in_the_sum(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start_superlink()
     for client_id, key in enumerate(make(tmp_path / "keys", 4)):

@@ -71,6 +71,7 @@ def run(cluster: Cluster, tmp_path: Path, name: str, sites: Sequence[tuple[str, 
 
 
 @pytest.mark.usefixtures("warm_cluster")
+@pytest.mark.nightly
 def test_sites_with_their_own_tables_train_as_sites_with_equal_ones(cluster: Cluster, tmp_path: Path) -> None:
     del cluster.environment["COROLLA_SITE_DIR"]
     cluster.start_superlink()
