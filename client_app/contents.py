@@ -32,6 +32,23 @@ class _Plain:
     """An object whose contents are all in its `__dict__`."""
 
 
+class Versioned:
+    """A tensor, and whether something has written into it since."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._version = tensor, tensor._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its counter of writes has moved."""
+        return self.tensor._version != self._version
+
+
+def written(tensors: Iterable[tuple[str, Versioned]]) -> str:
+    """Return the name of the first tensor that something has written into, "" if there is none."""
+    return next((name for name, one in tensors if one.is_written), "")
+
+
 class Contents:
     """What a module holds now. known: tensors that something else gives back."""
 
@@ -41,7 +58,7 @@ class Contents:
         # of layers, and of all that these hold
         self._layers: list[Callable[[], object]] = []
         self._restore: list[Callable[[], object]] = []
-        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._tensors: list[tuple[str, Versioned]] = []
         # kept, or an id might become another value's
         seen = {id(tensor): tensor for tensor in known}
         todo: list[tuple[str, Any]] = [("", module)]
@@ -51,7 +68,7 @@ class Contents:
                 continue
             seen[id(value)] = value
             if isinstance(value, Tensor):
-                self._tensors.append((name, value, value._version))
+                self._tensors.append((name, Versioned(value)))
             elif (inside := self._inside(value)) is not None:
                 todo += [(".".join(filter(None, (name, key))), inner) for key, inner in inside]
             else:
@@ -68,7 +85,7 @@ class Contents:
 
     def written(self) -> str:
         """Return the name of a tensor that something has written into, "" if there is none."""
-        return next((name for name, tensor, version in self._tensors if tensor._version != version), "")
+        return written(self._tensors)
 
     def _inside(self, value: Any) -> list[tuple[str, Any]] | None:
         """Return the values in a value, by name, and note how it is restored. Return None for a kind that is not known."""

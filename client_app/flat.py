@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from client_app.contents import Contents
+from client_app.contents import Contents, Versioned, written
 from fl_app.layout import Layout, Model, Slot, Vector
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
@@ -68,11 +68,10 @@ class FlatModule:
         ]
         self._others = [(buffers[name], buffers[name].clone()) for name in counted]
         frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        self._constants = {name: buffers[name] for name in frozen if name in buffers and name not in counted}
+        self._constants = {n: Versioned(buffers[n]) for n in frozen if n in buffers and n not in counted}
         self.frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
         self.batchnorms = [m for m in norms.values() if m not in self.frozen_batchnorms]
-        self._versions = {name: tensor._version for name, tensor in self._constants.items()}
-        others = [*self._constants.values(), *(buffer for buffer, _ in self._others)]
+        others = [*(one.tensor for one in self._constants.values()), *(buffer for buffer, _ in self._others)]
         known = [*parameters, *(buffers[name] for name in loaded), *others]
         self._contents = Contents(module, known)
 
@@ -102,7 +101,7 @@ class FlatModule:
 
     def written_constant(self) -> str:
         """Return the name of a frozen tensor (the key `train`) that something has written into, "" if there is none."""
-        return next((name for name, tensor in self._constants.items() if tensor._version != self._versions[name]), "")
+        return written(self._constants.items())
 
     def _view(self, vector: Tensor, slot: Slot) -> Tensor:
         piece = vector[slot.start : slot.stop]
@@ -151,7 +150,7 @@ class FlatModule:
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values: evaluation mode, without gradients."""
         # both have the same constants
-        module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in self._constants.values()})
+        module = copy.deepcopy(self.module, {id(one.tensor): one.tensor for one in self._constants.values()})
         tensors = self.layout.tensors(model)
         with torch.no_grad():
             for name, own in (*module.named_parameters(), *module.named_buffers()):
