@@ -123,7 +123,7 @@ def origin_of(
         for key in _SAME
         if before.get(key) != (value := config.resolved.get(key))
     ]
-    theirs = features_before(config)
+    theirs = _features_in(about)
     for what, old, new in (("features", theirs, names.features), ("classes", about.get("classes"), names.outputs)):
         if differ(old, new):
             lines.append(f"{what}: {_difference(list(old or ()), list(new or ()))}")
@@ -159,9 +159,11 @@ def origin_of(
 
 def features_before(config: RunConfig) -> tuple[str, ...]:
     """Return the features' names of the run that a run goes on from, () if there is none, or if it did not record them."""
-    if not config.from_run:
-        return ()
-    return names_in(read_about(Path(config.from_run)).get(DATA, {}).get(READ_BY, {}))
+    return _features_in(read_about(Path(config.from_run))) if config.from_run else ()
+
+
+def _features_in(about: Mapping[str, Any]) -> tuple[str, ...]:
+    return names_in(about.get(DATA, {}).get(READ_BY, {}))
 
 
 def _difference(old: list[str], new: list[str]) -> str:
