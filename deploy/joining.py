@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy import certificates, commands, peers, revoked, superlink
 from deploy.inventory import Inventory
-from fl_app.errors import DeploymentError
+from fl_app.errors import DeploymentError, with_name
 from fl_app.files import make_directory, publish
 from fl_app.privacy import keyring, pins
 from fl_app.privacy.keyring import PEERS
@@ -230,8 +230,7 @@ def name_of(inventory: Inventory, client: int) -> str:
 
 def called(inventory: Inventory, client: int) -> str:
     """Return a client's number, with the name under which it was admitted: `3 (bern)`."""
-    name = name_of(inventory, client)
-    return f"{client} ({name})" if name else str(client)
+    return with_name(client, name_of(inventory, client))
 
 
 def was_revoked(inventory: Inventory, client: int) -> bool:

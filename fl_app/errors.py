@@ -100,6 +100,11 @@ def counted(number: int, noun: str, nouns: str = "") -> str:
     return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def with_name(number: int, name: str) -> str:
+    """Return a client's number, with its name if it has one: `3 (Bern)`."""
+    return f"{number} ({name})" if name else str(number)
+
+
 def size(nbytes: float) -> str:
     """Return a number of bytes in decimal units."""
     for unit in ("B", "kB", "MB"):

@@ -24,7 +24,7 @@ from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig
 from fl_app.config.earlier_keys import current
 from fl_app.config.rules import split_names
-from fl_app.errors import MALFORMED, UserError, counted, listed, plain
+from fl_app.errors import MALFORMED, UserError, counted, listed, plain, with_name
 from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar, own, show, table_of
@@ -764,8 +764,7 @@ def name_of(properties: Mapping[str, Scalar]) -> str:
 
 def called(client_id: int, properties: Mapping[int, Mapping[str, Scalar]]) -> str:
     """Return a client's number, with its name if it has one: `3 (Bern)`. properties: of all clients, by id."""
-    name = name_of(properties.get(client_id, {}))
-    return f"{client_id} ({name})" if name else str(client_id)
+    return with_name(client_id, name_of(properties.get(client_id, {})))
 
 
 def called_in(run: Path) -> Callable[[int | str], str]:
