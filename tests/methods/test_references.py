@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from client_app.trainer import LocalTrainer
@@ -91,6 +92,19 @@ class Trial:
     def slope(self, i: int) -> Callable[[ref.Array, ref.Indices], ref.Array]:
         x, y = self.data(i)
         return lambda w, at: ref.plain(w, self.sizes, x[at], y[at])
+
+    def pulled(
+        self, i: int, pull: Callable[..., ref.Array], weight: float, goals: ref.Array, known: NDArray[np.bool_]
+    ) -> Callable[[ref.Array, ref.Indices], ref.Array]:
+        """Return the slope of a client's loss with a pull of its features to the known goals."""
+        x, y = self.data(i)
+
+        def slope(w: ref.Array, at: ref.Indices) -> ref.Array:
+            z, g = ref.outputs(w, self.sizes, x[at])[-2:]
+            by_features = weight * pull(z, y[at], goals, known)
+            return ref.gradient(w, self.sizes, x[at], ref.by_logits(g, y[at]), by_features)
+
+        return slope
 
     def batches(self, i: int, round: int, epochs: int | None = None, purpose: str = "train") -> list[ref.Indices]:
         """Return the samples of each batch as the trainer draws them."""
@@ -290,18 +304,7 @@ def test_fedpac(tmp_path: Path, case: int) -> None:
             features = ref.outputs(start, t.sizes, x)[-2]
             statistics = ref.fedpac_statistics(features, y, CLASSES)
 
-            def pulled(
-                w: ref.Array,
-                at: ref.Indices,
-                x: ref.Array = x,
-                y: ref.Indices = y,
-                goals: ref.Array = goals,
-                k: Any = known,
-            ) -> ref.Array:
-                z, g = ref.outputs(w, t.sizes, x[at])[-2:]
-                pull = own["weight"] * ref.pull_by_samples(z, y[at], goals, k > 0)
-                return ref.gradient(w, t.sizes, x[at], ref.by_logits(g, y[at]), pull)
-
+            pulled = t.pulled(i, ref.pull_by_samples, own["weight"], goals, known > 0)
             faster = {**t.setting, "rate": own["head_rate"] * t.setting["rate"]}
             epochs = t.batches(i, round, int(own["head_epochs"]), "train-head")
             after = ref.sgd(start, epochs, t.slope(i), moving=at_head, **faster)
@@ -353,18 +356,7 @@ def test_fedproto(tmp_path: Path, case: int) -> None:
         for i in ids:
             x, y = t.data(i)
 
-            def pulled(
-                w: ref.Array,
-                at: ref.Indices,
-                x: ref.Array = x,
-                y: ref.Indices = y,
-                goals: ref.Array = goals,
-                k: Any = known,
-            ) -> ref.Array:
-                z, g = ref.outputs(w, t.sizes, x[at])[-2:]
-                pull = own["weight"] * pulling(z, y[at], goals, k > 0)
-                return ref.gradient(w, t.sizes, x[at], ref.by_logits(g, y[at]), pull)
-
+            pulled = t.pulled(i, pulling, own["weight"], goals, known > 0)
             models[i] = ref.sgd(models[i], t.batches(i, round), pulled, **t.setting)
             sent.append(ref.prototypes_of(ref.outputs(models[i], t.sizes, x)[-2], y, CLASSES))
         uploads, memory = t.fed.round(ids=ids), t.fed.server.state.memory
