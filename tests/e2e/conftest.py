@@ -49,6 +49,13 @@ def wait_for(condition: Callable[[], Any], seconds: float = 600, every: float = 
     raise AssertionError(f"nothing within {seconds} s")
 
 
+def runs(process: psutil.Process, word: str) -> bool:
+    """Return whether a process has `word` in its command line; False once it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return any(word in part for part in process.cmdline())
+    return False
+
+
 @dataclass
 class Cluster:
     """One flower-superlink and its flower-supernodes, on loopback unless a test puts them elsewhere.

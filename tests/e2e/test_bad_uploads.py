@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary
+from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, runs, summary
 
 pytestmark = [
     pytest.mark.nightly,
@@ -89,11 +89,8 @@ def spoiled(environment: dict[str, str], directory: Path) -> dict[str, str]:
 
 def server_app(cluster: Cluster) -> psutil.Process | None:
     """The process of the run's ServerApp, once it is there."""
-    for child in cluster.processes["superlink"].children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any("serverapp" in word for word in child.cmdline()):
-                return child
-    return None
+    children = cluster.processes["superlink"].children(recursive=True)
+    return next((child for child in children if runs(child, "serverapp")), None)
 
 
 def take_peak(process: psutil.Process) -> int:

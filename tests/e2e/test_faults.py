@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, wait_for
+from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, runs, wait_for
 from tests.e2e.faults import COMMON, EVERY_REPLY, assert_nothing_is_lost, causes, failures
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -123,8 +123,8 @@ def started_by(process: psutil.Process, word: str) -> list[psutil.Process]:
     """Living descendants with `word` in their command line, and everything these started."""
     found: dict[int, psutil.Process] = {}
     for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any(word in part for part in child.cmdline()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if runs(child, word):
                 found |= {p.pid: p for p in [child, *child.children(recursive=True)]}
     return list(found.values())
 

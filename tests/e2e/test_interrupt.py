@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from client_app.client_app import RAY
-from tests.e2e.conftest import COROLLA, wait_for
+from tests.e2e.conftest import COROLLA, runs, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -91,7 +91,7 @@ def test_a_superlink_that_dies_is_one_sentence_and_the_way_on() -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
         with started(Path(short)) as process:
             for child in psutil.Process(process.pid).children(recursive=True):
-                if any(word.endswith("flower-superlink") for word in child.cmdline()):
+                if runs(child, "flower-superlink"):
                     child.kill()
             _, err = process.communicate(timeout=150)
         said = " ".join(err.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import BackgroundRun, Cluster, rounds, wait_for
+from tests.e2e.conftest import BackgroundRun, Cluster, rounds, runs, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -53,9 +52,7 @@ def comes_back(cluster: Cluster, directory: Path, disturb: Callable[[], None]) -
 
 def is_client(process: psutil.Process) -> bool:
     """Return whether a process is one that works on a message."""
-    with contextlib.suppress(psutil.Error):
-        return any("flwr-clientapp" in word for word in process.cmdline())
-    return False
+    return runs(process, "flwr-clientapp")
 
 
 def starting(cluster: Cluster) -> psutil.Process:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cluster, wait_for
+from tests.e2e.conftest import Cluster, runs, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 def starters(cluster: Cluster) -> list[psutil.Process]:
     """The SuperLink's processes that start applications."""
     children = cluster.processes["superlink"].children(recursive=True)
-    return [child for child in children if any("flower-superexec" in word for word in child.cmdline())]
+    return [child for child in children if runs(child, "flower-superexec")]
 
 
 def test_the_process_that_starts_server_apps_is_started_again(cluster: Cluster) -> None:
