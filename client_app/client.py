@@ -162,8 +162,8 @@ class CorollaClient(NumPyClient):
     def _require_start(self, experiment: str, names: str) -> None:
         """Raise UserError unless a private run starts from a model with these names, and no others."""
         with reasons.stage("protocol", "private", "hidden"):
-            if not self.config.initial_weights:
-                raise UserError("private: the server names a model's columns, and the run has no initial-weights")
+            if not (self.config.initial_weights or self.config.from_run):
+                raise UserError("private: the server names a model's columns, and the run starts from no model")
             self._site_keys.require_start(experiment, names)
 
     def _answered(self, question: Download) -> Config:
@@ -283,7 +283,7 @@ class CorollaClient(NumPyClient):
         own_data = self.config.dataset == NODE
         if (text := self._input_facts()) and len(text) <= wire.MAX_TEXT:
             properties[INPUT] = text
-        if (own_data or self.config.initial_weights) and not self.config.private:
+        if (own_data or self.config.initial_weights or self.config.from_run) and not self.config.private:
             properties[FEATURES] = json.dumps(self.data.info.facts.features)
         if self._needs_agreement:
             properties[SUMS] = self._sums()
@@ -406,7 +406,8 @@ class CorollaClient(NumPyClient):
         mine, told = ModelNames.of(self.data.info), json.loads(str(text))
         for what, ours in (("features", mine.features), ("classes", mine.outputs)):
             if differ(told[what], ours):
-                raise UserError(f"initial-weights: the {what} of its card have other names than this client's")
+                key = "initial-weights" if self.config.initial_weights else "from"
+                raise UserError(f"{key}: the {what} of the model have other names than this client's")
 
     def _data_hashes(self) -> Config:
         """Return the hashes that identify the data, and the inputs' scaling where no client may hide it."""

@@ -22,6 +22,7 @@ from fl_app.errors import UserError, listed
 from fl_app.layout import Layout, Model
 from fl_app.machine import available_memory
 from fl_app.metrics import kept
+from fl_app.model_names import ModelNames
 from fl_app.privacy.secure_random import secret
 from fl_app.server import checkpoint, disk, run_log, trackers, trail
 from fl_app.server.arrivals import clock_of
@@ -36,7 +37,7 @@ from fl_app.server.events import (
     is_no_progress,
     tell,
 )
-from fl_app.server.origin import Origin, goes_on_line, origin_of, recorded_scaling
+from fl_app.server.origin import Origin, goes_on_line, origin_of, private_names, recorded_scaling
 from fl_app.server.properties import INPUT, NORMALIZATION, SAMPLES, Properties, input_facts, normalization
 from fl_app.server.record import lacking, one_class_line, summarize
 from fl_app.server.run_folder import (
@@ -59,7 +60,7 @@ from fl_app.server.run_folder import (
     read_metrics,
     refuse_fewer_rounds,
 )
-from fl_app.server.start import Start, names_of_data, normalization_of, start_of
+from fl_app.server.start import Start, names_of_data, normalization_of, of_model, start_of
 from fl_app.transport import app_bundle, flower_patches
 from fl_app.transport.client_registry import ClientRegistry
 from fl_app.transport.discovery import clients_to_meet
@@ -157,7 +158,8 @@ def run(
     place = Path(config.resume) if config.resume else folder_of(config, config.run_name)
     disk.Disks(place, disk_estimate(trial, trial.protocol.expected())).refuse()
     del trial
-    folder, agreed = _opened_folder(config, registry, layout, start, origin)
+    names = start.names if start else private_names(config)
+    folder, agreed = _opened_folder(config, registry, layout, names, start, origin)
     logs = run_log.begin(folder.path)
     try:
         counted = method.reports_counts(config)
@@ -165,7 +167,8 @@ def run(
         exchange.note = functools.partial(trail.add, folder.path)
         strategy = method.server(config, layout, initial, shared, folder)
         del initial
-        strategy.told = {**({NORMALIZATION: json.dumps(agreed)} if agreed else {}), **(start.told if start else {})}
+        scaling = {NORMALIZATION: json.dumps(agreed)} if agreed else {}
+        strategy.told = scaling | (dict(start.told) if start else of_model(names) if names else {})
         rounds = strategy.rounds(exchange)
         if config.resume:
             _restore(rounds, strategy, folder)
@@ -258,7 +261,12 @@ def _fitted(
 
 
 def _opened_folder(
-    config: RunConfig, registry: ClientRegistry, layout: Layout, start: Start | None, origin: Origin | None
+    config: RunConfig,
+    registry: ClientRegistry,
+    layout: Layout,
+    names: ModelNames | None,
+    start: Start | None,
+    origin: Origin | None,
 ) -> tuple[RunFolder, dict[str, list[float]] | None]:
     """Return the run's folder, new or resumed, and the mean and std to send: those that sites agreed on, or the model's own.
 
@@ -277,7 +285,7 @@ def _opened_folder(
         FROZEN: layout.constants,
         TESTED: method.tested_in(config),
         **({FROM: origin.recorded} if origin else {}),
-        **({INITIAL: start.names._asdict()} if start else {}),
+        **({INITIAL: names._asdict()} if names else {}),
         **_data_facts(registry, agreed),
     }
     return RunFolder.create(config, secret().hex(), method.drawn, facts), agreed

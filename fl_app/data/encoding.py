@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -75,3 +75,9 @@ class Encoding:
         if not texts or not fills or not counts or not known or type(found.own_fill) is not bool:
             raise ValueError(f"no column has the encoding {fields!r:.200}")
         return found
+
+
+def of_features(encodings: Iterable[Encoding], names: Sequence[str]) -> tuple[Encoding, ...]:
+    """Return the encodings of the columns that have these features, in the features' order."""
+    kept = [each.of_features(names) for each in encodings if set(each.names) & set(names)]
+    return tuple(sorted(kept, key=lambda each: names.index(each.names[0])))

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from fl_app import checksums, tasks
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
-from fl_app.data.encoding import Encoding
+from fl_app.data.encoding import Encoding, of_features
 from fl_app.data.moments import Moments, MomentSums
 from fl_app.data.site_columns import SiteColumns
 from fl_app.data.spelling import spellings
@@ -258,8 +258,7 @@ class DatasetInfo:
         if tuple(names) == facts.features:
             return self
         places = [facts.features.index(name) for name in names]
-        columns = [e.of_features(names) for e in facts.encodings if set(e.names) & set(names)]
-        columns.sort(key=lambda encoding: names.index(encoding.names[0]))
+        columns = of_features(facts.encodings, names)
         kept = {encoding.column for encoding in columns}
         roles = tuple(
             (n, "left out" if role == "feature" and n not in kept else role, how) for n, role, how in facts.columns
@@ -281,7 +280,7 @@ class DatasetInfo:
                 columns=roles,
                 shift=of(facts.shift),
                 scale=of(facts.scale),
-                encodings=tuple(columns),
+                encodings=columns,
             ),
         )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fl_app.config import RunConfig
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError, counted, listed
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
@@ -24,6 +25,7 @@ from fl_app.server import checkpoint
 from fl_app.server.properties import Properties, Shape
 from fl_app.server.run_folder import (
     DATA,
+    INITIAL,
     NAME,
     NORMALIZED_BY,
     READ_BY,
@@ -158,12 +160,22 @@ def origin_of(
 
 
 def features_before(config: RunConfig) -> tuple[str, ...]:
-    """Return the features' names of the run that a run goes on from, () if there is none, or if it did not record them."""
-    return _features_in(read_about(Path(config.from_run))) if config.from_run else ()
+    """Return the features' names of the run that a run goes on from, () if there is none, or if it did not record them.
+
+    A run that is resumed has them itself.
+    """
+    return _features_in(read_about(Path(config.resume or config.from_run))) if config.from_run else ()
+
+
+def private_names(config: RunConfig) -> ModelNames | None:
+    """Return the earlier run's names, by which clients of a private run order their columns themselves; None if there are none."""
+    features = features_before(config) if config.private else ()
+    return ModelNames(features, split_names(config.classes) or None) if features else None
 
 
 def _features_in(about: Mapping[str, Any]) -> tuple[str, ...]:
-    return names_in(about.get(DATA, {}).get(READ_BY, {}))
+    known = names_in(about.get(DATA, {}).get(READ_BY, {}))
+    return known or tuple((about.get(INITIAL) or {}).get("features") or ())
 
 
 def _difference(old: list[str], new: list[str]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fl_app import software
 from fl_app.checksums import HASHES, DataHashes, told_hashes
 from fl_app.config import RunConfig
-from fl_app.data.encoding import Encoding
+from fl_app.data.encoding import Encoding, of_features
 from fl_app.data.moments import PIXEL, MomentSums
 from fl_app.errors import MALFORMED, UserError, counted, plain
 from fl_app.keys import Scalar
@@ -247,9 +247,9 @@ def splits_column(features: Iterable[str], kept: Iterable[str]) -> bool:
 
 
 def by_name(told: ClientReport, agreed: Names | None) -> ClientReport | None:
-    """Return a site's report as if its columns were those that most sites name, in their order; None if it lacks one.
+    """Return a client's report as if its columns were the run's, in their order; None if it lacks one.
 
-    Columns that the others do not name are left out, single words of a column are not. A report that needs no change, or of data
+    agreed: the run's. Other columns are left out, single words of a column are not. A report that needs no change, or of data
     without names, is None too.
     """
     mine, wanted = told.names.features, agreed.features if agreed else None
@@ -260,6 +260,14 @@ def by_name(told: ClientReport, agreed: Names | None) -> ClientReport | None:
     places = [mine.index(name) for name in wanted]
     answer = {name: value for name, value in told.answer.items() if name not in (INPUT, NORMALIZATION)}
     answer |= {FEATURES: json.dumps(wanted)}
+    if (facts := input_facts(told.answer.get(INPUT))) is not None:
+        encodings = [Encoding.from_json(fields) for fields in facts["encodings"]]
+        kept = of_features(encodings, wanted)
+        gone = {each.column for each in encodings} - {each.column for each in kept}
+        # what a site has besides the run's columns is told to no user of a model
+        others = [*facts["others"], *sorted(gone)] if facts["others"] else []
+        told_by = [dataclasses.asdict(each) for each in kept]
+        answer[INPUT] = json.dumps({"dtype": facts["dtype"], "encodings": told_by, "others": others})
     if told.shape.in_channels == len(mine):
         answer["in-channels"] = len(wanted)
     if told.shape.input_shape == (len(mine),):

@@ -51,8 +51,13 @@ def start_of(config: RunConfig, registry: ClientRegistry, target_shift: tuple[fl
         return Start(names, scaling, [line] if line else [], {})
     # the clients take their columns in the model's order
     names = names._replace(features=card.names.features)
-    compared = {"features": names.features, "classes": names.outputs or card.names.outputs}
-    return Start(names, scaling, [line] if line else [], {MODEL_NAMES: json.dumps(compared)})
+    told = of_model(names._replace(outputs=names.outputs or card.names.outputs))
+    return Start(names, scaling, [line] if line else [], told)
+
+
+def of_model(names: ModelNames) -> dict[str, Scalar]:
+    """Return the scalar by which the clients of a private run put their columns in a model's order, or refuse it."""
+    return {MODEL_NAMES: json.dumps({"features": names.features, "classes": names.outputs})}
 
 
 def own_scaling(config: RunConfig, source: str, card: ModelCard | None, names: ModelNames) -> dict[str, list[float]]:

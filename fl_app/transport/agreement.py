@@ -18,10 +18,10 @@ T = TypeVar("T", bound=Hashable)
 class Agreed(NamedTuple):
     """Facts that all clients of a run must share, as most clients report them.
 
-    shape: of their data. names: sites' names of features and classes; the features are those that more than half of the sites
-    name (`Features`). sums_kind: number of features in sites' sums, and
-    their unit. key_list: the list of all sites' keys, in private runs. hashes: of data and partition, if all clients
-    share them. like: in private runs, the answer of a client with the most common names; only sites can read the names.
+    shape: of their data. names: clients' names of features and classes, where they may differ; the features are those that
+    more than half of the sites name (`Features`). sums_kind: number of features in sites' sums, and their unit. key_list: the
+    list of all sites' keys, in private runs. hashes: of data and partition, if all clients share them. like: in private runs,
+    the answer of a client with the most common names; only sites can read the names.
     """
 
     num_clients: int = 0
@@ -104,8 +104,8 @@ class Agreement:
     def __init__(self, config: RunConfig, before: tuple[str, ...] = ()) -> None:
         """before: the features of the run that this one goes on from, () if there is none, or if it has no names."""
         self._config = config
-        # names and sums are compared if each site has its own data
-        self._by_site = config.dataset == NODE
+        # names and sums are compared if each site has its own data, and names with those of an earlier run
+        self._by_site = config.dataset == NODE or bool(before)
         self._num_clients = Majority[int]()
         self._shape = Majority[Shape]()
         self._features, self._classes = Features(before), Majority[tuple[str, ...]]()

@@ -142,7 +142,7 @@ class ClientRegistry:
         self.properties: dict[int, Properties] = {}
         # client id -> node id
         self.node_of: dict[int, int] = {}
-        self._before = features_before(config) if self._by_name else ()
+        self._before = () if config.private else features_before(config)
         self._agreement = Agreement(config, self._before)
         # number of reports when all ids were last assigned, and what most of these said
         self._assigned_among, self._assigned_by = 0, self.agreed
@@ -368,10 +368,13 @@ class ClientRegistry:
         }
         goes_on = bool(self._before) and wanted == set(self._before)
         whose = "the run that this one goes on from does" if goes_on else "most others do"
+        having: dict[str, list[str]] = {}
+        for i, more in left.items():
+            if more:
+                having.setdefault(listed(more), []).append(called(i, self.properties))
         columns = [
-            f"client {called(i, self.properties)}: {whose} not have {listed(more)}, which the run leaves out"
-            for i, more in left.items()
-            if more
+            f"client{'s' * (len(who) > 1)} {listed(who)}: {whose} not have {more}, which the run leaves out"
+            for more, who in having.items()
         ]
         names = spellings("clients", filter(None, (name_of(self.properties.get(i, {})) for i in told)), "client")
         remarks = site_data.remarks(told, self.config.dataset == NODE, lambda i: called(i, self.properties))
@@ -562,8 +565,11 @@ class ClientRegistry:
 
     @property
     def _by_name(self) -> bool:
-        """Whether columns are matched by the server. Sites of a private run do so themselves."""
-        return self.config.dataset == NODE and not self.config.private
+        """Whether columns are matched by the server: those of sites, and of data that another run had in another order.
+
+        Sites of a private run do so themselves.
+        """
+        return not self.config.private and (self.config.dataset == NODE or bool(self._before))
 
     @property
     def _outdated(self) -> bool:

@@ -11,8 +11,11 @@ import pandas as pd
 import pytest
 from safetensors.numpy import load_file
 
+from corolla.experiments.exported import predict
+from corolla.experiments.exported.export import export
 from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder, read_about, read_metrics, read_summary
+from strategies import METHODS
 from tests.conftest import Command, Run
 from tests.experiments.months import SETTING, WINE, cancer, wine
 
@@ -70,6 +73,26 @@ def test_clients_start_where_they_ended(run: Run, tmp_path: Path, method: str) -
     assert all(now[name] == content for name, content in old.items())
     again = month(run, tmp_path, "again", method=method, from_run=str(june.path), num_server_rounds=1)
     assert read_summary(again.path)["digest"] == read_summary(july.path)["digest"]
+
+
+def test_columns_are_matched_by_name(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As at sites: in the earlier run's order, and others are left out."""
+    more = {"normalize": "mean-std", "num_server_rounds": 1, "collect_personal_models": True}
+    june = month(run, tmp_path, "june", **more)
+    july = month(run, tmp_path, "july", from_run=str(june.path), **more)
+    frame = pd.read_csv(tmp_path / "july.csv").assign(shift=1.5)
+    frame[[*frame.columns[::-1]]].to_csv(turned := tmp_path / "turned.csv", index=False)
+    later = month(run, tmp_path, "later", from_run=str(june.path), dataset=f"table:{turned}", **more)
+    assert read_summary(later.path)["digest"] == read_summary(july.path)["digest"]
+    assert sum("shift" in line and "celle" in line and "verden" in line for line in caplog.messages) == 1
+    for over in ("sites", "site"):
+        own = month(
+            run, tmp_path, over, from_run=str(later.path), dataset=f"table:{turned}", normalize_over=over, **more
+        )
+        _, card = export(own.path, METHODS, 1, tmp_path / "own.pt")
+        asked = [predict.read_inputs([path], card).samples for path in (turned, tmp_path / "july.csv")]
+        assert list(card["features"]) == list(frame.columns[:13]) and (asked[0] == asked[1]).all()
+        assert np.argmax(card["input"]["mean"]) == list(card["features"]).index("proline")
 
 
 def test_clients_are_matched_by_name(run: Run, tmp_path: Path) -> None:

@@ -123,16 +123,42 @@ def test_a_client_that_is_gone_is_not_new(run: Run, tables: list[Path], caplog: 
 def test_a_run_goes_on_with_the_columns_of_the_earlier_one(run: Run, tables: list[Path], tmp_path: Path) -> None:
     """Whatever order the sites' tables have by now, and if all have an additional column."""
     june = started(run, tables, "june", method="fedper", keep_state=True)
-    more = {"method": "fedper", "from_run": str(june.path), "num_server_rounds": 1}
+    more = {"method": "fedper", "from_run": str(june.path), "num_server_rounds": 1, "collect_personal_models": True}
+    more["keep_state"] = True
     july = started(run, tables, "july", **more)
     now = [reordered(path, tmp_path / f"{k}-now.csv") for k, path in enumerate(tables)]
     later = started(run, now, "later", **more)
     assert read_summary(july.path)["digest"] == read_summary(later.path)["digest"]
+    # although no site's own table has this order, the run knows it
+    _, card = export(later.path, METHODS, 0, tmp_path / "later.pt")
+    assert list(card["features"]) == list(pd.read_csv(tables[0]).columns[:8])
+    started(run, now, "august", method="fedper", from_run=str(later.path), num_server_rounds=1)
     less = [tmp_path / f"{k}-less.csv" for k in range(3)]
     for path, to in zip(tables, less, strict=True):
         pd.read_csv(path).drop(columns="mean area").to_csv(to, index=False)
     with pytest.raises(UserError, match="from: .*\n.*features: mean area only there"):
         started(run, less, "less", **more)
+
+
+def test_a_private_run_goes_on_with_the_columns_of_the_earlier_one(
+    run: Run, tables: list[Path], tmp_path: Path
+) -> None:
+    """The order of a plain run's columns, not that of their names; and so do the runs after it."""
+    may = started(run, tables, "may", method="fedavg")
+    more = {"method": "fedavg", "private": True, "private_left_out": "client", "num_clients": 3, "num_server_rounds": 1}
+    more |= {"normalize_over": "initial"}
+    losses = [list(read_metrics(may.path))[-1]["evaluation"]["loss"]]
+    for name, before in (("june", "may"), ("july", "june")):
+        folder = started(run, tables, name, from_run=str(may.path.with_name(before)), **more)
+        (row,) = read_metrics(folder.path)
+        assert row["loss-before"] == pytest.approx(losses[-1], rel=1e-6)
+        losses.append(row["evaluation"]["loss"])
+    other = [tmp_path / f"{k}-other.csv" for k in range(3)]
+    for path, to in zip(tables, other, strict=True):
+        pd.read_csv(path).rename(columns={"mean area": "surface"}).to_csv(to, index=False)
+    with pytest.raises(UserError):
+        started(run, other, "other", from_run=str(may.path), **more)
+    assert not (tmp_path / "runs" / "other" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("over", ["sites", "site"])

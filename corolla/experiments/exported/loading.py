@@ -216,7 +216,7 @@ def _of_client(trained: Trained) -> DatasetInfo:
     """Return the data set's description for one client, with the scaling of its inputs. Raises UserError without a client."""
     if trained.client is None:
         raise UserError("normalize-over: each client's inputs are scaled by its own data: choose one with --client")
-    return data.open_client(trained.config, trained.client).info
+    return _in_the_runs_order(trained, data.open_client(trained.config, trained.client).info)
 
 
 # ONNX -----------------------------------------------------------------------------------------------------------------
