@@ -163,7 +163,9 @@ class CorollaClient(NumPyClient):
         """Raise UserError unless a private run starts from a model with these names, and no others."""
         with reasons.stage("protocol", "private", "hidden"):
             if not (self.config.initial_weights or self.config.from_run):
-                raise UserError("private: the server names a model's columns, and the run starts from no model")
+                raise UserError(
+                    key="private", rule="the server names a model's columns, and the run starts from no model"
+                )
             self._site_keys.require_start(experiment, names)
 
     def _answered(self, question: Download) -> Config:
@@ -171,7 +173,7 @@ class CorollaClient(NumPyClient):
 
         with reasons.stage("protocol", "private", "hidden"):
             if not self.config.private:
-                raise UserError("private: this run is not private")
+                raise UserError(key="private", rule="this run is not private")
             return {**answered(question, self._site_keys)}
 
     # A client's turn in a round
@@ -407,7 +409,7 @@ class CorollaClient(NumPyClient):
         for what, ours in (("features", mine.features), ("classes", mine.outputs)):
             if differ(told[what], ours):
                 key = "initial-weights" if self.config.initial_weights else "from"
-                raise UserError(f"{key}: the {what} of the model have other names than this client's")
+                raise UserError(key=key, rule=f"the {what} of the model have other names than this client's")
 
     def _data_hashes(self) -> Config:
         """Return the hashes that identify the data, and the inputs' scaling where no client may hide it."""
@@ -467,7 +469,7 @@ class CorollaClient(NumPyClient):
 
     def _collect(self, download: Download) -> Upload:
         if self.config.private:
-            raise UserError("private: this client sends no personal model")
+            raise UserError(key="private", rule="this client sends no personal model")
         ctx, state, _ = self._prepare(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
@@ -571,7 +573,7 @@ class CorollaClient(NumPyClient):
         The server may know how to bring about an older state. Then it knows more of the upload.
         """
         if state.version != version and self.config.private and self.config.private_left_out == "group":
-            raise UserError(f"private: the state {version} is missing or damaged")
+            raise UserError(key="private", rule=f"the state {version} is missing or damaged")
 
     def _network(self, weights_file: str) -> Network:
         """Return the run's network. In a lane it is the previous client's, to be set by `load`."""
@@ -853,8 +855,10 @@ def check_same_model(
     theirs = str(download.method.get(trainable_tensors.HASH, ""))
     if layout.constants != theirs:
         raise UserError(
-            f"train: the frozen tensors of model {model} differ from the server's (sha256 "
-            f"{layout.constants[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
+            key="train",
+            rule=f"the frozen tensors of model {model} differ from the server's (sha256 "
+            f"{layout.constants[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every "
+            "node needs the same file",
         )
     params, buffers = download.model.params.size, download.model.buffers.size
     d, b = (received.d, received.b) if part is None else (part.d, part.b)

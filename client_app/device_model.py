@@ -38,7 +38,9 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device: {name} asked for, this machine has {torch.cuda.device_count()} usable GPUs")
+        raise UserError(
+            key="device", rule=f"{name} asked for, this machine has {torch.cuda.device_count()} usable GPUs"
+        )
     return device
 
 

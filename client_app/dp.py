@@ -70,8 +70,9 @@ def check_module(module: nn.Module, config: RunConfig, input_shape: tuple[int, .
         # raised by PyTorch, by its function transforms, or by Opacus
         why = describe(error).splitlines()[0]
         raise UserError(
-            f"dp-epsilon: model {config.model} gives no gradients per record ({why}); replace the layer by one of opacus.layers "
-            "(DPLSTM, DPMultiheadAttention)"
+            key="dp-epsilon",
+            rule=f"model {config.model} gives no gradients per record ({why}); replace the layer by one of "
+            "opacus.layers (DPLSTM, DPMultiheadAttention)",
         ) from None
 
 
@@ -79,7 +80,7 @@ def _keeping_records_apart(module: nn.Module, model: str) -> GradSampleModule:
     try:
         return GradSampleModule(module, loss_reduction="mean")
     except NotImplementedError as error:
-        raise UserError(f"dp-epsilon: model {model} does not keep records apart: {error}") from None
+        raise UserError(key="dp-epsilon", rule=f"model {model} does not keep records apart: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,9 @@ class Plan:
         """
         if config.dp_delta * samples >= 1:
             raise UserError(
-                f"dp-delta: must be below 1 / {samples}, one over the number of training samples, got {config.dp_delta:g}; "
-                "a larger value would allow a run to publish a sample"
+                key="dp-delta",
+                rule=f"must be below 1 / {samples}, one over the number of training samples, got "
+                f"{config.dp_delta:g}; a larger value would allow a run to publish a sample",
             )
         rate, steps = min(1.0, config.batch_size / samples), math.ceil(samples / config.batch_size)
         before = before or Spent()
@@ -141,9 +143,10 @@ class Plan:
             spent = epsilon_of(before.steps, delta)
             other_runs = f"; other runs have spent {spent:.4g} of it at this site" if spent else ""
             raise UserError(
-                f"dp-epsilon: no noise keeps {samples} samples within {epsilon:g} (dp-delta {delta:g}"
-                f"{promised_before(config, epsilon, delta)}) over {config.num_server_rounds} rounds of {steps * epochs} steps"
-                f"{other_runs}"
+                key="dp-epsilon",
+                rule=f"no noise keeps {samples} samples within {epsilon:g} "
+                f"(dp-delta {delta:g}{promised_before(config, epsilon, delta)}) "
+                f"over {config.num_server_rounds} rounds of {steps * epochs} steps{other_runs}",
             ) from None
         return cls(rate, steps, noise)
 
@@ -285,7 +288,7 @@ class Budget:
                 return self._spend(name, plan, steps)
         except OSError as error:
             raise UserError(
-                f"dp-epsilon: cannot write the spent budget to {self.notes.budget}: {error.strerror}"
+                key="dp-epsilon", rule=f"cannot write the spent budget to {self.notes.budget}: {error.strerror}"
             ) from None
 
     def _spend(self, name: str, plan: Plan, steps: int) -> float:
@@ -516,11 +519,12 @@ class NoisyTrainer:
         model = self._local.config.model
         if not torch.allclose(outputs[0], outputs[1], equal_nan=True):
             raise UserError(
-                f"dp-epsilon: model {model} does not keep records apart: its output for one changes with others"
+                key="dp-epsilon",
+                rule=f"model {model} does not keep records apart: its output for one changes with others",
             )
         if not all(map(torch.equal, buffers, self.module.buffers())):
             raise UserError(
-                f"dp-epsilon: model {model} does not keep records apart: a forward pass changes its buffers"
+                key="dp-epsilon", rule=f"model {model} does not keep records apart: a forward pass changes its buffers"
             )
 
     def _stream(self, purpose: str) -> SecureRandom:
@@ -532,5 +536,5 @@ class NoisyTrainer:
 
     def _refusal(self, way: str) -> UserError:
         return UserError(
-            f"dp-epsilon: method {self._local.config.method} reads records by {way}, which no noise protects"
+            key="dp-epsilon", rule=f"method {self._local.config.method} reads records by {way}, which no noise protects"
         )

@@ -123,7 +123,7 @@ class Notes:
     def __post_init__(self) -> None:
         """Raise UserError for a malformed experiment id."""
         if not re.fullmatch(r"[\w-]{1,64}", self.experiment):
-            raise UserError(f"client {self.client_id}: malformed experiment id {self.experiment[:80]!r}")
+            raise UserError(key=f"client {self.client_id}", rule=f"malformed experiment id {self.experiment[:80]!r}")
 
     @property
     def directory(self) -> Path:
@@ -182,7 +182,8 @@ class Notes:
             file.seek(0)
             if (bound := file.read().decode() or self.experiment) != self.experiment:
                 raise UserError(
-                    f"dp-epsilon: this run spends in experiment {bound}, so it cannot spend in {self.experiment}"
+                    key="dp-epsilon",
+                    rule=f"this run spends in experiment {bound}, so it cannot spend in {self.experiment}",
                 )
             file.truncate(0)
             file.write(self.experiment.encode())
@@ -237,5 +238,5 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(
-            f"dp-epsilon: the spent budget cannot be read from {path} ({error}), so nothing more is spent"
+            key="dp-epsilon", rule=f"the spent budget cannot be read from {path} ({error}), so nothing more is spent"
         ) from None

@@ -62,11 +62,11 @@ def answered(question: Download, site: SiteKeys) -> dict[str, Scalar]:
         clients = tuple(int(word) for word in str(said[f"{PRIVATE}-members"]).split(","))
         texts = {name: str(said.get(name, "")).split(",") for name in (f"{PRIVATE}-keys", SHARES, COMMITTED, AGREED)}
     except (KeyError, ValueError):
-        raise UserError("private: the question does not name clients") from None
+        raise UserError(key="private", rule="the question does not name clients") from None
     if question.task == SEAL and len(texts[f"{PRIVATE}-keys"]) == len(clients):
         return {SEALED: ",".join(keys.seal(dict(zip(clients, texts[f"{PRIVATE}-keys"], strict=True))))}
     if question.task not in (AGREE, OPEN):
-        raise UserError(f"private: there is no question {question.task[:20]!r} about these clients")
+        raise UserError(key="private", rule=f"there is no question {question.task[:20]!r} about these clients")
     _check_members(clients, keys.ring.client_id, keys.ring.num_clients)
     claimed = question.experiment, question.round, question.attempt
     noted = site.help_open(*claimed, clients, _splits(said))
@@ -80,7 +80,7 @@ def _splits(said: Mapping[str, Scalar]) -> list[GroupSplit]:
     try:
         return aggregation_groups.read(str(said.get(SPLITS, "[]")))
     except ValueError as error:
-        raise UserError(f"private: {error}") from None
+        raise UserError(key="private", rule=error) from None
 
 
 def tags(keys: RunKeys, names: str) -> str:
@@ -127,19 +127,21 @@ class Masker:
             sealed, sealer = str(asked.get(SEALED, "")), int(asked.get(f"{PRIVATE}-sealer", 0))
             sealers = str(asked.get(f"{PRIVATE}-sealer-keys", ""))
         except (KeyError, ValueError):
-            raise UserError("private: the server does not name the clients to mask with") from None
+            raise UserError(key="private", rule="the server does not name the clients to mask with") from None
         _check_members(members, me, keys.ring.num_clients)
         if not len(members) == len(announced) == len(sent):
-            raise UserError("private: the server does not say what each member of the sum is sent")
+            raise UserError(key="private", rule="the server does not say what each member of the sum is sent")
         _check_bound(most, config.max_size_weight)
         mine = sent[members.index(me)]
         if mine != SentHashes(config.private_left_out == "group").of(download, {}) or sent.count(mine) < GROUP_MIN:
             raise UserError(
-                f"private: fewer than {GROUP_MIN} members of the sum are sent what client {me} is sent; its upload would show"
+                key="private",
+                rule=f"fewer than {GROUP_MIN} members of the sum are sent what client {me} is sent; its upload "
+                "would show",
             )
         public = {i: keys.verified(i, text)[0] for i, text in zip(members, announced, strict=True)}
         if len(set(public.values())) < len(members) or announced[members.index(me)] != keys.announced:
-            raise UserError(f"private: the server's keys of the members do not fit client {me}")
+            raise UserError(key="private", rule=f"the server's keys of the members do not fit client {me}")
         attempt = download.experiment, keys.run, keys.config, download.round, download.attempt
         transcript = Transcript(*attempt, members, sent, announced, keys.ring.fingerprint, most, 0)
         # those that are sent something else may be known to the server, so the aggregation group must be among the others
@@ -162,7 +164,7 @@ class Masker:
         would send other arrays.
         """
         if upload.extras:
-            raise UserError(f"private: the method would send {', '.join(upload.extras)} without masks")
+            raise UserError(key="private", rule=f"the method would send {', '.join(upload.extras)} without masks")
         told, keys = self.transcript, self.site.keys
         words, clipped = masking.encode(upload.model, self.weight, keys.ring.num_clients, self.limit)
         if clipped:
@@ -212,16 +214,16 @@ def _opened(
     needed = threshold(len(members)) if gone else 0
     signed = zip(survivors, texts[AGREED], strict=False)
     if sum(keys.agrees(j, label, survivors, text) for j, text in signed if needed) < needed:
-        raise UserError(f"private: {needed} members must have agreed on those that are left")
+        raise UserError(key="private", rule=f"{needed} members must have agreed on those that are left")
     if not len(texts[SHARES]) == len(texts[COMMITTED]) == len(survivors):
-        raise UserError("private: the server does not send the shares that open a sum")
+        raise UserError(key="private", rule="the server does not send the shares that open a sum")
     found = {
         j: opened(keys.share_key(of[j], label, j, me), text) for j, text in zip(survivors, texts[SHARES], strict=True)
     }
     promised = dict(zip(survivors, texts[COMMITTED], strict=True))
     lost = [j for j, share in found.items() if share is None or shares.commitment(share, j, me) != promised[j]]
     if 3 * len(lost) > len(survivors):
-        raise UserError(f"private: clients {lost} sealed no shares for client {me} in this attempt")
+        raise UserError(key="private", rule=f"clients {lost} sealed no shares for client {me} in this attempt")
     if lost:
         log.warning("private: clients %s sealed no shares for client %d in this attempt", lost, me)
     between = (_mask_key(keys, halves(of[u])[0], u, label) for u in gone)
@@ -245,15 +247,18 @@ def _check_bound(most: float, factor: float) -> None:
     Sums under several bounds show how many members have more samples than each.
     """
     if not (1 <= most < math.inf if factor else most == 0):
-        raise UserError(f"private: with max-size-weight = {factor:g} the server's bound on counts cannot be {most:g}")
+        raise UserError(
+            key="private", rule=f"with max-size-weight = {factor:g} the server's bound on counts cannot be {most:g}"
+        )
 
 
 def _check_members(members: tuple[int, ...], me: int, num_clients: int) -> None:
     """Raise UserError unless a sum's members are three clients or more, sorted, with this one."""
     if list(members) != sorted(set(members)) or me not in members or not set(members) <= set(range(num_clients)):
-        raise UserError(f"private: the server's group does not fit client {me}: {list(members)}")
+        raise UserError(key="private", rule=f"the server's group does not fit client {me}: {list(members)}")
     if len(members) < GROUP_MIN:
         raise UserError(
-            f"private: the server asks for a sum of {counted(len(members), 'client')}, but only "
-            f"{GROUP_MIN} or more hide each other"
+            key="private",
+            rule=f"the server asks for a sum of {counted(len(members), 'client')}, but only {GROUP_MIN} or "
+            "more hide each other",
         )

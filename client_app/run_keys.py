@@ -104,12 +104,14 @@ class SiteKeys:
             tried = [path.name for path in directory.glob(f"{round:06d}-*{_ANSWERED}")]
             if f"{version}{_ANSWERED}" in tried:
                 raise UserError(
-                    f"client {me}: private: attempt {version} was answered before, and is answered only once"
+                    key=f"client {me}",
+                    rule=f"private: attempt {version} was answered before, and is answered only once",
                 )
             if len(tried) > self.config.round_retries and not self.simulated:
                 raise UserError(
-                    f"client {me}: private: it has answered {len(tried)} attempts at round {round}, and answers no more "
-                    "(round-retries)"
+                    key=f"client {me}",
+                    rule=f"private: it has answered {len(tried)} attempts at round {round}, and answers no more "
+                    "(round-retries)",
                 )
             self._require_group(experiment, members, splits)
             if not (directory / _EXPERIMENT).exists():
@@ -146,13 +148,17 @@ class SiteKeys:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 noted = dict(json.loads(path.read_text(encoding="utf-8")))
             if not set(asked) <= set(noted.get("members", ())):
-                raise UserError(f"client {me}: private: it has not answered attempt {version} with these members")
+                raise UserError(
+                    key=f"client {me}", rule=f"private: it has not answered attempt {version} with these members"
+                )
             mark = directory / f"{version}.{hashlib.sha256(repr(asked).encode()).hexdigest()}{_OPENED}"
             before = [*directory.glob(f"{version}.*{_OPENED}")]
             if before not in ([], [mark]):
-                raise UserError(f"client {me}: private: another sum of attempt {version} was opened before")
+                raise UserError(key=f"client {me}", rule=f"private: another sum of attempt {version} was opened before")
             if len(asked) < (needed := threshold(len(noted["members"]))):
-                raise UserError(f"client {me}: private: a sum needs {needed} of its members, got {len(asked)}")
+                raise UserError(
+                    key=f"client {me}", rule=f"private: a sum needs {needed} of its members", value=len(asked)
+                )
             self._require_group(experiment, asked, splits)
             if not before:
                 self._mark(mark)
@@ -169,7 +175,7 @@ class SiteKeys:
         path = directory / _EXPERIMENT
         if path.exists() and path.read_text(encoding="utf-8") != experiment:
             raise UserError(
-                f"client {self.keys.ring.client_id}: private: its keys for this run serve another experiment"
+                key=f"client {self.keys.ring.client_id}", rule="private: its keys for this run serve another experiment"
             )
 
     def require_start(self, experiment: str, names: str) -> None:
@@ -184,7 +190,8 @@ class SiteKeys:
                 publish_text(path, asked)
             elif path.read_text(encoding="utf-8") != asked:
                 raise UserError(
-                    f"client {self.keys.ring.client_id}: private: the run's first model had other names before"
+                    key=f"client {self.keys.ring.client_id}",
+                    rule="private: the run's first model had other names before",
                 )
 
     def sign_split(self, experiment: str, splits: Sequence[GroupSplit]) -> str:
@@ -225,7 +232,7 @@ class SiteKeys:
             with self._alone(experiment):
                 yield
         except ValueError as error:
-            raise UserError(f"client {self.keys.ring.client_id}: private: {error}") from None
+            raise UserError(key=f"client {self.keys.ring.client_id}", rule=f"private: {error}") from None
 
     @property
     def _first(self) -> list[object]:
@@ -271,7 +278,9 @@ class SiteKeys:
                 self._note(experiment, count=samples, most=most)
                 known = {"count": samples, "most": most}
         if known["most"] != most:
-            raise UserError(f"client {self.keys.ring.client_id}: private: the bound on sample counts has changed")
+            raise UserError(
+                key=f"client {self.keys.ring.client_id}", rule="private: the bound on sample counts has changed"
+            )
         count = float(known["count"])
         return max(1.0, min(count, most) if most else count)
 
@@ -299,7 +308,8 @@ class SiteKeys:
                 yield directory
         except OSError as error:
             raise UserError(
-                f"client {self.keys.ring.client_id}: cannot note its answer in {directory}: {error.strerror}"
+                key=f"client {self.keys.ring.client_id}",
+                rule=f"cannot note its answer in {directory}: {error.strerror}",
             ) from None
 
     def _known(self, experiment: str) -> dict[str, Any]:
@@ -310,7 +320,7 @@ class SiteKeys:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise UserError(f"private: the notes on earlier sums cannot be read: {path}: {error}") from None
+            raise UserError(key="private", rule=f"the notes on earlier sums cannot be read: {path}: {error}") from None
 
     def _note(self, experiment: str, **facts: object) -> None:
         path = self._sums(experiment)
@@ -320,7 +330,7 @@ class SiteKeys:
 
 def _run(site: Path, experiment: str) -> Path:
     if not re.fullmatch(r"[\w-]{1,64}", experiment):
-        raise UserError(f"private: malformed experiment id {experiment[:80]!r}")
+        raise UserError(key="private", rule=f"malformed experiment id {experiment[:80]!r}")
     return site / _RUNS / experiment
 
 
@@ -347,14 +357,14 @@ def _kept(directory: Path, ring: Keyring, run: int, config: str) -> RunKeys:
             # the time of the last use
             os.utime(path)
     except FileNotFoundError:
-        raise UserError("private: this site has ended this run, and its keys are deleted") from None
+        raise UserError(key="private", rule="this site has ended this run, and its keys are deleted") from None
     except OSError as error:
-        raise UserError(f"private: the run's keys cannot be kept in {directory}: {error.strerror}") from None
+        raise UserError(key="private", rule=f"the run's keys cannot be kept in {directory}: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"private: {path} is damaged; this site takes no further part in the run") from None
+        raise UserError(key="private", rule=f"{path} is damaged; this site takes no further part in the run") from None
     if noted != told:
         raise UserError(
-            "private: this run has asked this site before with another configuration, list of keys or number"
+            key="private", rule="this run has asked this site before with another configuration, list of keys or number"
         )
     load: Callable[[bytes], X25519PrivateKey] = X25519PrivateKey.from_private_bytes
     return RunKeys(ring, run, config, load(masks), load(seals), secret)

@@ -70,7 +70,7 @@ class StateStore:
 
     def __init__(self, root: Path, experiment: str, client_id: int, noisy: bool = False) -> None:
         if not re.fullmatch(r"[\w-]{1,64}", experiment):
-            raise UserError(f"client {client_id}: malformed experiment id {experiment[:80]!r}")
+            raise UserError(key=f"client {client_id}", rule=f"malformed experiment id {experiment[:80]!r}")
         self.root, self.client_id, self.experiment, self.noisy = root, client_id, experiment, noisy
 
     @functools.cached_property
@@ -86,7 +86,9 @@ class StateStore:
         if not version:
             return StoredState()
         if not re.fullmatch(r"[\w-]{1,64}", version):
-            raise UserError(f"client {self.client_id}: the server asks for a malformed state version {version[:80]!r}")
+            raise UserError(
+                key=f"client {self.client_id}", rule=f"the server asks for a malformed state version {version[:80]!r}"
+            )
         try:
             return self._read(version)
         except _DamagedState as error:
@@ -106,7 +108,7 @@ class StateStore:
             data = path.read_bytes()
         except OSError as error:
             raise UserError(
-                f"client {self.client_id}: state of {version} is missing: {path} ({error.strerror})"
+                key=f"client {self.client_id}", rule=f"state of {version} is missing: {path} ({error.strerror})"
             ) from None
         if hashlib.sha256(data[32:]).digest() != data[:32]:
             raise _DamagedState(f"client {self.client_id}: state of {version} is damaged (checksum): {path}")
@@ -114,7 +116,9 @@ class StateStore:
 
         arrays = dict(load(data[32:]))
         if arrays.pop(_NOISY, None) is None and self.noisy:
-            raise UserError(f"dp-epsilon: the state in {path} was trained without a budget, so it is not used")
+            raise UserError(
+                key="dp-epsilon", rule=f"the state in {path} was trained without a budget, so it is not used"
+            )
         return StoredState(arrays, version)
 
     def save(self, state: StoredState, round: int, attempt: int) -> str:
@@ -137,7 +141,9 @@ class StateStore:
             make_directory(self.directory)
             publish(path, write)
         except OSError as error:
-            raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
+            raise UserError(
+                key=f"client {self.client_id}", rule=f"cannot write its state to {path}: {error.strerror}"
+            ) from None
         return version
 
     def delete_before(self, version: str, keep: Collection[str] = ()) -> None:

@@ -231,7 +231,7 @@ class LocalTrainer(LoadedModel):
         value = self.task.loss(self.logits(self.module, x), y) if objective is None else objective(self.module, x, y)
         if not isinstance(value, Tensor) or value.ndim:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"objective: must return a scalar tensor, the batch's mean, got {got}")
+            raise UserError(key="objective", rule=f"must return a scalar tensor, the batch's mean, got {got}")
         # there is no gradient if all trainable parameters of the user's model are frozen
         if value.requires_grad:
             self.backward(value)

@@ -200,7 +200,9 @@ class Federation:
         buffers = np.zeros((count, self.layout.b), np.float32) if B is None else np.array(B, np.float32)
         for name, stack, length in (("W", params, self.layout.d), ("B", buffers, self.layout.b)):
             if stack.shape != (count, length):
-                raise UserError(f"{name}: must be [{count}, {length}], a row per client, got {list(stack.shape)}")
+                raise UserError(
+                    key=name, rule=f"must be [{count}, {length}], a row per client", value=list(stack.shape)
+                )
         return [Model(p, b) for p, b in zip(params, buffers, strict=True)]
 
 

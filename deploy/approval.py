@@ -110,7 +110,9 @@ def decide(directory: Path, run: str, approved: bool) -> Request:
     """Answer a waiting run. Raises UserError if no run of this id waits."""
     requests = {request.run: request for request in waiting(directory)}
     if run not in requests:
-        raise DeploymentError(f"run {run}: does not wait for approval here; waiting: {', '.join(requests) or 'none'}")
+        raise DeploymentError(
+            key=f"run {run}", rule=f"does not wait for approval here; waiting: {', '.join(requests) or 'none'}"
+        )
     path = directory / DECIDED / f"{run}.json"
     make_directory(path.parent)
     publish_text(path, json.dumps(asdict(SiteAnswer(requests[run].digest, approved, getpass.getuser()))))

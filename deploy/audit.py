@@ -51,14 +51,14 @@ def verify(directory: Path) -> Chain:
     noted = chain.hashes[count - 1] if 0 < count <= len(chain.hashes) else _FIRST
     if count > len(chain.hashes):
         raise DeploymentError(
-            f"{path}: its end is missing: {len(chain.hashes)} of {count} lines are left ({directory / HEAD})"
+            key=path, rule=f"its end is missing: {len(chain.hashes)} of {count} lines are left ({directory / HEAD})"
         )
     if not count and len(chain.hashes) > 1:
         raise DeploymentError(
             f"{path} has {len(chain.hashes)} lines, but {directory / HEAD}, which counts them, is missing"
         )
     if noted != head or count < len(chain.hashes) - 1:
-        raise DeploymentError(f"{path}: line {count} was rewritten: {directory / HEAD} has another hash for it")
+        raise DeploymentError(key=path, rule=f"line {count} was rewritten: {directory / HEAD} has another hash for it")
     return chain
 
 
@@ -112,9 +112,9 @@ class Audit:
             make_directory(directory)
             self._held = lock(directory / LOCK, wait=False)
         except BlockingIOError:
-            raise DeploymentError(f"{directory}: another SuperNode of this site is running") from None
+            raise DeploymentError(key=directory, rule="another SuperNode of this site is running") from None
         except OSError as error:
-            raise DeploymentError(f"{directory}: cannot be written ({error.strerror})") from None
+            raise DeploymentError(key=directory, rule=f"cannot be written ({error.strerror})") from None
         try:
             chain = verify(directory)
         except UserError as error:
@@ -138,7 +138,9 @@ class Audit:
                 self._count, self._last, self._size = self._count + 1, digest, self._size + len(line)
                 publish_text(self.directory / HEAD, f"{self._count} {digest}\n")
             except OSError as error:
-                raise DeploymentError(f"audit: {self.directory / FILE} cannot be written ({error.strerror})") from None
+                raise DeploymentError(
+                    key="audit", rule=f"{self.directory / FILE} cannot be written ({error.strerror})"
+                ) from None
         return digest
 
     def _write(self, line: bytes) -> None:
@@ -147,7 +149,8 @@ class Audit:
         try:
             if (size := os.fstat(descriptor).st_size) != self._size:
                 raise DeploymentError(
-                    f"audit: {self.directory / FILE} has {size} bytes instead of {self._size}: it was changed"
+                    key="audit",
+                    rule=f"{self.directory / FILE} has {size} bytes instead of {self._size}: it was changed",
                 )
             done = 0
             try:

@@ -66,7 +66,9 @@ def of_server(inventory: Inventory, file: Path, runs: Iterable[Path], states: It
     """
     link = inventory.superlink
     if link.host != LOCAL:
-        raise DeploymentError(f"superlink.host: {link.host} has the database and run folders; make the backup there")
+        raise DeploymentError(
+            key="superlink.host", rule=f"{link.host} has the database and run folders; make the backup there"
+        )
     found = [KeptPath("inventory", file.absolute()), KeptPath("keys", Path(inventory.keys))]
     if link.database:
         found.append(KeptPath(_DATABASE, Path(link.database).absolute()))
@@ -84,8 +86,9 @@ def _refuse_foreign(parts: Iterable[KeptPath], foreign: Iterable[Path]) -> None:
         for part in parts:
             if place.resolve().is_relative_to(part.path.resolve()):
                 raise DeploymentError(
-                    f"backup: {place}, which applications may write, lies in {part.path} ({part.what}), where links are followed; "
-                    "move one of them to a separate directory"
+                    key="backup",
+                    rule=f"{place}, which applications may write, lies in {part.path} ({part.what}), where links "
+                    "are followed; move one of them to a separate directory",
                 )
 
 
@@ -135,7 +138,7 @@ def write(archive: Path, parts: list[KeptPath]) -> None:
     Raises UserError if there is nothing to keep, if the archive exists, or if it cannot be written.
     """
     if not parts:
-        raise DeploymentError("backup: nothing on this machine must be kept")
+        raise DeploymentError(key="backup", rule="nothing on this machine must be kept")
     if archive.exists():
         raise DeploymentError(f"{archive} exists already; choose another name")
     for part in parts:
@@ -166,7 +169,7 @@ def write(archive: Path, parts: list[KeptPath]) -> None:
         with explain_full_disk("backup", archive.absolute().parent):
             publish(archive, pack)
     except OSError as error:
-        raise DeploymentError(f"backup: {error.filename or archive}: {error.strerror}") from None
+        raise DeploymentError(key="backup", rule=f"{error.filename or archive}: {error.strerror}") from None
 
 
 def _pack(tar: tarfile.TarFile, name: str, part: KeptPath, archive: Path) -> None:
@@ -175,7 +178,7 @@ def _pack(tar: tarfile.TarFile, name: str, part: KeptPath, archive: Path) -> Non
     Raises UserError if a part is neither a file nor a directory, if a link leads nowhere, or if one leads to the archive.
     """
     if not part.path.is_file() and not part.path.is_dir():
-        raise DeploymentError(f"backup: {part.what}: {part.path} is neither a file nor a directory")
+        raise DeploymentError(key="backup", rule=f"{part.what}: {part.path} is neither a file nor a directory")
     if part.what == _DATABASE:
         with tempfile.TemporaryDirectory(prefix=".corolla-", dir=archive.parent) as directory:
             copy = Path(directory, "copy")
@@ -213,7 +216,8 @@ def _foreign_entries(part: KeptPath) -> list[foreign_files.FoundFile]:
     for path in (path for folder in own for path in sorted((root / folder).iterdir())):
         if path.is_symlink() and not lies_in(path.relative_to(root).as_posix(), theirs):
             raise DeploymentError(
-                f"backup: {path} is a link to {os.readlink(path)}; of a site links are not kept: put the file there"
+                key="backup",
+                rule=f"{path} is a link to {os.readlink(path)}; of a site links are not kept: put the file there",
             )
     return [entry for entry in found if not lies_in(entry.path, scratch)]
 
@@ -235,8 +239,9 @@ def _refuse_too_large(archive: Path, foreign: Mapping[KeptPath, Sequence[foreign
             ((e.nbytes, _root(p)[0] / e.path) for p, found in foreign.items() for e in found), default=(0, "")
         )
         raise DeploymentError(
-            f"backup: needs {needed} bytes under {archive.absolute().parent}, which has {free}; the largest file is "
-            f"{largest[1]}, of {largest[0]} bytes"
+            key="backup",
+            rule=f"needs {needed} bytes under {archive.absolute().parent}, which has {free}; the largest "
+            f"file is {largest[1]}, of {largest[0]} bytes",
         )
 
 
@@ -309,14 +314,15 @@ def _refuse_dangling(path: Path) -> None:
     """Raise UserError for a link that leads nowhere: what it led to is not kept, for example on a disk that is away."""
     if path.is_symlink() and not path.exists():
         raise DeploymentError(
-            f"backup: {path} is a link to {os.readlink(path)}, which is not there; put it back, or remove the link"
+            key="backup",
+            rule=f"{path} is a link to {os.readlink(path)}, which is not there; put it back, or remove the link",
         )
 
 
 def _refuse_inside(archive: Path, kept: Path) -> None:
     """Raise UserError if the archive would lie in a directory that is kept."""
     if archive.resolve().is_relative_to(kept.resolve()):
-        raise DeploymentError(f"{archive}: lies in {kept}, which is kept; choose another directory")
+        raise DeploymentError(key=archive, rule=f"lies in {kept}, which is kept; choose another directory")
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -341,9 +347,9 @@ def read(archive: Path) -> list[KeptPath]:
                 )
             _unpack(tar, parts, archive)
     except (tarfile.TarError, EOFError) as error:
-        raise DeploymentError(f"{archive}: is damaged, or no backup: {error}") from None
+        raise DeploymentError(key=archive, rule=f"is damaged, or no backup: {error}") from None
     except OSError as error:
-        raise DeploymentError(f"restore: {error.filename or archive}: {error.strerror}") from None
+        raise DeploymentError(key="restore", rule=f"{error.filename or archive}: {error.strerror}") from None
     return parts
 
 
@@ -358,7 +364,9 @@ def _parts(tar: tarfile.TarFile, archive: Path) -> list[KeptPath]:
     except MALFORMED:
         sound = False
     if not sound:
-        raise DeploymentError(f"{archive}: is no backup of this version of Corolla (no {MANIFEST} of format {FORMAT})")
+        raise DeploymentError(
+            key=archive, rule=f"is no backup of this version of Corolla (no {MANIFEST} of format {FORMAT})"
+        )
     return found
 
 
@@ -390,7 +398,7 @@ def _unpack(tar: tarfile.TarFile, parts: list[KeptPath], archive: Path) -> None:
                 continue
             number = member.name.partition("/")[0]
             if number not in known or not (member.isfile() or member.isdir()):
-                raise DeploymentError(f"{archive}: is no sound backup: it contains {member.name!r:.200}")
+                raise DeploymentError(key=archive, rule=f"is no sound backup: it contains {member.name!r:.200}")
             missing.pop(number, None)
             # refuses names that lead out of the directory
             tar.extract(member, known[number], filter="data")
@@ -398,7 +406,7 @@ def _unpack(tar: tarfile.TarFile, parts: list[KeptPath], archive: Path) -> None:
                 # the filter leaves a directory's mode to the umask
                 (known[number] / member.name).chmod(member.mode & 0o755 | 0o700)
         if missing:
-            raise DeploymentError(f"{archive}: is damaged: {next(iter(missing.values())).path} is missing")
+            raise DeploymentError(key=archive, rule=f"is damaged: {next(iter(missing.values())).path} is missing")
         _put_back([(path / number, part.path) for (number, path), part in zip(known.items(), parts, strict=True)])
     finally:
         for path in fresh:

@@ -60,7 +60,7 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
     new_ca = force or not (directory / CA).exists()
     if new_ca and not force and any((directory / name).exists() for name in (CA_KEY, SERVER, SERVER_KEY)):
         raise DeploymentError(
-            f"{directory}: {CA} is missing beside files made with it; put it back, or make all anew with --force"
+            key=directory, rule=f"{CA} is missing beside files made with it; put it back, or make all anew with --force"
         )
     if new_ca:
         ca_key, ca = _authority(inventory.name)
@@ -89,7 +89,9 @@ def renew(inventory: Inventory) -> list[Path]:
     """
     directory = Path(inventory.keys)
     if not (directory / CA).exists():
-        raise DeploymentError(f"keys: {directory} has no {CA}; `corolla cluster keys CLUSTER.yaml` makes everything")
+        raise DeploymentError(
+            key="keys", rule=f"{directory} has no {CA}; `corolla cluster keys CLUSTER.yaml` makes everything"
+        )
     _private_directory(directory)
     written: list[Path] = []
     ca_key, ca = _load_authority(directory)
@@ -120,8 +122,9 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
     if missing := [name for name in names if not (directory / name).is_file()]:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise DeploymentError(
-            f"keys: {directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them "
-            "(TLS and authentication are off with --insecure)"
+            key="keys",
+            rule=f"{directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them (TLS and "
+            "authentication are off with --insecure)",
         )
     private = [directory / name for name in (CA_KEY, SERVER_KEY, *names) if name.endswith(".key")]
     _refuse_open([*private, *sorted(directory.glob(f"*{peers.KEY_SUFFIX}"))])
@@ -129,16 +132,20 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
     ca, certificate = (read_certificate(directory / name) for name in (CA, SERVER))
     for name, each in ((CA, ca), (SERVER, certificate)):
         if days_left(each) < 0:
-            raise DeploymentError(f"keys: {directory / name} expired on {each.not_valid_after_utc:%Y-%m-%d}; {again}")
+            raise DeploymentError(
+                key="keys", rule=f"{directory / name} expired on {each.not_valid_after_utc:%Y-%m-%d}; {again}"
+            )
     held = subject_names(certificate)
     if lacking := [name for name in server_names(inventory) if name not in held]:
         what = f"not for {', '.join(lacking)} but for {', '.join(sorted(held))}"
-        raise DeploymentError(f"keys: {directory / SERVER} is {what}; {again}")
+        raise DeploymentError(key="keys", rule=f"{directory / SERVER} is {what}; {again}")
     try:
         certificate.verify_directly_issued_by(ca)
     # InvalidSignature, ValueError, TypeError: the same for a user
     except Exception:
-        raise DeploymentError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
+        raise DeploymentError(
+            key="keys", rule=f"{directory / SERVER} was not signed by {directory / CA}; {again}"
+        ) from None
     _require_key_of(certificate, directory / SERVER, directory / SERVER_KEY, again)
     # the CA's key may be away, locked or another user's: a cluster starts without it
     with contextlib.suppress(OSError, _Locked):
@@ -147,7 +154,8 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
         key, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
         if public.read_text().split()[:2] != peers.public_words(peers.read_node_key(key)):
             raise DeploymentError(
-                f"keys: {key} does not belong to {public.name}; `corolla cluster keys CLUSTER.yaml` makes that one anew"
+                key="keys",
+                rule=f"{key} does not belong to {public.name}; `corolla cluster keys CLUSTER.yaml` makes that one anew",
             )
 
 
@@ -199,7 +207,7 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DeploymentError(f"keys: {path} is not a certificate: {error}") from None
+        raise DeploymentError(key="keys", rule=f"{path} is not a certificate: {error}") from None
 
 
 def subject_names(certificate: x509.Certificate) -> set[str]:
@@ -213,7 +221,7 @@ def _private_directory(directory: Path) -> None:
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & 0o077:
         raise DeploymentError(
-            f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`"
+            key="keys", rule=f"{directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`"
         )
     # `git add .` must not take a key
     if not (directory / IGNORE).exists():
@@ -305,7 +313,7 @@ def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.C
         key = _require_key_of(ca, directory / CA, directory / CA_KEY, _MISMADE)
     except OSError as error:
         raise DeploymentError(
-            f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate"
+            key="keys", rule=f"{directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate"
         ) from None
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return key, ca
@@ -325,7 +333,7 @@ def _require_key_of(certificate: x509.Certificate, at: Path, path: Path, remedy:
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if key is None or key.public_key() != certificate.public_key():
-        raise DeploymentError(f"keys: {path} does not belong to {at.name}; {remedy}")
+        raise DeploymentError(key="keys", rule=f"{path} does not belong to {at.name}; {remedy}")
     return key
 
 

@@ -338,7 +338,7 @@ def backup(
     found = inventories.read_inventory(inventory)
     for option, given in (("--runs", runs), ("--state-dir", state_dir)):
         if missing := [path for path in given or [] if not path.is_dir()]:
-            raise DeploymentError(f"{option}: {no_such(missing[0])}")
+            raise DeploymentError(key=option, rule=no_such(missing[0]))
     parts = backups.of_server(found, inventory, runs or [Path("runs")], state_dir or [])
     backups.write(archive, parts)
     _show_parts(f"{archive} keeps", parts)
@@ -365,7 +365,7 @@ def _running(inventory: str) -> Cluster:
     path = Path(inventory)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
-            raise DeploymentError(f"{path}: there is no such file; a running cluster's name works too")
+            raise DeploymentError(key=path, rule="there is no such file; a running cluster's name works too")
         return cluster.load(inventories.read_inventory(path).name)
     return cluster.load(inventory)
 

@@ -79,7 +79,7 @@ class Cluster:
             if name in names:
                 reply = self.ask(host, "logs", name=name, lines=lines)
                 return "\n".join([reply["text"], *(f"=> {meaning}" for meaning in reply.get("means", []))])
-        raise DeploymentError(f"{name}: cluster {self.inventory.name} has {', '.join(self.names)}")
+        raise DeploymentError(key=name, rule=f"cluster {self.inventory.name} has {', '.join(self.names)}")
 
     @property
     def names(self) -> list[str]:

@@ -98,7 +98,7 @@ class Confinement:
             for own in writable:
                 if any(path.is_relative_to(own) for path in above) and not target.is_relative_to(own):
                     raise DeploymentError(
-                        f"confine: {place} lies in {own}, which applications write, and leads to {target}"
+                        key="confine", rule=f"{place} lies in {own}, which applications write, and leads to {target}"
                     )
 
 
@@ -156,7 +156,7 @@ def confine_process(confinement: Confinement) -> None:
     """Confine this process, and all that it will start, permanently. Raises UserError if the kernel cannot."""
     libc, supported = _libc(), landlock_version()
     if not supported:
-        raise DeploymentError(f"confine: {NONE}")
+        raise DeploymentError(key="confine", rule=NONE)
     handled = _ALL.get(supported, _LATEST)
     attributes = [handled, *([_BIND | _CONNECT] if supported >= 4 else [])]
     words = (ctypes.c_uint64 * len(attributes))(*attributes)
@@ -175,7 +175,7 @@ def confine_process(confinement: Confinement) -> None:
         rule = (ctypes.c_uint64 * 2)(_CONNECT, port)
         _call(libc, _ADD, ruleset, _PORT, rule, 0)
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-        raise DeploymentError(f"confine: {os.strerror(ctypes.get_errno())}")
+        raise DeploymentError(key="confine", rule=os.strerror(ctypes.get_errno()))
     _call(libc, _RESTRICT, ruleset, 0)
     os.close(ruleset)
 
@@ -202,7 +202,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, place: str, rights: int, keep_open: 
 def _call(libc: ctypes.CDLL, number: int, *arguments: object) -> int:
     result = int(libc.syscall(number, *arguments))
     if result < 0:
-        raise DeploymentError(f"confine: the kernel refuses ({os.strerror(ctypes.get_errno())})")
+        raise DeploymentError(key="confine", rule=f"the kernel refuses ({os.strerror(ctypes.get_errno())})")
     return result
 
 

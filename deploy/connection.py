@@ -74,7 +74,7 @@ def _remove(path: Path, name: str, table: dict[str, Any]) -> None:
     rest = {k: v for k, v in before["superlink"].items() if k != name}
     expected = {**before, "superlink": rest} if rest else {k: v for k, v in before.items() if k != "superlink"}
     if _parse(path, after) != expected:
-        raise DeploymentError(f"{path}: [superlink.{name}] cannot be cut out safely; remove it by hand")
+        raise DeploymentError(key=path, rule=f"[superlink.{name}] cannot be cut out safely; remove it by hand")
     _write(path, after)
 
 
@@ -88,8 +88,9 @@ def require_known(name: str) -> None:
     known = [link for link, table in links.items() if isinstance(table, dict)] if isinstance(links, dict) else []
     if name not in known:
         raise DeploymentError(
-            f"--superlink {name}: {path} has no connection of this name; it has {', '.join(known) or 'none'}"
-            f"{nearest(name, known)}; `corolla cluster up` adds the one of a cluster"
+            key=f"--superlink {name}",
+            rule=f"{path} has no connection of this name; it has {', '.join(known) or 'none'}{nearest(name, known)}; "
+            "`corolla cluster up` adds the one of a cluster",
         )
 
 
@@ -141,7 +142,7 @@ def _with_table(path: Path, text: str, name: str, table: dict[str, Any]) -> str:
     after = text + gap + "\n".join(lines) + "\n"
     expected = {**before, "superlink": {**links, name: table}} if isinstance(links, dict) else None
     if _parse(path, after) != expected:
-        raise DeploymentError(f"{path}: cannot add [superlink.{name}] without changing the rest; add it by hand")
+        raise DeploymentError(key=path, rule=f"cannot add [superlink.{name}] without changing the rest; add it by hand")
     return after
 
 
@@ -158,7 +159,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (RecursionError, ValueError) as error:
-        raise DeploymentError(f"{path}: not valid TOML ({error}); mend it first") from None
+        raise DeploymentError(key=path, rule=f"not valid TOML ({error}); mend it first") from None
 
 
 @contextlib.contextmanager
@@ -170,10 +171,10 @@ def _locked(path: Path) -> Iterator[None]:
         with lock(target.with_name(f".{target.name}.lock"), wait=True):
             yield
     except OSError as error:
-        raise DeploymentError(f"{path}: cannot be changed: {error.strerror}") from None
+        raise DeploymentError(key=path, rule=f"cannot be changed: {error.strerror}") from None
     # the file, or a path to be written to it, is not UTF-8
     except UnicodeError as error:
-        raise DeploymentError(f"{path}: cannot be changed: {error}") from None
+        raise DeploymentError(key=path, rule=f"cannot be changed: {error}") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -51,7 +51,9 @@ def make_private(path: Path) -> str:
             path.parent.chmod(0o700)
             return ""
     except OSError as error:
-        raise DeploymentError(f"superlink.database: unable to open database file {path}: {error.strerror}") from None
+        raise DeploymentError(
+            key="superlink.database", rule=f"unable to open database file {path}: {error.strerror}"
+        ) from None
     return (
         f"superlink.database: others may list {path.parent} (mode {mode:o}); give the database a directory of its own"
     )
@@ -123,4 +125,4 @@ def copy(path: Path, to: Path) -> None:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=60)) as source:
             source.execute("VACUUM INTO ?", (str(to),))
     except sqlite3.Error as error:
-        raise DeploymentError(f"superlink.database: {path} cannot be copied: {error}") from None
+        raise DeploymentError(key="superlink.database", rule=f"{path} cannot be copied: {error}") from None

@@ -89,7 +89,7 @@ def start(
                 start_new_session=True,
             )
         except OSError as error:
-            raise DeploymentError(f"{name}: cannot start {command[0]}: {error.strerror}") from None
+            raise DeploymentError(key=name, rule=f"cannot start {command[0]}: {error.strerror}") from None
     # a zombie (ended at once) has no mark; its record then matches no process
     record = Record(name, token, process.pid, start_mark(process.pid) or "ended", health, ca)
     publish_text(_record_path(directory, name), json.dumps(dataclasses.asdict(record)))

@@ -56,5 +56,7 @@ def claim(directory: Path, most: int) -> str:
                 return f"max-evaluations: this site answers {most}, and has answered them"
             publish_text(path, f"{answered + 1}\n")
     except (OSError, ValueError):
-        raise DeploymentError("max-evaluations: this site cannot count its evaluations, so it answers none") from None
+        raise DeploymentError(
+            key="max-evaluations", rule="this site cannot count its evaluations, so it answers none"
+        ) from None
     return ""

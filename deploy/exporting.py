@@ -77,7 +77,8 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
         process.output.join(1)
         if code:
             raise DeploymentError(
-                f"node export: failed behind the walls of applications (exit code {code}), for the reason above"
+                key="node export",
+                rule=f"failed behind the walls of applications (exit code {code}), for the reason above",
             )
         return _taken(fresh, "out", to)
 
@@ -97,20 +98,22 @@ def _taken(root: Path, below: str, to: Path) -> list[Path]:
         # a directory of the person's may have files that programs read by their names
         if not _WRITTEN.fullmatch(path):
             raise DeploymentError(
-                f"node export: must write a model, its card and its own Python files, wrote {plain(path)}"
+                key="node export", rule=f"must write a model, its card and its own Python files, wrote {plain(path)}"
             )
     models = sorted(path for path in found if _MODEL.fullmatch(path))
     own = [path for path in found if models and path.startswith((f"{models[0]}.json", f"{models[0]}.plugins/"))]
     if len(models) != 1 or len(own) + 1 != len(found):
         raise DeploymentError(
-            f"node export: must write one model and its own files, wrote {', '.join(sorted(found)) or 'none'}"
+            key="node export",
+            rule=f"must write one model and its own files, wrote {', '.join(sorted(found)) or 'none'}",
         )
     if (size := sum(entry.nbytes for entry in found.values())) > MOST_BYTES:
-        raise DeploymentError(f"node export: may write {MOST_BYTES} bytes, wrote {size}")
+        raise DeploymentError(key="node export", rule=f"may write {MOST_BYTES} bytes, wrote {size}")
     for name in (models[0], f"{models[0]}.json", f"{models[0]}.plugins"):
         if os.path.lexists(to / name):
             raise DeploymentError(
-                f"node export: {to / name} exists already, and is not overwritten; choose another --to or --name"
+                key="node export",
+                rule=f"{to / name} exists already, and is not overwritten; choose another --to or --name",
             )
     make_directory(to)
     for path, entry in found.items():

@@ -42,9 +42,10 @@ def require_closed(name: str) -> None:
             continue
         if answer(_CONTROL, at, port, secure) not in (None, *_CLOSED):
             raise DeploymentError(
-                f"--superlink {name}: its SuperLink takes control calls at {at}, port {port}: any machine that reaches this port "
-                "can run code on every node; start it with `corolla cluster up`, or `python -P -m deploy.superlink`, and "
-                "reach it over loopback or an ssh tunnel (docs/deployment.md)"
+                key=f"--superlink {name}",
+                rule=f"its SuperLink takes control calls at {at}, port {port}: any machine that reaches this "
+                "port can run code on every node; start it with `corolla cluster up`, or `python -P -m "
+                "deploy.superlink`, and reach it over loopback or an ssh tunnel (docs/deployment.md)",
             )
 
 

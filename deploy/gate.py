@@ -645,7 +645,7 @@ def _refuse_large_project(content: bytes) -> None:
         info = archive.getinfo(PROJECT)
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise DeploymentError(
-            f"application: {PROJECT} must be stored or deflated, it is packed by method {info.compress_type}"
+            key="application", rule=f"{PROJECT} must be stored or deflated, it is packed by method {info.compress_type}"
         )
     if (size := max(info.file_size, info.compress_size)) > _MAX_PROJECT:
-        raise DeploymentError(f"application: {PROJECT} may have {_MAX_PROJECT} bytes, it has {size}")
+        raise DeploymentError(key="application", rule=f"{PROJECT} may have {_MAX_PROJECT} bytes, it has {size}")

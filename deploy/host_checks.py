@@ -44,9 +44,11 @@ def refuse_newer_flower(host: str, flwr: str) -> None:
     if found and (int(found[1]), int(found[2])) > NEWEST:
         newest = ".".join(map(str, NEWEST))
         raise DeploymentError(
-            f"{host}: flwr {flwr} is newer than {newest}, the newest whose fleet port deploy.superlink was tried to guard: "
-            "without the guard anyone that reaches the port can run code on every node; "
-            f"`pip install 'flwr[simulation]=={newest}.*'` there (docs/deployment.md, \"Newer Flower\")"
+            key=host,
+            rule=f"flwr {flwr} is newer than {newest}, the newest whose fleet port deploy.superlink was "
+            "tried to guard: without the guard anyone that reaches the port can run code on every "
+            f"node; `pip install 'flwr[simulation]=={newest}.*'` there (docs/deployment.md, \"Newer "
+            'Flower")',
         )
 
 

@@ -31,9 +31,9 @@ def ask(host: str, python: str, request: Json) -> Json:
     try:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS)
     except FileNotFoundError:
-        raise DeploymentError(f"{host}: there is no ssh command on this machine") from None
+        raise DeploymentError(key=host, rule="there is no ssh command on this machine") from None
     except subprocess.TimeoutExpired:
-        raise DeploymentError(f"{host}: no reply over ssh within {_SECONDS} s") from None
+        raise DeploymentError(key=host, rule=f"no reply over ssh within {_SECONDS} s") from None
     # a login shell may print lines before the reply
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(REPLY_MARK):
@@ -41,7 +41,7 @@ def ask(host: str, python: str, request: Json) -> Json:
             if "error" in reply:
                 raise DeploymentError(_prefixed(host, reply["error"]))
             return reply
-    raise DeploymentError(f"{host}: {_failure(done, python)}")
+    raise DeploymentError(key=host, rule=_failure(done, python))
 
 
 def _prefixed(host: str, message: str) -> str:

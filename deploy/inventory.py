@@ -218,12 +218,12 @@ def read_inventory(path: Path, insecure: bool = False) -> Inventory:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DeploymentError(f"{path}: {error.strerror}") from None
+        raise DeploymentError(key=path, rule=error.strerror) from None
     except RecursionError:
-        raise DeploymentError(f"{path}: not valid YAML: nested too deeply") from None
+        raise DeploymentError(key=path, rule="not valid YAML: nested too deeply") from None
     # ValueError: not UTF-8, or a malformed date or number
     except (yaml.YAMLError, ValueError) as error:
-        raise DeploymentError(f"{path}: not valid YAML: {error}") from None
+        raise DeploymentError(key=path, rule=f"not valid YAML: {error}") from None
     if isinstance(raw, dict) and insecure:
         raw = {**raw, "insecure": True}
     return parse(raw, default_name=path.stem, directory=path.resolve().parent)

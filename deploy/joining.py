@@ -73,7 +73,7 @@ def rotate_key(directory: Path) -> Path:
     """Replace a site's key pairs by new ones. Return the public half's path. Raises UserError if it has none."""
     private = directory / KEY
     if not private.exists():
-        raise DeploymentError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
+        raise DeploymentError(key=directory.name, rule=f"has no key; `corolla node join {directory.name}` makes it")
     # the public half last: while it is missing, `make_key` goes on where a crash ended
     for path in (private, private.with_suffix(peers.KEY_SUFFIX), directory / PUBLIC):
         path.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def keep_peers(directory: Path, given: Path) -> str:
     try:
         content = given.read_bytes()
     except OSError as error:
-        raise DeploymentError(f"{given}: {error.strerror}") from None
+        raise DeploymentError(key=given, rule=error.strerror) from None
     kept = directory / PEERS
     if kept.exists() and kept.read_bytes() != content:
         raise DeploymentError(
@@ -107,9 +107,9 @@ def accept_peers(directory: Path, given: Path | None, expected: str) -> tuple[st
     private, listed = directory / f"{Path(KEY).stem}{peers.KEY_SUFFIX}", given or directory / PEERS
     found, own = pins.hash_of(listed), keyring.own_hash(keyring.read_private_key(private))
     if expected not in ("", found):
-        raise DeploymentError(f"{listed}: its sha256 is {found}, not {expected}: nothing is accepted")
+        raise DeploymentError(key=listed, rule=f"its sha256 is {found}, not {expected}: nothing is accepted")
     if not keyring.names(listed, own):
-        raise DeploymentError(f"{listed}: has no line with this site's key")
+        raise DeploymentError(key=listed, rule="has no line with this site's key")
     before = pins.agreed(site_directory(), own)
     if given:
         content = given.read_bytes()
@@ -123,19 +123,20 @@ def accept_invitation(directory: Path, given: Path | None) -> Invitation:
     path = given or directory / INVITATION
     if given is None and not path.exists():
         raise DeploymentError(
-            f"{directory.name}: has no invitation yet; `--invitation FILE` takes the file from `corolla cluster admit`"
+            key=directory.name,
+            rule="has no invitation yet; `--invitation FILE` takes the file from `corolla cluster admit`",
         )
     raw = read_toml(path)
     forms = {"superlink": str, "client": int, "clients": int, "ca": str, "flower": str, "name": str}
     if set(forms) - set(raw) - {"flower", "name"} or any(type(raw[name]) is not forms.get(name) for name in raw):
         raise DeploymentError(
-            f"{path}: must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}"
+            key=path, rule=f"must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}"
         )
     # the server's operator wrote it, and a terminal obeys control characters
     if strange := [name for name in raw if name != "ca" and not str(raw[name]).isprintable()]:
-        raise DeploymentError(f"{path}: {strange[0]}: must be text that can be printed, got {raw[strange[0]]!r}")
+        raise DeploymentError(key=path, rule=f"{strange[0]}: must be text that can be printed", value=raw[strange[0]])
     if not re.fullmatch(r"|\d+\.\d+.*", raw.get("flower", "")):
-        raise DeploymentError(f"{path}: flower: must be a version, for example 1.39.0, got {raw['flower']!r}")
+        raise DeploymentError(key=path, rule="flower: must be a version, for example 1.39.0", value=raw["flower"])
     publish(directory / INVITATION, lambda temporary: temporary.write_bytes(path.read_bytes()))
     publish(directory / CA, lambda temporary: temporary.write_text(raw["ca"]), 0o644)
     return Invitation(**raw)
@@ -157,7 +158,7 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
     """Return flower-supernode's options for a site. Raises UserError if its key is missing or open to others."""
     private = directory / KEY
     if not private.exists():
-        raise DeploymentError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
+        raise DeploymentError(key=directory.name, rule=f"has no key; `corolla node join {directory.name}` makes it")
     if (mode := stat.S_IMODE(private.stat().st_mode)) & 0o077:
         raise DeploymentError(
             f"{private} must be its owner's alone (mode 600), it is {mode:o}; others may have read it: make another"
@@ -183,7 +184,7 @@ def admit(inventory: Inventory, client: int, public: Path, *, name: str = "", re
     if client not in inventory.joined:
         there = ", ".join(map(str, inventory.joined)) or "none; write an entry `{host: joins}`"
         raise DeploymentError(
-            f"client {client}: does not join by itself in {inventory.name} (clients that do: {there})"
+            key=f"client {client}", rule=f"does not join by itself in {inventory.name} (clients that do: {there})"
         )
     certificates.require_usable(inventory)
     text = _public_key(public)
@@ -191,19 +192,25 @@ def admit(inventory: Inventory, client: int, public: Path, *, name: str = "", re
     kept = directory / f"supernode-{client}.pub"
     for path in sorted(directory.glob("supernode-*.pub")):
         if path != kept and _public_key(path) == text:
-            raise DeploymentError(f"{public}: is {path.name} already; every client needs its own key")
+            raise DeploymentError(key=public, rule=f"is {path.name} already; every client needs its own key")
     if revoked.fingerprint(text) in revoked.noted(directory):
-        raise DeploymentError(f"{public}: was revoked, for good; `corolla node rotate` makes another key at the site")
+        raise DeploymentError(
+            key=public, rule="was revoked, for good; `corolla node rotate` makes another key at the site"
+        )
     before = _public_key(kept) if kept.exists() else b""
     if before not in (b"", text) and not replace:
-        raise DeploymentError(f"client {client}: has another key, {kept}; `corolla cluster rotate` replaces it")
+        raise DeploymentError(
+            key=f"client {client}", rule=f"has another key, {kept}; `corolla cluster rotate` replaces it"
+        )
     if replace and before in (b"", text):
         what = "this is its key already" if before else "it has no key to replace; use `corolla cluster admit`"
-        raise DeploymentError(f"client {client}: {what}")
+        raise DeploymentError(key=f"client {client}", rule=what)
     name = name or (name_of(inventory, client) if before else "") or public.stem * (public.name != PUBLIC)
     others = {name_of(inventory, other): other for other in inventory.joined if other != client}
     if name and name in others:
-        raise DeploymentError(f"client {client}: {name!r} is the name of client {others[name]}; `--name` gives another")
+        raise DeploymentError(
+            key=f"client {client}", rule=f"{name!r} is the name of client {others[name]}; `--name` gives another"
+        )
     line = b" ".join(filter(None, [text, peers.statement_in(public).encode()]))
     publish(kept, lambda path: path.write_bytes(line + b"\n"), 0o644)
     if replace:
@@ -244,10 +251,12 @@ def _public_key(path: Path) -> bytes:
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except OSError as error:
-        raise DeploymentError(f"{path}: {error.strerror}") from None
+        raise DeploymentError(key=path, rule=error.strerror) from None
     # ValueError, UnsupportedAlgorithm: the same for a user
     except Exception:
-        raise DeploymentError(f"{path}: is not a public key (one line that begins with ecdsa-sha2-nistp384)") from None
+        raise DeploymentError(
+            key=path, rule="is not a public key (one line that begins with ecdsa-sha2-nistp384)"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
-        raise DeploymentError(f"{path}: must be an ECDSA P-384 key, as `corolla node join` makes it")
+        raise DeploymentError(key=path, rule="must be an ECDSA P-384 key, as `corolla node join` makes it")
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)

@@ -257,7 +257,8 @@ def _wait_until_gone(online: Callable[[], list[str]], say: Say, seconds: float) 
     while names := ", ".join(online()):
         if time.monotonic() > deadline:
             raise DeploymentError(
-                f"{names}: the SuperLink still counts the last connection as alive after {seconds:g} s; try again"
+                key=names,
+                rule=f"the SuperLink still counts the last connection as alive after {seconds:g} s; try again",
             )
         if not waiting:
             say(
@@ -274,14 +275,14 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     """
     nodes = {node.name: node for node in cluster.inventory.supernodes}
     if name not in nodes:
-        raise DeploymentError(f"{name}: cannot be restarted; the SuperNodes are {', '.join(nodes)}")
+        raise DeploymentError(key=name, rule=f"cannot be restarted; the SuperNodes are {', '.join(nodes)}")
     node = nodes[name]
     if cluster.inventory.secure:
         certificates.require_usable(cluster.inventory, [node])
     _compare_clocks(cluster, [node.host], say)
     before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
     if cluster.ask(node.host, "stop", names=[name])["left"]:
-        raise DeploymentError(f"{node.host}: {name} could not be ended")
+        raise DeploymentError(key=node.host, rule=f"{name} could not be ended")
 
     def online() -> list[str]:
         return [name] if superlink_nodes.status_by_node_id(cluster).get(before) == "online" else []

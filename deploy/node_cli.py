@@ -80,7 +80,7 @@ def start(
     log_format.choose(log_lines)
     if site == "":
         raise DeploymentError(
-            "--site: must name the site's rules, got an empty text; leave the option out to have none"
+            key="--site", rule="must name the site's rules, got an empty text; leave the option out to have none"
         )
     directory = _directory(name)
     if peers:
@@ -173,7 +173,9 @@ def approve(
     waiting = [site for site, requests in found.items() if run in (request.run for request in requests)]
     if not waiting:
         others = sorted({request.run for requests in found.values() for request in requests})
-        raise DeploymentError(f"run {run}: does not wait for approval here; waiting: {', '.join(others) or 'none'}")
+        raise DeploymentError(
+            key=f"run {run}", rule=f"does not wait for approval here; waiting: {', '.join(others) or 'none'}"
+        )
     for site in waiting:
         approval.decide(_directory(site), run, not decline)
         typer.echo(f"run {run} is {'declined' if decline else 'approved'} at {site}")
@@ -227,7 +229,7 @@ def _directory(name: str) -> Path:
     from deploy.supernode import OF_APPLICATIONS, sites_directory
 
     if not name or any(part in ("", ".", "..", *OF_APPLICATIONS) for part in name.split("/")):
-        raise DeploymentError(f"{name!r}: is not a site's name")
+        raise DeploymentError(key=f"{name!r}", rule="is not a site's name")
     return sites_directory() / name
 
 
@@ -240,6 +242,6 @@ def _sites(name: str | None) -> dict[str, Path]:
         found = {site: path for site, path in found.items() if site == name}
     if not found:
         raise DeploymentError(
-            f"{name or 'no site'}: there is no audit under {sites_directory()}; has its SuperNode been started?"
+            key=name or "no site", rule=f"there is no audit under {sites_directory()}; has its SuperNode been started?"
         )
     return found

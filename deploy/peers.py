@@ -50,12 +50,12 @@ def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
     except OSError as error:
-        raise DeploymentError(f"{path}: {error.strerror}") from None
+        raise DeploymentError(key=path, rule=error.strerror) from None
     # UnsupportedAlgorithm: the same for a user
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise DeploymentError(f"{path}: is no private key of a node")
+        raise DeploymentError(key=path, rule="is no private key of a node")
     return key
 
 

@@ -366,7 +366,9 @@ def server(at: tuple[str, int], exporter: Exporter) -> ThreadingHTTPServer:
     try:
         return Server(at, Handler)
     except OSError as error:
-        raise DeploymentError(f"--metrics: cannot listen on {at[0]}, port {at[1]}: {error.strerror}") from None
+        raise DeploymentError(
+            key="--metrics", rule=f"cannot listen on {at[0]}, port {at[1]}: {error.strerror}"
+        ) from None
 
 
 def main() -> None:

@@ -184,7 +184,7 @@ def slurm(inventory: Inventory) -> str:
     if inventory.joined:
         joined = ", ".join(map(str, inventory.joined))
         raise DeploymentError(
-            f"hosts: clients {joined} are started by their own sites (host: joins), a Slurm job cannot"
+            key="hosts", rule=f"clients {joined} are started by their own sites (host: joins), a Slurm job cannot"
         )
     link, count = inventory.superlink, len(inventory.supernodes)
     python = link.python

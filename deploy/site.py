@@ -179,7 +179,7 @@ def find(given: str = "") -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise DeploymentError(f"{usual}: its rules cannot be seen: {error.strerror}") from None
+        raise DeploymentError(key=usual, rule=f"its rules cannot be seen: {error.strerror}") from None
     return usual
 
 
@@ -188,7 +188,7 @@ def read_site(path: Path) -> Site:
     raw = read_toml(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o022:
-        raise DeploymentError(f"{path}: others may change it (mode {mode:o}); `chmod go-w {path}`")
+        raise DeploymentError(key=path, rule=f"others may change it (mode {mode:o}); `chmod go-w {path}`")
     if isinstance(raw.get("bounds"), dict):
         raw["bounds"] = current(_dotted(raw["bounds"]))
     problems: list[str] = []

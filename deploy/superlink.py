@@ -122,11 +122,13 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     for variable in (_CONTROL, _GRPC):
         if variable in os.environ:
             raise DeploymentError(
-                f"{variable}: opens a port that is not guarded; unset it (--grpc serves SuperNodes over gRPC)"
+                key=variable, rule="opens a port that is not guarded; unset it (--grpc serves SuperNodes over gRPC)"
             )
     for option in ("--fleet-api-address", "--fleet-api-type"):
         if any(word.split("=")[0] == option for word in options):
-            raise DeploymentError(f"{option}: --fleet names the address of SuperNodes, got {fleet}; leave {option} out")
+            raise DeploymentError(
+                key=option, rule=f"--fleet names the address of SuperNodes, got {fleet}; leave {option} out"
+            )
     flower = importlib.import_module(_MODULE)
     # after the import, which gives Flower's logger its handler
     log_format.configure("superlink")
@@ -196,7 +198,7 @@ def address(text: str, option: str = "--fleet") -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or "[" in host:
-        raise DeploymentError(f"{option}: must be HOST:PORT, got {text!r}")
+        raise DeploymentError(key=option, rule="must be HOST:PORT", value=text)
     return host, int(port)
 
 
@@ -208,18 +210,23 @@ def guard(flower: Any, fleet: tuple[str, int] | None) -> None:
     uvicorn: Any = getattr(flower, _SERVER, None)
     if not callable(getattr(uvicorn, "run", None)):
         raise DeploymentError(
-            f"flwr {metadata.version('flwr')}: its SuperLink cannot be guarded ({_MODULE} has no {_SERVER}.run); use a version "
-            "that docs/deployment.md names"
+            key=f"flwr {metadata.version('flwr')}",
+            rule=f"its SuperLink cannot be guarded ({_MODULE} has no {_SERVER}.run); use a version that "
+            "docs/deployment.md names",
         )
 
     def serve(app: App, **options: Any) -> None:
         if not is_loopback(str(options.get("host"))):
             raise DeploymentError(
-                f"--host: Flower's control calls must stay on loopback, got {options.get('host')!r}; SuperNodes use --fleet"
+                key="--host",
+                rule="Flower's control calls must stay on loopback",
+                value=options.get("host"),
+                hint="; SuperNodes use --fleet",
             )
         if options.get("workers", 1) != 1 or options.get("reload") or options.get("uds") or options.get("fd"):
             raise DeploymentError(
-                f"flwr {metadata.version('flwr')}: its SuperLink starts its server in a way that is not known here"
+                key=f"flwr {metadata.version('flwr')}",
+                rule="its SuperLink starts its server in a way that is not known here",
             )
         sockets = [listening(*fleet)] if fleet else []
         config = uvicorn.Config(FleetOnly(app, fleet[1]) if fleet else app, **options)
@@ -245,7 +252,7 @@ def listening(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise DeploymentError(f"--fleet: cannot listen on {host}, port {port}: {error.strerror}") from None
+        raise DeploymentError(key="--fleet", rule=f"cannot listen on {host}, port {port}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

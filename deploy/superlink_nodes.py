@@ -48,11 +48,11 @@ def register_key(cluster: Cluster, name: str) -> None:
     done = flwr(cluster, "supernode", "register", str(public), cluster.inventory.name, "--name", name)
     output = done.stdout + done.stderr
     if done.returncode != 0 and "already in use" not in output:
-        raise DeploymentError(f"{name}: its key {public} could not be registered:\n{output.strip()[-1000:]}")
+        raise DeploymentError(key=name, rule=f"its key {public} could not be registered:\n{output.strip()[-1000:]}")
     nodes = list_nodes(cluster)
     if not any(node.public_key == key and _is_accepted(node) for node in nodes):
         raise DeploymentError(
-            f"{name}: its key {public} was revoked, for good; `corolla node rotate` makes another at the site"
+            key=name, rule=f"its key {public} was revoked, for good; `corolla node rotate` makes another at the site"
         )
     _end_keys(cluster, name, [node for node in nodes if node.name == name and node.public_key != key])
 
@@ -67,7 +67,7 @@ def _end_keys(cluster: Cluster, name: str, nodes: Iterable[NodeInfo]) -> None:
         done = flwr(cluster, "supernode", "unregister", str(node.node_id), cluster.inventory.name)
         if done.returncode != 0:
             raise DeploymentError(
-                f"{name}: its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}"
+                key=name, rule=f"its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}"
             )
         revoked.note(Path(cluster.inventory.keys), revoked.fingerprint(node.public_key))
 
@@ -158,7 +158,7 @@ def nodes_and_runs(name: str, table: Mapping[str, Any], most_runs: int) -> tuple
             client.close()
     # any error on the way: TLS, HTTP, the SuperLink itself
     except Exception as error:
-        raise DeploymentError(f"cluster {name}: cannot list its SuperLink's nodes: {error}") from None
+        raise DeploymentError(key=f"cluster {name}", rule=f"cannot list its SuperLink's nodes: {error}") from None
 
 
 def status_of_joined(cluster: Cluster) -> dict[int, str]:
@@ -197,11 +197,12 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
     if node is None and client_id not in cluster.inventory.joined:
         clients = sorted([*(n.client_id for n in cluster.inventory.supernodes), *cluster.inventory.joined])
         known = ", ".join(map(str, clients))
-        raise DeploymentError(f"client {client_id}: cluster {cluster.inventory.name} has clients {known}")
+        raise DeploymentError(key=f"client {client_id}", rule=f"cluster {cluster.inventory.name} has clients {known}")
     name = f"supernode-{client_id}"
     if not cluster.inventory.secure:
         raise DeploymentError(
-            f"client {client_id}: without authentication there is no key to revoke (`tls: true` in the inventory)"
+            key=f"client {client_id}",
+            rule="without authentication there is no key to revoke (`tls: true` in the inventory)",
         )
     public = Path(cluster.inventory.keys) / f"{name}.pub"
     key = public_bytes(public) if public.is_file() else b""
@@ -213,7 +214,9 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
         nodes = []
     accepted = [info for info in nodes if _is_accepted(info) and (info.public_key == key or info.name == name)]
     if not key and not accepted:
-        raise DeploymentError(f"client {client_id}: there is no {public}; it was revoked before, or never had a key")
+        raise DeploymentError(
+            key=f"client {client_id}", rule=f"there is no {public}; it was revoked before, or never had a key"
+        )
     _end_keys(cluster, name, accepted)
     if key:
         revoked.note(public.parent, revoked.fingerprint(key))

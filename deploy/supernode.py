@@ -114,7 +114,7 @@ def main() -> None:
         log_format.choose(given.log_format)
         if given.site == "":
             raise DeploymentError(
-                "--site: must name the site's rules, got an empty text; leave the option out to have none"
+                key="--site", rule="must name the site's rules, got an empty text; leave the option out to have none"
             )
         run(given.name, given.site or "", given.flower, given.warm)
 
@@ -172,8 +172,9 @@ def check_places(directory: Path) -> None:
     for what, place in places.items():
         if place.expanduser().resolve().is_relative_to(kept.resolve()):
             raise DeploymentError(
-                f"site-dir: {kept} must hold nothing else, but {what} would be in {place}; name a separate directory, for example "
-                f"{kept / 'notes'} (in site.toml, or ${VARIABLE})"
+                key="site-dir",
+                rule=f"{kept} must hold nothing else, but {what} would be in {place}; name a separate "
+                f"directory, for example {kept / 'notes'} (in site.toml, or ${VARIABLE})",
             )
 
 
@@ -313,10 +314,10 @@ def walls_for(rule: bool | str) -> bubblewrap.Walls | None:
     walls = bubblewrap.find()
     left = confine.OPEN if walls is None else walls.open
     if rule == site.STRICT and left:
-        raise DeploymentError(f"confine: strict: {bubblewrap.why_not() or left[0]}")
+        raise DeploymentError(key="confine", rule=f"strict: {bubblewrap.why_not() or left[0]}")
     if walls is None:
         if not confine.landlock_version():
-            raise DeploymentError(f"confine: {bubblewrap.why_not()}, and {confine.NONE}")
+            raise DeploymentError(key="confine", rule=f"{bubblewrap.why_not()}, and {confine.NONE}")
         log.warning("confine: %s. Landlock alone confines applications, and does not stop:", bubblewrap.why_not())
     for way in left:
         log.warning("confine: not stopped: %s", way)
@@ -372,7 +373,8 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
         for kept in (directory, Path(rules), get_flwr_home(), *map(Path, confine.installation())):
             if kept.resolve().is_relative_to(place.resolve()):
                 raise DeploymentError(
-                    f"confine: {name}: applications would write {place}, which contains {kept}; choose another"
+                    key="confine",
+                    rule=f"{name}: applications would write {place}, which contains {kept}; choose another",
                 )
     return places
 
@@ -405,7 +407,7 @@ def refuse_secrets(places: Iterable[str | Path], secrets: Iterable[Path]) -> Non
     for place, kept in itertools.product(places, [path.resolve() for path in secrets]):
         if kept.is_relative_to(Path(place).resolve()):
             raise DeploymentError(
-                f"confine: applications would read {kept}, which lies in {place}; choose another directory"
+                key="confine", rule=f"applications would read {kept}, which lies in {place}; choose another directory"
             )
 
 

@@ -135,8 +135,10 @@ def refuse_damage(key: str, directory: Path, problems: list[str]) -> None:
     """Raise UserError if there are problems. key: the configuration's key to name."""
     if problems:
         raise UserError(
-            f"{key}: {directory} is damaged ({listed(problems, '; ')}): prepare it again by `corolla data prepare --force` with "
-            "the run's settings, or remove it, and it is prepared again when it is next needed"
+            key=key,
+            rule=f"{directory} is damaged ({listed(problems, '; ')}): prepare it again by `corolla data "
+            "prepare --force` with the run's settings, or remove it, and it is prepared again when "
+            "it is next needed",
         )
 
 

@@ -25,10 +25,17 @@ class UserError(ValueError):
     """
 
     def __init__(
-        self, message: str = "", *, code: str = "", key: str = "", rule: str = "", value: object = None, hint: str = ""
+        self,
+        message: str = "",
+        *,
+        code: str = "",
+        key: object = "",
+        rule: object = "",
+        value: object = None,
+        hint: str = "",
     ) -> None:
-        self.code, self.key, self.rule, self.value = code, key, rule, value
-        super().__init__(message or _sentence(key, rule, value, hint))
+        self.code, self.key, self.rule, self.value = code, str(key), str(rule), value
+        super().__init__(message or _sentence(self.key, self.rule, value, hint))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the parts of a copy in another process."""

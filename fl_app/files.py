@@ -102,9 +102,9 @@ def refuse_unreadable(key: str, path: Path) -> None:
         with path.open("rb"):
             pass
     except FileNotFoundError:
-        raise UserError(f"{key}: {no_such(path)}") from None
+        raise UserError(key=key, rule=no_such(path)) from None
     except OSError as error:
-        raise UserError(f"{key}: cannot read {path}: {error.strerror}") from None
+        raise UserError(key=key, rule=f"cannot read {path}: {error.strerror}") from None
 
 
 def refuse_unwritable(key: str, directory: Path) -> None:
@@ -114,7 +114,7 @@ def refuse_unwritable(key: str, directory: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".corolla-", dir=above):
             pass
     except OSError as error:
-        raise UserError(f"{key}: cannot write under {directory}: {error.strerror}") from None
+        raise UserError(key=key, rule=f"cannot write under {directory}: {error.strerror}") from None
 
 
 def publish(path: Path, write: Callable[[Path], object], mode: int = FILE_MODE) -> None:
@@ -186,7 +186,7 @@ def explain_full_disk(key: str, directory: Path) -> Iterator[None]:
     except OSError as error:
         if is_full(error):
             raise UserError(
-                f"{key}: cannot write under {directory}: {os.strerror(error.errno or errno.ENOSPC)}"
+                key=key, rule=f"cannot write under {directory}: {os.strerror(error.errno or errno.ENOSPC)}"
             ) from None
         raise
 
@@ -225,7 +225,7 @@ def build_once(
         make_directory(target.parent)
         held = lock(target.parent / f".{target.name}.lock", wait=True)
     except OSError as error:
-        raise UserError(f"{key}: cannot write under {target.parent} ({error.strerror})") from error
+        raise UserError(key=key, rule=f"cannot write under {target.parent} ({error.strerror})") from error
     with held:
         for left in target.parent.glob(f".{target.name}.tmp-*"):
             shutil.rmtree(left, ignore_errors=True)

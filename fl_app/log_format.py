@@ -26,7 +26,7 @@ def choose(wanted: str) -> None:
     if not wanted:
         return
     if wanted not in (TEXT, JSON):
-        raise UserError(f"--log-format: must be {TEXT} or {JSON}, got {wanted!r}")
+        raise UserError(key="--log-format", rule=f"must be {TEXT} or {JSON}", value=wanted)
     os.environ[VARIABLE] = wanted
 
 

@@ -73,7 +73,7 @@ def read_card(source: str, file: Path) -> ModelCard | None:
     try:
         card = model_card.read(file)
     except UserError as error:
-        raise ConfigurationError(f"{source}: {error}; export the model again, or remove the card") from None
+        raise ConfigurationError(key=source, rule=f"{error}; export the model again, or remove the card") from None
     inputs, shift = card["input"], card.get("target-shift", [])
     scaling = {name: list(inputs.get(name, ())) for name in SCALING} | {"target-shift": shift}  # type: ignore[call-overload]
     names = ModelNames(tuple(card["features"]), tuple(card["classes"]), tuple(shift))
@@ -104,7 +104,7 @@ def _order(
         lines = [f"the data have {listed(new)}, which the model does not know"] * bool(new)
         lines += [f"the model has {listed(gone)}, which the data lack"] * bool(gone)
         hint = "; initial-weights-partial = true takes the others by name" if len(new) < len(ours) else ""
-        raise ConfigurationError(f"{source}: its {what} are not the data's: {'; '.join(lines)}{hint}")
+        raise ConfigurationError(key=source, rule=f"its {what} are not the data's: {'; '.join(lines)}{hint}")
     return tuple(place.get(name, -1) for name in ours)
 
 
@@ -215,15 +215,16 @@ def reordering(
         raise _fixed(source, "classes", names.outputs or (), "rows", "set classes to the model's order")
     if less and not ends.bias:
         raise ConfigurationError(
-            f"{source}: its targets are learned less another shift, and the model has no bias that could hold it"
+            key=source, rule="its targets are learned less another shift, and the model has no bias that could hold it"
         )
     return Reordering(ends, features, outputs, less, seeded)
 
 
 def _fixed(source: str, what: str, ours: Sequence[str], of: str, instead: str) -> UserError:
     return UserError(
-        f"{source}: its {what} have another order than the data's ({listed(list(ours))}), and the model has no linear layer whose "
-        f"{of} could be reordered; {instead}"
+        key=source,
+        rule=f"its {what} have another order than the data's ({listed(list(ours))}), and the model has "
+        f"no linear layer whose {of} could be reordered; {instead}",
     )
 
 
@@ -268,8 +269,10 @@ def refuse_wrong(
     allowed = _CLOSE * max(1.0, float(want.abs().max()))
     if not float((outputs[1] - want).abs().max()) <= allowed:
         raise ConfigurationError(
-            f"{source}: has another order of features or classes than the data, and reordering the weights of its first and last "
-            "layers changes what the model computes; give the data the model's order"
+            key=source,
+            rule="has another order of features or classes than the data, and reordering the weights of "
+            "its first and last layers changes what the model computes; give the data the model's "
+            "order",
         )
 
 

@@ -76,7 +76,7 @@ def build(
     error of a user's factory. Raises UserError also for a pattern that matches no tensor.
     """
     if norm not in NORMS:
-        raise ConfigurationError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
+        raise ConfigurationError(key="norm", rule=f"must be one of {', '.join(NORMS)}", value=norm)
     shape = input_shape or (in_channels, image_size, image_size)
     with rng.global_state_kept():
         if ":" in name:
@@ -87,7 +87,9 @@ def build(
             example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
             return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier, tried)
         if name not in MODELS:
-            raise ConfigurationError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
+            raise ConfigurationError(
+                key="model", rule=f"must be one of {', '.join(MODELS)} or module:factory", value=name
+            )
         # data without a number of ids have their features in this place
         ids = in_channels if len(shape) == 1 and in_channels != shape[0] else VOCABULARY
         _refuse_larger_than_memory(name, shape, num_classes, _bytes_of(name, shape, num_classes, norm, ids))
@@ -109,11 +111,14 @@ def _named(name: str, shape: tuple[int, ...], num_classes: int, norm: str, ids: 
         return _mlp(math.prod(shape), num_classes)
     if name == "transformer":
         if len(shape) != 1:
-            raise ConfigurationError(f"model transformer: needs tokens [T], but a sample has shape {list(shape)}")
+            raise ConfigurationError(
+                key="model transformer", rule=f"needs tokens [T], but a sample has shape {list(shape)}"
+            )
         return Transformer(shape[0], num_classes, ids)
     if len(shape) != 3:
         raise ConfigurationError(
-            f"model {name}: needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model"
+            key=f"model {name}",
+            rule=f"needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model",
         )
     network = MODELS[name]
     if network.blocks:
@@ -138,7 +143,7 @@ def _refuse_larger_than_memory(name: str, shape: tuple[int, ...], num_classes: i
     if needed > (free := available_memory()):
         what = f"samples of shape {list(shape)} and {num_classes} outputs"
         raise ConfigurationError(
-            f"model {name}: for {what} it needs {size(needed)} of memory, and {size(free)} are free"
+            key=f"model {name}", rule=f"for {what} it needs {size(needed)} of memory, and {size(free)} are free"
         )
 
 
@@ -163,7 +168,7 @@ def _cnn(shape: tuple[int, ...], num_classes: int) -> nn.Module:
     in_channels, *sides = shape
     if min(sides) < SMALLEST_CNN_SIZE:
         raise ConfigurationError(
-            f"model cnn: images must be at least {SMALLEST_CNN_SIZE} pixels wide, got {min(sides)}"
+            key="model cnn", rule=f"images must be at least {SMALLEST_CNN_SIZE} pixels wide", value=min(sides)
         )
     padding = 0 if min(sides) >= UNPADDED_CNN_SIZE else 2
     for _ in range(2):
@@ -310,13 +315,14 @@ def _call_factory(
         module = factory(in_channels=in_channels, num_classes=num_classes, image_size=image_size, **more)
     except Exception as error:
         raise ConfigurationError(
-            f"model {name}: the factory raised {describe(error)}; it is called as factory(in_channels={in_channels}, "
-            f"num_classes={num_classes}, image_size={image_size}){at(error)}"
+            key=f"model {name}",
+            rule=f"the factory raised {describe(error)}; it is called as factory(in_channels={in_channels}, "
+            f"num_classes={num_classes}, image_size={image_size}){at(error)}",
         ) from error
     if not isinstance(module, nn.Module):
         raise ConfigurationError(
-            f"model {name}: the factory must return a torch.nn.Module, got {type(module).__module__}."
-            f"{type(module).__qualname__}"
+            key=f"model {name}",
+            rule=f"the factory must return a torch.nn.Module, got {type(module).__module__}.{type(module).__qualname__}",
         )
     _check_tensors(name, module)
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
@@ -381,23 +387,26 @@ def _takes(factory: Callable[..., object], keyword: str) -> bool:
 def _check_tensors(name: str, module: nn.Module) -> None:
     parameters = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in parameters):
-        raise ConfigurationError(f"model {name}: has no trainable parameters; at least one must have requires_grad")
+        raise ConfigurationError(
+            key=f"model {name}", rule="has no trainable parameters; at least one must have requires_grad"
+        )
     tracked = nn.modules.batchnorm._BatchNorm
     unknown = [n for n, m in module.named_modules() if isinstance(m, tracked) and m.running_mean is None]
     if unknown:
         raise ConfigurationError(
-            f"model {name}: BatchNorm must keep running statistics, because without them a sample's output depends on the rest "
-            f"of its batch; track_running_stats is False in {listed(unknown)}"
+            key=f"model {name}",
+            rule="BatchNorm must keep running statistics, because without them a sample's output depends "
+            f"on the rest of its batch; track_running_stats is False in {listed(unknown)}",
         )
     floating = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
     for kind, tensors in (("parameters", parameters), ("floating-point buffers", floating)):
         dtypes = [f"{n} is {t.dtype}" for n, t in tensors if t.dtype != torch.float32]
         if dtypes:
-            raise ConfigurationError(f"model {name}: {kind} must be float32, but {listed(dtypes)}")
+            raise ConfigurationError(key=f"model {name}", rule=f"{kind} must be float32, but {listed(dtypes)}")
         devices = [f"{n} is on {t.device}" for n, t in tensors if t.device.type != "cpu"]
         if devices:
             raise ConfigurationError(
-                f"model {name}: must be built on the CPU (training moves it), but {listed(devices)}"
+                key=f"model {name}", rule=f"must be built on the CPU (training moves it), but {listed(devices)}"
             )
 
 
@@ -419,12 +428,14 @@ def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: in
                     output = module(example)
         except Exception as error:
             raise ConfigurationError(
-                f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in {mode} mode; it "
-                f"must return logits of shape {want}{at(error)}"
+                key=f"model {name}",
+                rule=f"forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in {mode} "
+                f"mode; it must return logits of shape {want}{at(error)}",
             ) from error
         if got := _instead_of_logits(output, want, module):
             raise ConfigurationError(
-                f"model {name}: in {mode} mode, a batch of shape {list(shape)} must give logits of shape {want}, got {got}"
+                key=f"model {name}",
+                rule=f"in {mode} mode, a batch of shape {list(shape)} must give logits of shape {want}, got {got}",
             )
     module.train()
 

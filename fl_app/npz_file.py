@@ -24,7 +24,7 @@ def read(key: str, path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str,
     try:
         npz = np.load(path, allow_pickle=False)
         if not isinstance(npz, np.lib.npyio.NpzFile):
-            raise DataError(f"{key}: {path} is a single array, not an npz file")
+            raise DataError(key=key, rule=f"{path} is a single array, not an npz file")
         with npz:
             names = {name for name in npz.files if wanted(name)}
             if npz.zip:
@@ -33,10 +33,10 @@ def read(key: str, path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str,
     except UserError:
         raise
     except MemoryError as error:
-        raise DataError(f"{key}: {path} does not fit in this machine's memory ({error})") from None
+        raise DataError(key=key, rule=f"{path} does not fit in this machine's memory ({error})") from None
     # zipfile raises a RuntimeError for a compression or an encryption that it lacks
     except (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{key}: {path} is not a readable npz file of plain arrays ({error})") from error
+        raise DataError(key=key, rule=f"{path} is not a readable npz file of plain arrays ({error})") from error
 
 
 def names(key: str, path: Path) -> list[str]:
@@ -53,4 +53,4 @@ def _refuse_bomb(key: str, path: Path, archive: zipfile.ZipFile, names: Collecti
     needed = sum(m.file_size for m in archive.infolist() if m.filename.removesuffix(".npy") in names)
     free = available_memory()
     if needed > free:
-        raise DataError(f"{key}: {path} unpacks to {size(needed)}, but {size(free)} of memory are free")
+        raise DataError(key=key, rule=f"{path} unpacks to {size(needed)}, but {size(free)} of memory are free")

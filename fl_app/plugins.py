@@ -146,8 +146,9 @@ def refuse_left_behind(config: Mapping[str, Scalar]) -> None:
         if source(reference) is None:
             name = reference.partition(":")[0]
             raise ConfigurationError(
-                f"{key} {reference}: a site takes {name} from the run alone; put its file beside the config file or in "
-                "the current directory"
+                key=f"{key} {reference}",
+                rule=f"a site takes {name} from the run alone; put its file beside the config file or in the "
+                "current directory",
             )
 
 
@@ -175,7 +176,7 @@ def read(plugins: str) -> dict[str, bytes]:
                 if here
                 else f"the run's file {name} is missing"
             )
-            raise ConfigurationError(f"plugins: {what} ({entry})")
+            raise ConfigurationError(key="plugins", rule=f"{what} ({entry})")
         found[name] = _content(same)
     return found
 
@@ -274,18 +275,19 @@ def load(key: str, reference: str) -> Any:
     try:
         module = importlib.import_module(module_name) if where is None else _import(module_name, *where)
     except UserError as error:
-        raise ConfigurationError(f"{key} {reference}: {error}") from None
+        raise ConfigurationError(key=f"{key} {reference}", rule=error) from None
     except Exception as error:
         hint = "; put its file beside the config file, in the current directory or in the app directory"
         lacks = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         raise ConfigurationError(
-            f"{key} {reference}: cannot import {module_name} ({describe(error)}{at(error)}){hint if lacks else ''}"
+            key=f"{key} {reference}",
+            rule=f"cannot import {module_name} ({describe(error)}{at(error)}){hint if lacks else ''}",
         ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         file = "" if _at_site else f" ({module.__file__})"
-        raise ConfigurationError(f"{key} {reference}: {module_name}{file} has no {attribute}") from None
+        raise ConfigurationError(key=f"{key} {reference}", rule=f"{module_name}{file} has no {attribute}") from None
 
 
 def _import(name: str, path: Path, directory: Path) -> ModuleType:
@@ -298,7 +300,7 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
         whose = "Corolla" if top in PACKAGES else "Python"
         if _at_site:
             raise ConfigurationError(f"{whose} has a module {top} already; choose another name")
-        raise ConfigurationError(f"{path}: {whose} has a module {top} already; choose another name")
+        raise ConfigurationError(key=path, rule=f"{whose} has a module {top} already; choose another name")
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
@@ -307,7 +309,7 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
             if _at_site:
                 raise ConfigurationError(f"the site has a module {name} already; choose another name")
             raise ConfigurationError(
-                f"{path}: there is a module {name} already, {loaded.__file__}; choose another name"
+                key=path, rule=f"there is a module {name} already, {loaded.__file__}; choose another name"
             )
         del sys.modules[name]
     # The directory is about to become the first on the import path: import Corolla's packages before, from their own place.

@@ -66,7 +66,7 @@ def script(name: str) -> str:
             return str(Path(file.locate()).resolve())
     if found := shutil.which(name):
         return found
-    raise UserError(f"{name}: this command of the package flwr must be installed beside {sys.executable}")
+    raise UserError(key=name, rule=f"this command of the package flwr must be installed beside {sys.executable}")
 
 
 def free_ports(count: int) -> list[int]:

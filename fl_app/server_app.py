@@ -225,12 +225,16 @@ def parts_line(layout: Layout) -> str:
 def _check_time(config: RunConfig, simulated: bool) -> None:
     """Raise UserError if time is simulated where clients answer in real time, or the other way round."""
     if config.is_timed and not simulated:
-        raise UserError(f"speeds: a deployment's clients answer in real time; leave it none, got {config.speeds!r}")
+        raise UserError(
+            key="speeds", rule="a deployment's clients answer in real time; leave it none", value=config.speeds
+        )
     if config.replay and not simulated:
-        raise UserError(f"replay: a run is repeated in a simulation; leave out --superlink, got {config.replay!r}")
+        raise UserError(
+            key="replay", rule="a run is repeated in a simulation; leave out --superlink", value=config.replay
+        )
     if config.closes_early and simulated and not (config.is_timed or config.replay):
         name = "quorum" if config.quorum < 1 else "round-deadline"
-        raise UserError(f"{name}: who answers first in a simulation follows from the key speeds; set it too")
+        raise UserError(key=name, rule="who answers first in a simulation follows from the key speeds; set it too")
 
 
 def _named(error: Exception) -> Exception:
@@ -368,7 +372,8 @@ def _recorded_scaling(
     recorded = normalization(json.dumps(read_about(folder.path).get(DATA, {}).get(NORMALIZED_BY)))
     if recorded is None:
         raise UserError(
-            f"resume: {folder.path} does not have the mean and std that its sites agreed on ({NORMALIZED_BY})"
+            key="resume",
+            rule=f"{folder.path} does not have the mean and std that its sites agreed on ({NORMALIZED_BY})",
         )
     return recorded
 

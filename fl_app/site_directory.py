@@ -38,11 +38,11 @@ def site_directory() -> Path:
         return user_state() / DIRECTORY
     path = Path(given).expanduser()
     if not path.is_absolute():
-        raise DeploymentError(f"{VARIABLE}: must be an absolute path, got {given}")
+        raise DeploymentError(key=VARIABLE, rule=f"must be an absolute path, got {given}")
     return path
 
 
 def refuse_within_site(key: str, directory: Path) -> None:
     """Raise UserError if a directory in a run's config is the site's own, or lies in it. key: its key in the config."""
     if directory.expanduser().resolve().is_relative_to(site_directory().resolve()):
-        raise DeploymentError(f"{key}: {directory} lies in the site's own directory, which no run may name")
+        raise DeploymentError(key=key, rule=f"{directory} lies in the site's own directory, which no run may name")

@@ -183,7 +183,7 @@ def source_of(dataset: str) -> Source:
     """Return the source of a data set. Raises UserError if none has this prefix."""
     prefix = dataset.partition(":")[0]
     if prefix not in SOURCES:
-        raise ConfigurationError(f"dataset: {dataset!r} has no source; there are {', '.join(SOURCES)}")
+        raise ConfigurationError(key="dataset", rule=f"{dataset!r} has no source; there are {', '.join(SOURCES)}")
     return SOURCES[prefix]
 
 

@@ -90,10 +90,12 @@ def rule_of(config: RunConfig) -> StopRule | None:
         return None
     found = _RULE.fullmatch(config.stop_when)
     if found is None or int(found[2]) < 1:
-        raise UserError(f"stop-when: must be {FORM}, got {config.stop_when!r}")
+        raise UserError(key="stop-when", rule=f"must be {FORM}", value=config.stop_when)
     if not config.report_accuracy:
         raise UserError(
-            f"stop-when: with report-accuracy = false clients send no figure to stop by, got {config.stop_when!r}"
+            key="stop-when",
+            rule="with report-accuracy = false clients send no figure to stop by",
+            value=config.stop_when,
         )
     name, patience, margin = found[1], int(found[2]), float(found[3] or 0.0)
     watched = {metric.name: (moments(metric.name)[0], metric.higher_is_better) for metric in tasks.measured(config)}
@@ -103,7 +105,9 @@ def rule_of(config: RunConfig) -> StopRule | None:
         # with a privacy budget, clients send no training loss
         watched[LOSS.name] = LOSS.name, False
     if name not in watched:
-        raise UserError(f"stop-when: must watch one of {', '.join(watched)}, got {name!r}{nearest(name, watched)}")
+        raise UserError(
+            key="stop-when", rule=f"must watch one of {', '.join(watched)}", value=name, hint=nearest(name, watched)
+        )
     if name.startswith(VALIDATION) and not config.validation_ratio:
-        raise UserError(f"stop-when: {name} needs validation data, and validation-ratio is 0")
+        raise UserError(key="stop-when", rule=f"{name} needs validation data, and validation-ratio is 0")
     return StopRule(name, *watched[name], patience, margin)

@@ -18,7 +18,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise UserError(key=path, rule=error.strerror) from None
     return parse_toml(content, path)
 
 
@@ -27,7 +27,7 @@ def parse_toml(content: bytes, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (RecursionError, ValueError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+        raise UserError(key=path, rule=f"not valid TOML: {error}") from None
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,9 @@ def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
     for pattern in split_names(patterns):
         matched = {name for name in every if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matched:
-            raise ConfigurationError(f"{key}: no tensor of the model matches {pattern!r}; there are {listed(every)}")
+            raise ConfigurationError(
+                key=key, rule=f"no tensor of the model matches {pattern!r}; there are {listed(every)}"
+            )
         found |= matched
     return frozenset(found) if patterns else frozenset(every)
 
@@ -43,7 +45,7 @@ def freeze(module: nn.Module, patterns: str) -> None:
     layout = Layout.of(module)
     still = layout.names - matching("train", patterns, [slot.name for slot in (*layout.params, *layout.buffers)])
     if still >= {slot.name for slot in layout.params}:
-        raise ConfigurationError(f"train: no parameter of the model matches {patterns!r}")
+        raise ConfigurationError(key="train", rule=f"no parameter of the model matches {patterns!r}")
     digest = hashlib.sha256()
     tensors = dict(module.state_dict(keep_vars=True))
     still |= {
@@ -67,5 +69,7 @@ def travelling(config: RunConfig, layout: Layout, shared: frozenset[str]) -> fro
     """
     left = shared & matching("share", config.share, [slot.name for slot in (*layout.params, *layout.buffers)])
     if shared and not left:
-        raise ConfigurationError(f"share: no tensor that method {config.method} sends matches {config.share!r}")
+        raise ConfigurationError(
+            key="share", rule=f"no tensor that method {config.method} sends matches {config.share!r}"
+        )
     return left

@@ -116,8 +116,9 @@ def initial_model(
     buffers = [slot.name for slot in layout.buffers if slot.name not in own | found]
     if buffers and all(slot.name in found for slot in layout.params):
         raise UserError(
-            f"{source}: holds the parameters but not the buffers {listed(buffers)}; save `module.state_dict()`, which has both, "
-            "instead of `named_parameters()`"
+            key=source,
+            rule=f"holds the parameters but not the buffers {listed(buffers)}; save `module.state_dict()`, "
+            "which has both, instead of `named_parameters()`",
         )
     fitting = _fit(source, own | found, layout, _PARTIAL)
     if how is not None and example is not None:
@@ -149,7 +150,7 @@ def _fit_partly(
         ordered,
     )
     if not of:
-        raise UserError(f"{source}: no tensor fits the model, in name and shape or in order and shape")
+        raise UserError(key=source, rule="no tensor fits the model, in name and shape or in order and shape")
     renamed = [f"{name} is {theirs} there" for name, theirs in of.items() if name != theirs]
     drawn = [f"{name} {list(slot.shape)}" for name, slot in slots.items() if name not in of]
     unused = [f"{name} {list(tensor.shape)}" for name, tensor in floating.items() if name not in of.values()]
@@ -223,7 +224,8 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
         expected = f"a safetensors file or a PyTorch state dict ({', '.join(_PYTORCH)})"
         near = nearest_path(Path(path))
         raise UserError(
-            f"{source}: no such file or directory; expected {expected}{f'; did you mean {near}?' if near else ''}"
+            key=source,
+            rule=f"no such file or directory; expected {expected}{f'; did you mean {near}?' if near else ''}",
         ) from error
     except (OSError, SafetensorError) as error:
         other = (
@@ -231,7 +233,7 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
             if Path(path).suffix == ".safetensors"
             else f"; the name of a PyTorch state dict must end in {' or '.join(_PYTORCH)}"
         )
-        raise UserError(f"{source}: not a readable safetensors file ({describe(error)}){other}") from error
+        raise UserError(key=source, rule=f"not a readable safetensors file ({describe(error)}){other}") from error
 
 
 def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
@@ -243,7 +245,7 @@ def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a bad file
         raise UserError(
-            f"{source}: not a readable PyTorch file with only tensors ({describe(error).splitlines()[0]})"
+            key=source, rule=f"not a readable PyTorch file with only tensors ({describe(error).splitlines()[0]})"
         ) from error
     return _named_tensors(state, source)
 
@@ -264,7 +266,9 @@ def _named_tensors(state: Any, source: str) -> dict[str, Tensor]:
     if named is None or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in named.items()):
         known = ", ".join(map(repr, _STATE_DICTS))
         got = listed([repr(name) for name in named]) if named else type(state).__name__
-        raise UserError(f"{source}: must hold a state dict (tensors by name), or have one under {known}; got {got}")
+        raise UserError(
+            key=source, rule=f"must hold a state dict (tensors by name), or have one under {known}; got {got}"
+        )
     return {name: t.detach() for name, t in named.items()}
 
 
@@ -300,5 +304,5 @@ def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout, hint: str =
     arrays = {slot.name: _dense(tensors[slot.name]).to(torch.float32).numpy() for slot in slots}
     infinite = [name for name, array in arrays.items() if not np.isfinite(array).all()]
     if infinite:
-        raise UserError(f"{source}: all values must be finite in float32, got others in {listed(infinite)}")
+        raise UserError(key=source, rule=f"all values must be finite in float32, got others in {listed(infinite)}")
     return layout.model(arrays)

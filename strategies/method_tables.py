@@ -58,7 +58,9 @@ def of(method: str) -> Overview:
     """Return a built-in method's overview. Raises UserError if it declares none."""
     overview = METHODS[method].overview
     if overview is None:
-        raise MethodError(f"method {method}: a built-in method's METHOD must have overview=Overview(...), got none")
+        raise MethodError(
+            key=f"method {method}", rule="a built-in method's METHOD must have overview=Overview(...), got none"
+        )
     return overview
 
 

@@ -74,7 +74,7 @@ class Methods(Mapping[str, Method[Any]]):
                 )
             _check(method, table)
         except UserError as error:
-            raise MethodError(f"method {name}: {error}") from None
+            raise MethodError(key=f"method {name}", rule=error) from None
         return method
 
 
@@ -96,7 +96,9 @@ def _check(method: Method[Any], table: str) -> None:
         if misfits := list(_misfits(made_of, base)):
             raise MethodError("; ".join(misfits))
     if hasattr(method.strategy, "counts_alike"):
-        raise MethodError("strategy: counts_alike is never called; weights(uploads) returns the uploads' weights")
+        raise MethodError(
+            key="strategy", rule="counts_alike is never called; weights(uploads) returns the uploads' weights"
+        )
     _check_params(method.params, table)
 
 
@@ -128,7 +130,7 @@ def _check_params(params: type, table: str) -> None:
     try:
         declared = specs(params, table)
     except (TypeError, NameError) as error:
-        raise MethodError(f"params: {error}") from None
+        raise MethodError(key="params", rule=error) from None
     undeclared = {field.name for field in dataclasses.fields(params)} - {spec.field for spec in declared}
     as_in = "must be declared, as in `{}: float = key(0.5, ...)`"
     problems = [UserError(key=name, rule=as_in.format(name)) for name in sorted(undeclared)]

@@ -42,7 +42,7 @@ def check_locally(config: RunConfig) -> None:
     trackers.require(config.resolved)
     if config.dataset == NODE:
         raise UserError(
-            "dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation"
+            key="dataset", rule="node is for deployments, where every SuperNode has its own data-path; got a simulation"
         )
     method = METHODS[config.method]
     method.check(config)
@@ -63,7 +63,7 @@ def check_locally(config: RunConfig) -> None:
         remarks = data.partition_remarks(config, brief=True)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
-                f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}"
+                key="augment", rule=f"{config.augment} needs square images, a sample has shape {list(info.input_shape)}"
             )
         names = ModelNames.of(info)
         if config.normalizes_by_initial and config.initial_weights:
@@ -88,7 +88,9 @@ def refuse_scaling(config: RunConfig, names: ModelNames, dtype: np.dtype[Any]) -
     source = f"initial-weights {config.initial_weights}"
     own_scaling(config, source, read_card(source, Path(config.initial_weights)), names)
     if (how := tasks.normalization(config, dtype)) != "mean-std":
-        raise UserError(f"normalize-over: initial needs inputs scaled by mean and std, and these are scaled by {how}")
+        raise UserError(
+            key="normalize-over", rule=f"initial needs inputs scaled by mean and std, and these are scaled by {how}"
+        )
 
 
 def check_files(config: RunConfig) -> None:
@@ -119,8 +121,9 @@ def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:
     if here and (missing := missing_clients(root, str(read_about(run).get("experiment")), versions)):
         clients = f"client{'s' * (len(missing) > 1)} {listed(list(map(called_in(run), missing)))}"
         raise UserError(
-            f"resume: the state of {clients} after round {saved['round']} is not under {root}: `corolla state remove` removed it, "
-            "or state-dir was different; without it the run cannot be continued"
+            key="resume",
+            rule=f"the state of {clients} after round {saved['round']} is not under {root}: `corolla state "
+            "remove` removed it, or state-dir was different; without it the run cannot be continued",
         )
 
 
@@ -128,13 +131,14 @@ def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
     """Raise UserError, naming the option, for resources that this machine lacks. Ray would wait for them without end."""
     cores = os.cpu_count() or 1
     if cpus_per_client > cores:
-        raise UserError(f"--cpus-per-client: this machine has {cores} cores, got {cpus_per_client:g}")
+        raise UserError(key="--cpus-per-client", rule=f"this machine has {cores} cores, got {cpus_per_client:g}")
     if gpus_per_client:
         import torch
 
         if gpus_per_client > torch.cuda.device_count():
             raise UserError(
-                f"--gpus-per-client: this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}"
+                key="--gpus-per-client",
+                rule=f"this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}",
             )
 
 

@@ -29,7 +29,7 @@ def begin(path: Path | None) -> Path | None:
             make_directory(path.expanduser().absolute().parent)
             _open.append(open(path.expanduser(), "a", encoding="utf-8", buffering=1, opener=opener))
         except OSError as error:
-            raise UserError(f"--log-file: cannot write {path}: {error.strerror}") from None
+            raise UserError(key="--log-file", rule=f"cannot write {path}: {error.strerror}") from None
     return path
 
 

@@ -128,12 +128,14 @@ def configure(preset: str | None, given: dict[str, Scalar], how: LaunchOptions) 
         raise UserError(f"--clients-at-once needs --in-process, got {how.clients_at_once} without it")
     if how.in_process and how.gpus_per_client:
         raise UserError(
-            "--gpus-per-client: not with --in-process: set the key device for where clients train, and --clients-at-once for "
-            f"how many train together, got {how.gpus_per_client:g}"
+            key="--gpus-per-client",
+            rule="not with --in-process: set the key device for where clients train, and "
+            f"--clients-at-once for how many train together, got {how.gpus_per_client:g}",
         )
     if how.in_process and how.cpus_per_client != 1:
         raise UserError(
-            f"--cpus-per-client: not with --in-process, where all clients run in one process, got {how.cpus_per_client:g}"
+            key="--cpus-per-client",
+            rule=f"not with --in-process, where all clients run in one process, got {how.cpus_per_client:g}",
         )
     base: dict[str, Scalar] = {}
     if how.resume:
@@ -156,7 +158,7 @@ def configure(preset: str | None, given: dict[str, Scalar], how: LaunchOptions) 
     given = with_clients(given, how.clients)
     for key, by in SET_BY_US.items():
         if key in given:
-            raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
+            raise UserError(key=key, rule=f"{by}; it cannot be given", value=given[key])
     if not how.resume and not how.replay and not how.from_run:
         base = scaled(read_preset(preset) if preset else {}, how.scale)
     if how.strict and not how.resume:
@@ -260,11 +262,11 @@ def replayed_config(preset: str | None, how: LaunchOptions) -> dict[str, Scalar]
             f"--replay takes its configuration from {run}, and simulates it: leave out {' and '.join(beside)}"
         )
     if not is_run(run):
-        raise UserError(f"replay: {run} is not a run folder{elsewhere(run)}")
+        raise UserError(key="replay", rule=f"{run} is not a run folder{elsewhere(run)}")
     look_for_plugins(run / PLUGINS)
     settings = RecordedRun(run).settings
     if settings.get("dataset") == NODE:
-        raise UserError(f"replay: the data of {run} are at its sites (dataset = {NODE}), and not here")
+        raise UserError(key="replay", rule=f"the data of {run} are at its sites (dataset = {NODE}), and not here")
     arrivals.read(run)
     # the arrivals follow from the other run, not from these
     timeless = {spec.name: spec.default for spec in specs(TimingKeys) if spec.name in SIMULATED}
@@ -274,7 +276,7 @@ def replayed_config(preset: str | None, how: LaunchOptions) -> dict[str, Scalar]
 def next_config(run: Path) -> dict[str, Scalar]:
     """Return the config of a run that goes on from another one. The data may have more or fewer clients."""
     if not is_run(run):
-        raise UserError(f"from: {run} is not a run folder{elsewhere(run)}")
+        raise UserError(key="from", rule=f"{run} is not a run folder{elsewhere(run)}")
     look_for_plugins(run / PLUGINS)
     recorded = RecordedRun(run)
     # raises UserError unless the run is finished
@@ -301,7 +303,7 @@ def refuse_other_settings(run: Path, settings: Mapping[str, Scalar], config: Run
 def saved_config(run: Path) -> dict[str, Scalar]:
     """Return the config of an interrupted run to resume. Its copies of the user's own files are used from then on."""
     if not is_run(run):
-        raise UserError(f"resume: {run} is not a run folder{elsewhere(run)}")
+        raise UserError(key="resume", rule=f"{run} is not a run folder{elsewhere(run)}")
     look_for_plugins(run / PLUGINS)
     return RecordedRun(run).settings | {"resume": str(run.resolve())}
 

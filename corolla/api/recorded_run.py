@@ -137,7 +137,7 @@ class Run:
             if found is not None:
                 return pandas.DataFrame(found.values, index=found.rows, columns=found.columns)
         which = "" if round is None else f" in round {round}"
-        raise UserError(f"{self.path}: no matrix {name} between clients is recorded{which}")
+        raise UserError(key=self.path, rule=f"no matrix {name} between clients is recorded{which}")
 
     @brief
     def model(self, client: int | str | None = None) -> Predictor:
@@ -225,7 +225,7 @@ def load(path: str | os.PathLike[str]) -> Run:
     RowFiles(where).check()
     planned = run.summary["rounds"] if (where / SUMMARY).exists() else max(run.rounds, default=0)
     if missing := sorted(set(range(1, planned + 1)) - set(run.rounds)):
-        raise UserError(f"{where / METRICS}: no readable record of round {listed([str(n) for n in missing])}")
+        raise UserError(key=where / METRICS, rule=f"no readable record of round {listed([str(n) for n in missing])}")
     return Run(where)
 
 

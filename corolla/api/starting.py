@@ -81,14 +81,14 @@ def checked(options: Mapping[str, Any]) -> None:
     """Raise UserError for an option that `corolla run` would refuse, with its message but the keyword's name."""
     for name in ("in_process", "verbose", "progress", "overwrite", "strict"):
         if type(options[name]) is not bool:
-            raise UserError(f"{name}: must be True or False, got {options[name]!r}")
+            raise UserError(key=name, rule="must be True or False", value=options[name])
     for name, kind in OPTION_TYPES.items():
         if (value := options[name]) is None:
             continue
         try:
             kind.convert(str(value), None, None)
         except click.BadParameter as error:
-            raise UserError(f"{name}: {error.message}") from None
+            raise UserError(key=name, rule=error.message) from None
 
 
 def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -107,7 +107,7 @@ def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
                 continue
             written = spelt(key)
             if written in out:
-                raise UserError(f"{written}: given twice, {out[written]!r} and {one!r}")
+                raise UserError(key=written, rule=f"given twice, {out[written]!r} and {one!r}")
             out[written] = plain(one)
     return current(out, warn=True)
 

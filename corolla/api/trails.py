@@ -73,7 +73,9 @@ def join(run: Path, audits: Iterable[Path]) -> Joined:
     """
     recorded, entries = RecordedRun(run, METHOD_PARAMS), list(_formed(run / trail.FILE, trail.read(run), _OF_TRAIL))
     if not entries:
-        raise UserError(f"{run}: has no {trail.FILE}: only a deployment's run has one, by this version or a later one")
+        raise UserError(
+            key=run, rule=f"has no {trail.FILE}: only a deployment's run has one, by this version or a later one"
+        )
     runs = {entry["run"] for entry in entries}
     asked = {entry["asked"]: entry["client"] for entry in entries}
     sites, apart = dict[int, SiteAudit](), list[dict[str, Any]]()
@@ -86,7 +88,9 @@ def join(run: Path, audits: Iterable[Path]) -> Joined:
         if len(whose) != 1:
             what = "is of several clients" if whose else "has none of its messages"
             raise UserError(
-                f"{path}: {what}; run {recorded.path.name} is {counted(len(runs), 'run')} of Flower: {listed(sorted(runs))}"
+                key=path,
+                rule=f"{what}; run {recorded.path.name} is {counted(len(runs), 'run')} of Flower: "
+                f"{listed(sorted(runs))}",
             )
         sites[whose.pop()] = found
     rows = [_row(entry, sites.get(entry["client"])) for entry in entries]
@@ -99,7 +103,7 @@ def join(run: Path, audits: Iterable[Path]) -> Joined:
 
 def _read(path: Path, runs: set[str]) -> SiteAudit:
     if not (path / audit.FILE if path.is_dir() else path).is_file():
-        raise UserError(f"{path}: is no audit, nor a directory with an {audit.FILE}")
+        raise UserError(key=path, rule=f"is no audit, nor a directory with an {audit.FILE}")
     # a copy of the file alone lacks the count of its lines
     _ = audit.verify(path) if path.is_dir() else audit.chain_of(path)
     lines = list(_formed(path, audit.entries(path), _OF_AUDIT))

@@ -180,7 +180,10 @@ def methods(
         return
     if name and not plugins.is_reference(name) and name not in METHODS:
         raise UserError(
-            f"method: must be one of {', '.join(METHODS)} or module:METHOD, got {name!r}{nearest(name, METHODS)}"
+            key="method",
+            rule=f"must be one of {', '.join(METHODS)} or module:METHOD",
+            value=name,
+            hint=nearest(name, METHODS),
         )
     if as_json:
         show_json(of_methods([name] if name else METHODS))
@@ -294,7 +297,7 @@ def data_config(preset: str | None, pairs: list[str], clients: int | None, scale
     flat["num-clients"] = number_of_clients(flat)
     config = resolve(flat)
     if config.dataset == NODE:
-        raise UserError("dataset: node data is prepared on its own SuperNode")
+        raise UserError(key="dataset", rule="node data is prepared on its own SuperNode")
     return config
 
 
@@ -400,7 +403,7 @@ def seconds_in(option: str, text: str) -> float:
     """Return the seconds of a duration such as 30d. Raises UserError that names the option."""
     found = re.fullmatch(r"(\d{1,6})([hdw])", text, re.ASCII)
     if not found:
-        raise UserError(f"{option}: must be a number of hours, days or weeks, such as 12h, 30d or 8w, got {text!r}")
+        raise UserError(key=option, rule="must be a number of hours, days or weeks, such as 12h, 30d or 8w", value=text)
     return int(found[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[found[2]]
 
 

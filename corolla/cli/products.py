@@ -149,7 +149,7 @@ def _kept_of(run: str | None) -> Path:
     chosen = {folder for folder in held if run in (None, folder.name, folder.parent.name.rpartition("-")[0])}
     if not chosen:
         there = f"; there are {', '.join(sorted(known))}" if known else ""
-        raise UserError(f"{site_directory()}: this site keeps no model of {run or 'any run'}{there}")
+        raise UserError(key=site_directory(), rule=f"this site keeps no model of {run or 'any run'}{there}")
     return max(chosen, key=lambda folder: held[folder])
 
 

@@ -136,7 +136,8 @@ def write(root: Path, methods: Mapping[str, type]) -> None:
     text = pyproject.read_text(encoding="utf-8") if pyproject.is_file() else ""
     if _BEGIN not in text or not page.parent.is_dir():
         raise UserError(
-            f"ROOT: must be a clone of Corolla, with docs/ and Corolla's pyproject.toml, got {root.resolve()}"
+            key="ROOT",
+            rule=f"must be a clone of Corolla, with docs/ and Corolla's pyproject.toml, got {root.resolve()}",
         )
     pages = {page: config_page(methods), pyproject: pyproject_with_defaults(text, methods)} | pages_with_tables(root)
     for path, text in pages.items():

@@ -87,13 +87,15 @@ def compare(
 
     if dataset and not grouping.named(dataset):
         known = ", ".join(name for name, source in SOURCES.items() if source.known)
-        raise UserError(f"--dataset {dataset}: with --paper, name the data set that your own data count as: {known}")
+        raise UserError(
+            key=f"--dataset {dataset}", rule=f"with --paper, name the data set that your own data count as: {known}"
+        )
     if metric and (paper or dataset):
-        raise UserError(f"--metric {metric}: not with --paper, where each preset names the paper's figure")
+        raise UserError(key=f"--metric {metric}", rule="not with --paper, where each preset names the paper's figure")
     for option, given in (("--costs", costs), ("--to", to is not None)):
         if given and (paper or dataset):
             raise UserError(
-                f"{option}: not with --paper, whose tables hold accuracies only; compare the runs once more"
+                key=option, rule="not with --paper, whose tables hold accuracies only; compare the runs once more"
             )
     if by and to is None:
         raise UserError(f"--by {by.value} needs --to: it orders rows by their cost of reaching that value")
@@ -102,7 +104,7 @@ def compare(
         raise UserError("--json and --latex exclude each other")
     if reference and (paper or dataset):
         raise UserError(
-            f"--reference {reference}: not with --paper, where each row is compared with a published figure"
+            key=f"--reference {reference}", rule="not with --paper, where each row is compared with a published figure"
         )
     found, unfinished = comparing.load(runs, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
@@ -316,9 +318,9 @@ def report(
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG files."""
     if latex and tables is None:
-        raise UserError("--latex: needs --tables DIR, the directory of results.tex")
+        raise UserError(key="--latex", rule="needs --tables DIR, the directory of results.tex")
     if output.suffix.lower() in (".html", ".htm") and not output.is_dir():
-        raise UserError(f"--output: must be a directory for report.html, got {str(output)!r}")
+        raise UserError(key="--output", rule="must be a directory for report.html", value=str(output))
     extras.require_pictures("corolla report")
     # standard output gets only the paths
     with waiting(errors) as shown:

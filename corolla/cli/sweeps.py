@@ -145,7 +145,7 @@ def sweep(
     plan, title = asked.plan, asked.title
     if bool(plan.search) != bool(optuna):
         why = f"{asked.given} has no [search]" if optuna else f"{asked.given} has a [search]: give the number of trials"
-        raise UserError(f"--optuna: {why} (docs/experiments.md)")
+        raise UserError(key="--optuna", rule=f"{why} (docs/experiments.md)")
     if scale is Scale.small:
         plan = dataclasses.replace(plan, scale=scale.value)
     directory = (output_dir or Path("runs") / title).expanduser().resolve()
@@ -283,7 +283,7 @@ def search(
         show_sweep(directory, [*every.values()], title, plan.scale, failed, "validation")
     finished, _ = sweeping.scan(directory, METHOD_PARAMS)
     if all(searching.figure_of(points_of(drawn), finished) is None for drawn in study.trials):
-        raise UserError("--optuna: no trial has a figure on validation data")
+        raise UserError(key="--optuna", rule="no trial has a figure on validation data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +308,7 @@ def planned(file: Path | None, preset: str | None, seeds: str | None, given: Map
         raise UserError(f"FILE and --preset exclude each other: got {file} and {preset}")
     if preset is None:
         if seeds is not None:
-            raise UserError("--seeds: needs --preset; a sweep file names its seeds in [grid]")
+            raise UserError(key="--seeds", rule="needs --preset; a sweep file names its seeds in [grid]")
         if file is None:
             raise UserError("name a sweep file, or presets with --preset PATTERN; `corolla presets` lists them")
         file = sweeping.sweep_file(file)
@@ -326,7 +326,9 @@ def parse_seeds(text: str | None) -> list[int]:
         return []
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words) or len(set(map(int, words))) < len(words):
-        raise UserError(f"--seeds: must be distinct integers >= 0 with commas between them, as in 0,1,2, got {text!r}")
+        raise UserError(
+            key="--seeds", rule="must be distinct integers >= 0 with commas between them, as in 0,1,2", value=text
+        )
     return [int(word) for word in words]
 
 
@@ -349,7 +351,9 @@ def chosen(points: Sequence[Point], name: str, given: str) -> Point:
     """Return the run with a name. Raises UserError if the sweep has none."""
     found = [point for point in points if point.name == name]
     if not found:
-        raise UserError(f"--only: {given} has no run {name!r}; --dry-run lists its runs, --slurm writes a new script")
+        raise UserError(
+            key="--only", rule=f"{given} has no run {name!r}; --dry-run lists its runs, --slurm writes a new script"
+        )
     return found[0]
 
 

@@ -33,7 +33,7 @@ def watch(
         try:
             server = LiveReport(runs, port)
         except OSError as error:
-            raise UserError(f"--port: must be free, {port} is not: {error.strerror}") from None
+            raise UserError(key="--port", rule=f"must be free, {port} is not: {error.strerror}") from None
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     try:

@@ -19,7 +19,9 @@ def check(points: Sequence[Point], by: str) -> None:
     """Raise UserError if a sweep should choose by validation data and some of its runs have none."""
     lacking = [point.name for point in points if not point.parsed.validation_ratio]
     if by == "validation" and lacking:
-        raise UserError(f"--best-by validation: needs validation-ratio above 0, which is 0 in {listed(lacking)}")
+        raise UserError(
+            key="--best-by validation", rule=f"needs validation-ratio above 0, which is 0 in {listed(lacking)}"
+        )
 
 
 def best_lines(rows: Sequence[Row], by: str = "") -> list[str]:

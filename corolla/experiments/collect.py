@@ -43,11 +43,12 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
         target = directory / run.path.resolve().name
         if target.resolve() == run.path.resolve():
             raise UserError(
-                f"--collect: {target} is the run itself; the copy would replace it; choose another directory"
+                key="--collect", rule=f"{target} is the run itself; the copy would replace it; choose another directory"
             )
         if (target / METRICS).exists():
             raise UserError(
-                f"--collect: {target} is a run that was not collected; the copy would replace it; choose another directory"
+                key="--collect",
+                rule=f"{target} is a run that was not collected; the copy would replace it; choose another directory",
             )
         taken = targets.get(target, RecordedRun(target)).about
         if (taken or target.exists()) and taken.get("experiment") != run.about.get("experiment"):
@@ -62,8 +63,9 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
         # in an archive: a header per file, and whole blocks of 512
         if (size := sum(1024 + len(text) for text in files.values())) > run_folder.MOST_UNPACKED:
             raise UserError(
-                f"--collect: {run.path} has {size:,} bytes, and a copy of more than {run_folder.MOST_UNPACKED:,} is not read; "
-                "copy the folder itself"
+                key="--collect",
+                rule=f"{run.path} has {size:,} bytes, and a copy of more than {run_folder.MOST_UNPACKED:,} is "
+                "not read; copy the folder itself",
             )
         with explain_full_disk("--collect", directory):
             make_directory(target)

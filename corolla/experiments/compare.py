@@ -145,8 +145,9 @@ def load(paths: Sequence[Path], methods: Mapping[str, type], metric: str = "") -
         measured = list(dict.fromkeys(one.name for run in lacking for one in run.metrics))
         folders = listed([str(run.path) for run in lacking])
         raise UserError(
-            f"--metric {metric}: not measured in {folders}, only {', '.join(measured)}; set the key metrics to measure more"
-            f"{nearest(metric, measured)}"
+            key=f"--metric {metric}",
+            rule=f"not measured in {folders}, only {', '.join(measured)}; set the key metrics to measure "
+            f"more{nearest(metric, measured)}",
         )
     return finished, [run.path for run in found if not run.finished]
 
@@ -280,7 +281,7 @@ def with_reference(groups: Sequence[list[RecordedRun]], reference: str) -> list[
         known = [f"{name} ({run.path.name})" for name, (run, *_) in zip(names, groups, strict=True)]
         rows = "; ".join(known[:MOST_ROWS]) + ("; ..." if len(known) > MOST_ROWS else "")
         hint = "" if found else nearest(reference, names)
-        raise UserError(f"--reference {reference}: {why}; the rows are: {rows}{hint}")
+        raise UserError(key=f"--reference {reference}", rule=f"{why}; the rows are: {rows}{hint}")
     alike = _without_data(groups[found[0]][0])
 
     def place(k: int) -> tuple[bool, int, bool, bool]:

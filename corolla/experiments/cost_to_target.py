@@ -73,7 +73,7 @@ def recorded_target(metric: Metric, given: float) -> float:
     target = given / 100 if metric.ratio and high == 1 < given <= 100 else given
     if not low <= target <= high:
         per_cent = ", or up to 100 in per cent" if metric.ratio and high == 1 else ""
-        raise UserError(f"--to: {metric.name} is in [{low:g}, {high:g}]{per_cent}, got {given:g}")
+        raise UserError(key="--to", rule=f"{metric.name} is in [{low:g}, {high:g}]{per_cent}, got {given:g}")
     return target
 
 
@@ -95,7 +95,8 @@ def order(groups: Sequence[Sequence[RecordedRun]], given: float, by: str) -> lis
     timed = {is_timed(run) for runs in groups for run in runs}
     if by == "seconds" and len(timed) > 1:
         raise UserError(
-            "--by seconds: some of these runs have simulated time (speeds) and others do not; compare them apart"
+            key="--by seconds",
+            rule="some of these runs have simulated time (speeds) and others do not; compare them apart",
         )
 
     field = {"rounds": "round", "seconds": VIRTUAL if True in timed else "seconds"}.get(by, by)

@@ -49,7 +49,7 @@ def check(address: str, shared: Mapping[str, Path], cpus_per_client: float, gpus
                 make_directory(path.parent)
                 publish_text(path, path.name)
             except OSError as error:
-                raise UserError(f"{key}: cannot write under {path.parent}: {error.strerror}") from None
+                raise UserError(key=key, rule=f"cannot write under {path.parent}: {error.strerror}") from None
         found = _ask(address, tokens.values())
     finally:
         for path in tokens.values():
@@ -69,12 +69,12 @@ def _connect(address: str) -> None:
     """Raise UserError unless a server listens at an address. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[^\s/]+:\d{1,5}", address) or int(port) >= 2**16:
-        raise UserError(f"--ray-address: must be HOST:PORT, as `ray start --head` prints it, got {address!r}")
+        raise UserError(key="--ray-address", rule="must be HOST:PORT, as `ray start --head` prints it", value=address)
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"--ray-address: no Ray cluster's head listens at {address}: {why}") from None
+        raise UserError(key="--ray-address", rule=f"no Ray cluster's head listens at {address}: {why}") from None
 
 
 def _problems(node: Mapping[str, Any], tokens: Mapping[str, Path], shared: Mapping[str, Path]) -> list[str]:
@@ -105,13 +105,13 @@ def _ask(address: str, paths: Any) -> list[dict[str, Any]]:
             timeout=_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"--ray-address: no Ray cluster answers at {address} within {_SECONDS} s") from None
+        raise UserError(key="--ray-address", rule=f"no Ray cluster answers at {address} within {_SECONDS} s") from None
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
             found: list[dict[str, Any]] = json.loads(line.removeprefix(_MARK))
             return found
     reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-    raise UserError(f"--ray-address: cannot use the Ray cluster at {address}: {reason}")
+    raise UserError(key="--ray-address", rule=f"cannot use the Ray cluster at {address}: {reason}")
 
 
 def _versions() -> dict[str, str]:

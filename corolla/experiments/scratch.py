@@ -23,7 +23,7 @@ def temporary_directory() -> Path:
         # tempfile silently skips a full directory
         directory = named if named.is_absolute() and named.is_dir() else Path(tempfile.gettempdir())
     except FileNotFoundError as error:
-        raise UserError(f"TMPDIR: {error.strerror}; set it to a writable folder, or {IN_PROCESS}") from None
+        raise UserError(key="TMPDIR", rule=f"{error.strerror}; set it to a writable folder, or {IN_PROCESS}") from None
     way_out = f"make room there, set TMPDIR to another folder, or {IN_PROCESS}"
     try:
         refuse_unwritable("TMPDIR", directory)
@@ -32,7 +32,8 @@ def temporary_directory() -> Path:
     free = shutil.disk_usage(directory).free
     if free < NEEDED:
         raise UserError(
-            f"TMPDIR: {directory} has {size(free)} left, a simulation needs {size(NEEDED)} or more; {way_out}"
+            key="TMPDIR",
+            rule=f"{directory} has {size(free)} left, a simulation needs {size(NEEDED)} or more; {way_out}",
         )
     return directory
 
@@ -41,6 +42,7 @@ def refuse_without_shared_memory() -> None:
     """Raise UserError if this machine's shared memory cannot be written. Ray would wait for it without end."""
     if SHARED.is_dir() and not os.access(SHARED, os.W_OK):
         raise UserError(
-            f"{SHARED}: cannot be written, but a simulation's processes share memory there; mount it writable (in a container: "
-            f"--shm-size), or {IN_PROCESS}"
+            key=SHARED,
+            rule="cannot be written, but a simulation's processes share memory there; mount it writable "
+            f"(in a container: --shm-size), or {IN_PROCESS}",
         )

@@ -63,7 +63,8 @@ class Study:
         )
         if self._study.user_attrs.setdefault(_SEARCH, asked) != asked:
             raise UserError(
-                f"--optuna: {path} is the study of another search, in its file or its --set; choose another --output-dir"
+                key="--optuna",
+                rule=f"{path} is the study of another search, in its file or its --set; choose another --output-dir",
             )
         self._study.set_user_attr(_SEARCH, asked)
         self._open: dict[int, Trial] = {}
@@ -131,9 +132,10 @@ def higher_is_better(points: Sequence[Point]) -> bool:
     headlines = {tasks.measured(point.parsed)[0] for point in points}
     if len(headlines) > 1:
         names = ", ".join(sorted(one.name for one in headlines))
-        raise UserError(f"--optuna: all runs must have one headline metric, got {names}")
+        raise UserError(key="--optuna", rule=f"all runs must have one headline metric, got {names}")
     if lacking := [point.name for point in points if not point.parsed.validation_ratio]:
         raise UserError(
-            f"--optuna: chooses on validation data: set validation-ratio above 0 in [settings]; it is 0 in {lacking[0]}"
+            key="--optuna",
+            rule=f"chooses on validation data: set validation-ratio above 0 in [settings]; it is 0 in {lacking[0]}",
         )
     return headlines.pop().higher_is_better

@@ -122,7 +122,8 @@ def sweep_file(given: Path) -> Path:
         return known[str(given)]
     if given.stem in known:
         raise UserError(
-            f"{given}: no such file or directory; `corolla sweep {given.stem}` runs the one that comes with Corolla"
+            key=given,
+            rule=f"no such file or directory; `corolla sweep {given.stem}` runs the one that comes with Corolla",
         )
     hint = nearest(given.stem, known)
     raise UserError(no_such(given) if nearest_path(given) or not hint else f"{given}: no such file or directory{hint}")

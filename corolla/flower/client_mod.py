@@ -174,7 +174,7 @@ class ClientTurn:
         trained = update.train(start, state, ctx)
         reply = self.reply
         if reply is None:
-            raise UserError(f"method {self.config.method}: it has not trained")
+            raise UserError(key=f"method {self.config.method}", rule="it has not trained")
         if reply.has_error():
             return reply
         ctx = dataclasses.replace(ctx, num_samples=self.num_samples)

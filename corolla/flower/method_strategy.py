@@ -248,7 +248,7 @@ class MethodStrategy(FedAvg):
     def server(self) -> ServerHalf[Any]:
         """The method's server half. Raises UserError before `start`."""
         if self._server is None:
-            raise UserError(f"{type(self).__name__}: it has no state before start()")
+            raise UserError(key=type(self).__name__, rule="it has no state before start()")
         return self._server
 
     # Its parts
@@ -303,8 +303,10 @@ class MethodStrategy(FedAvg):
         """Return the numbers of nodes, sorted. New nodes get the next ones, in the order of their ids."""
         if not self._rounds:
             raise UserError(
-                f"{type(self).__name__}: its own start() must run the rounds. A strategy around it, such as Flower's differential "
-                "privacy, would change the arrays of single nodes, which it does not see; a mod inside personalize can"
+                key=type(self).__name__,
+                rule="its own start() must run the rounds. A strategy around it, such as Flower's "
+                "differential privacy, would change the arrays of single nodes, which it does not see; a "
+                "mod inside personalize can",
             )
         nodes = sorted(node_ids)
         for node in nodes:

@@ -174,7 +174,7 @@ def find(pattern: str = "") -> list[Preset]:
     ]
     found.sort(key=lambda preset: preset.name.split("/"))
     if not found:
-        raise ConfigurationError(f"preset: none matches {pattern!r}{_nearest(pattern)}")
+        raise ConfigurationError(key="preset", rule=f"none matches {pattern!r}{_nearest(pattern)}")
     return found
 
 
@@ -217,10 +217,13 @@ def read_preset(name: str) -> dict[str, Scalar]:
     if preset is None:
         if path.is_file():
             raise ConfigurationError(
-                f"preset: {name} is a file whose name does not end in .toml; rename it if it holds config keys; a data set is a "
-                "value of the key dataset: --set dataset=..."
+                key="preset",
+                rule=f"{name} is a file whose name does not end in .toml; rename it if it holds config keys; a "
+                "data set is a value of the key dataset: --set dataset=...",
             )
-        raise ConfigurationError(f"preset: no preset or .toml file {name!r}{_file_beside(path) or _nearest(name)}")
+        raise ConfigurationError(
+            key="preset", rule=f"no preset or .toml file {name!r}{_file_beside(path) or _nearest(name)}"
+        )
     return dict(preset.settings)
 
 
@@ -243,7 +246,9 @@ def read_file(path: Path) -> RunFile:
     following: Path | None = path
     while following is not None:
         if following.resolve() in [file.resolve() for file in files]:
-            raise ConfigurationError(f"extends: files extend each other: {' -> '.join(map(str, [*files, following]))}")
+            raise ConfigurationError(
+                key="extends", rule=f"files extend each other: {' -> '.join(map(str, [*files, following]))}"
+            )
         own = _keys_of(following, files)
         files.append(following)
         base = own.pop("extends", None)
@@ -252,7 +257,7 @@ def read_file(path: Path) -> RunFile:
     preset = keys.pop("preset", None)
     if preset is not None and preset not in all_presets():
         hint = "; `extends` names a file" if str(preset).endswith(".toml") else _nearest(str(preset))
-        raise ConfigurationError(f"{path}: preset: no preset {preset!r}{hint}")
+        raise ConfigurationError(key=path, rule=f"preset: no preset {preset!r}{hint}")
     below = {} if preset is None else all_presets()[preset].settings
     return RunFile({**below, **keys}, tuple(files))
 
@@ -265,11 +270,11 @@ def _keys_of(path: Path, extended_by: Sequence[Path]) -> dict[str, Any]:
     content = read_toml(path)
     if "grid" in content or "variants" in content:
         if extended_by:
-            raise ConfigurationError(f"{extended_by[-1]}: extends: {path} is a sweep, not a file of config keys")
+            raise ConfigurationError(key=extended_by[-1], rule=f"extends: {path} is a sweep, not a file of config keys")
         raise ConfigurationError(f"{path} is a sweep: use `corolla sweep {path}`")
     for key in ("extends", "preset"):
         if not isinstance(content.get(key, ""), str):
-            raise ConfigurationError(f"{path}: {key}: expected a string, got {content[key]!r}")
+            raise ConfigurationError(key=path, rule=f"{key}: expected a string", value=content[key])
     return anchored(current(flatten(content), warn=True), path.parent)
 
 
@@ -288,7 +293,9 @@ def small(config: RunConfig) -> dict[str, Scalar]:
     `file:` partition, since its clients are fixed.
     """
     if config.partition.startswith(OWN_PARTITION):
-        raise ConfigurationError(f"--scale small: cannot cut the clients of {config.partition}; give a smaller file")
+        raise ConfigurationError(
+            key="--scale small", rule=f"cannot cut the clients of {config.partition}; give a smaller file"
+        )
     rounds = min(config.num_server_rounds, SMALL_ROUNDS)
     clients = min(config.num_clients or SMALL_CLIENTS, SMALL_CLIENTS)
     if config.partition == BY_COLUMN and config.num_clients:

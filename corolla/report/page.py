@@ -85,7 +85,7 @@ def write_report(
     for path in [tables / name for name in (ROUNDS, CLIENTS)] if tables else []:
         with _writing("--tables", path.parent):
             if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
-                raise UserError(f"--tables: {path} exists and is not a report's; choose another directory")
+                raise UserError(key="--tables", rule=f"{path} exists and is not a report's; choose another directory")
     groups = grouped(read_runs(paths))
     runs = [run for group in groups for run in group.runs]
     # fail early: the pictures take long
@@ -177,7 +177,7 @@ def reported(output: Path) -> str:
     begin, (before, after) = _beginning(path), RUNS.split("{}")
     if found := re.search(f"^{re.escape(before)}(.*?){re.escape(after)}$", begin, re.MULTILINE):
         return unescape(found[1])
-    raise UserError(f"--output: {path} exists and is not a report of runs; choose another directory")
+    raise UserError(key="--output", rule=f"{path} exists and is not a report of runs; choose another directory")
 
 
 def _pictured(output: Path) -> list[str]:
@@ -197,7 +197,7 @@ def _writing(option: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{option}: cannot write into {directory}: {error.strerror}") from None
+        raise UserError(key=option, rule=f"cannot write into {directory}: {error.strerror}") from None
 
 
 def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:

@@ -240,13 +240,15 @@ def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> 
         return OpenedData(config, data, partition, stamps_in(data.directory, partition.directory), scales)
     if not data_path:
         raise DataError(
-            "dataset: node needs each SuperNode's own data; start it with --node-config 'data-path=\"/site\"'"
+            key="dataset",
+            rule="node needs each SuperNode's own data; start it with --node-config 'data-path=\"/site\"'",
         )
     data = prepare_for(config, data_path, look=look)
     if data.info.facts.shift and tasks.normalization(config, data.x_train.dtype) != "mean-std":
         lines = "; ".join(data.info.facts.remarks)
         error = UserError(
-            f"normalize: must be mean-std, because {data_path} holds numbers far from zero beside their spread: {lines}"
+            key="normalize",
+            rule=f"must be mean-std, because {data_path} holds numbers far from zero beside their spread: {lines}",
         )
         if not hides_values(config):
             raise error
@@ -257,7 +259,7 @@ def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> 
 def check_client_id(config: RunConfig, client_id: int) -> None:
     """Raise UserError unless client_id is in [0, num-clients)."""
     if not 0 <= client_id < config.num_clients:
-        raise DataError(f"client {client_id}: must be >= 0 and below num-clients ({config.num_clients})")
+        raise DataError(key=f"client {client_id}", rule=f"must be >= 0 and below num-clients ({config.num_clients})")
 
 
 def count_clients(config: RunConfig) -> int:
@@ -388,7 +390,7 @@ def _prepare(request: DataRequest) -> Prepared:
     source = source_of(request.dataset)
     if source.path:
         if not os.path.exists(request.path):
-            raise DataError(f"dataset: {no_such(request.path)}")
+            raise DataError(key="dataset", rule=no_such(request.path))
         _refuse_another_kind(source, request.path)
     return _ask(source, request)
 
@@ -397,11 +399,11 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
     """Let a source prepare data. Raises UserError for settings that the source does not use."""
     where = str(request.path) if request.site else request.dataset
     if source.labels_only and not request.of_task.has_classes:
-        raise DataError(f"task: {where} has labels of classes, got {request.task}")
+        raise DataError(key="task", rule=f"{where} has labels of classes, got {request.task}")
     if not request.site:
         # the sites of a run may be of several kinds, some of which have columns
         if source.labels_only and request.client:
-            raise DataError(f"client: {where} has no columns, got {request.client!r}")
+            raise DataError(key="client", rule=f"{where} has no columns", value=request.client)
         for key, value in (
             ("exclude", request.exclude),
             ("categorical", request.categorical),
@@ -412,19 +414,21 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
             ("test-after", (request.test_after,) if request.test_after else ()),
         ):
             if value and not source.has_columns:
-                raise DataError(f"{key}: {where} has no columns; leave it unset, got {','.join(value)!r}")
+                raise DataError(key=key, rule=f"{where} has no columns; leave it unset", value=",".join(value))
         if request.target and not source.has_columns:
             why = f"has its targets in {source.targets}; leave it unset" if source.targets else "has no columns"
-            raise DataError(f"target: {where} {why}, got {request.target!r}")
+            raise DataError(key="target", rule=f"{where} {why}", value=request.target)
     if source.known and request.classes:
-        raise DataError(f"classes: {where} has its own; leave it unset, got {','.join(request.classes)!r}")
+        raise DataError(key="classes", rule=f"{where} has its own; leave it unset", value=",".join(request.classes))
     if source.known and request.image_size and not source.resizes:
-        raise DataError(f"image-size: {where} has its own; leave it unset, got {request.image_size!r}")
+        raise DataError(key="image-size", rule=f"{where} has its own; leave it unset", value=request.image_size)
     # `node` asks the source of the site's own file in turn
     if request.own.text and not source.has_columns and source.prefix != NODE:
         why = f"{where} is no table, and [data] of this site's site.toml says how one is read ({', '.join(request.own.given)})"
         if request.site:
-            raise DataError(f"dataset: {why}; remove [data], or start the node with a site.toml of its own (--site)")
+            raise DataError(
+                key="dataset", rule=f"{why}; remove [data], or start the node with a site.toml of its own (--site)"
+            )
         log.warning("%s: it has no effect", why)
     module, _, name = source.prepare.partition(":")
     function: Callable[[DataRequest], Prepared] = getattr(importlib.import_module(module), name)
@@ -449,4 +453,4 @@ def _refuse_another_kind(source: Source, path: Path) -> None:
     for other in others:
         meant += f", or {other.prefix}:{path} {other.note}"
     kind = "folder" if path.is_dir() else suffix_of(path)
-    raise DataError(f"dataset: {source.prefix}: takes no {kind}, got {path}; did you mean {meant}?")
+    raise DataError(key="dataset", rule=f"{source.prefix}: takes no {kind}, got {path}; did you mean {meant}?")

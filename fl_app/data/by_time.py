@@ -32,12 +32,14 @@ def divide(
     else:
         test = np.flatnonzero(values > _value(column, kind, text))
         if not len(test):
-            raise DataError(f"test-after: no row of {request.path} is after {text} in column {column}")
+            raise DataError(key="test-after", rule=f"no row of {request.path} is after {text} in column {column}")
     train = np.setdiff1d(np.arange(len(values)), test)
     without = np.setdiff1d(whose, whose[train])
     if len(without):
         names = [word(name) for name in without] if request.client else ["the data"]
-        raise DataError(f"test-after: {listed(names)} would have no row for training, with {request.test_after}")
+        raise DataError(
+            key="test-after", rule=f"{listed(names)} would have no row for training, with {request.test_after}"
+        )
     return train, test.astype(np.int64)
 
 
@@ -50,8 +52,9 @@ def _parsed(request: DataRequest, table: Columns) -> tuple[str, str]:
     if not column or not (value := text[len(column) + 1 :].strip()):
         name = text.partition(":")[0]
         raise DataError(
-            f"test-after: must be COLUMN or COLUMN:VALUE, and {request.path} has no column {name!r}; it has "
-            f"{listed(list(table))}{nearest(name, table)}"
+            key="test-after",
+            rule=f"must be COLUMN or COLUMN:VALUE, and {request.path} has no column {name!r}; it has "
+            f"{listed(list(table))}{nearest(name, table)}",
         )
     return column, value
 
@@ -63,20 +66,23 @@ def _value(column: str, kind: str, text: str) -> float:
         value = float(found[1][0]) if found and kind == DATE == found[0] else float(text) if kind != DATE else np.nan
         if np.isfinite(value):
             return float(value)
-    raise DataError(f"test-after: must be {column}:VALUE, with a {kind} as in the column, got {text!r}")
+    raise DataError(key="test-after", rule=f"must be {column}:VALUE, with a {kind} as in the column", value=text)
 
 
 def _numbers(column: str, values: NDArray[np.generic], places: Places) -> tuple[str, NDArray[np.float64]]:
     found = numbers_of(values)
     if found is None or found[1].ndim > 1:
         raise DataError(
-            f"test-after: column {column} must hold numbers or dates, got {no_number(values, column, places)}"
+            key="test-after",
+            rule=f"column {column} must hold numbers or dates, got {no_number(values, column, places)}",
         )
     empty = np.flatnonzero(missing(found[1]))
     if empty.size:
         first = int(empty[0])
         told = f"row {places.number(first)} has none{places.shown(column, first)}"
-        raise DataError(f"test-after: column {column} must have a value in every row, {told}; {empty.size} have none")
+        raise DataError(
+            key="test-after", rule=f"column {column} must have a value in every row, {told}; {empty.size} have none"
+        )
     return found[0], found[1].astype(np.float64)
 
 

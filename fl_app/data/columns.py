@@ -85,8 +85,9 @@ def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
     for part in parts[1:]:
         if set(part) != set(first):
             raise DataError(
-                f"dataset: {request.path}: train and test must have columns of the same names; train has "
-                f"{listed(first)}; test has {listed(list(part))}"
+                key="dataset",
+                rule=f"{request.path}: train and test must have columns of the same names; train has "
+                f"{listed(first)}; test has {listed(list(part))}",
             )
     return [{name: part[name] for name in first} for part in parts]
 
@@ -384,7 +385,7 @@ def _fills(request: DataRequest, train: Columns) -> dict[str, Fill]:
             except ValueError:
                 value = np.nan
             if not np.isfinite(value):
-                raise DataError(f"impute: must be a column, or column=number, got {name}={text}")
+                raise DataError(key="impute", rule=f"must be a column, or column=number, got {name}={text}")
         found[name] = Fill(allowed=True, always=True, value=value, own=request.site and value is None)
     return found
 

@@ -76,7 +76,9 @@ def _decode(directory: Path, train: Listing, test: Listing, image_size: int) -> 
     with _reading(first) as image:
         gray, (width, height) = _rule(image)[0], image.size
     if not image_size and width != height:
-        raise DataError(f"dataset: {first} has {width}x{height} pixels, not square; set image-size to resize and crop")
+        raise DataError(
+            key="dataset", rule=f"{first} has {width}x{height} pixels, not square; set image-size to resize and crop"
+        )
     side = image_size or width
     channels, depth = 1 if gray else 3, 0
     while True:
@@ -117,7 +119,7 @@ def _refuse_damaged(files: Sequence[Path | bytes], names: Sequence[str]) -> None
         lines = [f"  {text}" for text in found[:_SHOWN]] + more
         raise DataError(f"dataset: {len(found)} images cannot be read:\n" + "\n".join(lines))
     if found:
-        raise DataError(f"dataset: {found[0]}")
+        raise DataError(key="dataset", rule=found[0])
 
 
 def depth_of(largest: int) -> int:
@@ -187,7 +189,9 @@ def _as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Imag
     if len(sizes) > 1:
         (expected, like), (got, name) = list(sizes.items())[:2]
         raise DataError(
-            f"dataset: {name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; resize it first"
+            key="dataset",
+            rule=f"{name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; "
+            "resize it first",
         )
     found, animated = [], []
     for name, file in zip(names, files, strict=True):
@@ -252,8 +256,9 @@ def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int)
         if image.size != (side, side):
             width, height = image.size
             raise DataError(
-                f"dataset: {file} has {width}x{height} pixels, expected {side}x{side} as {like}; set image-size to "
-                "resize and crop"
+                key="dataset",
+                rule=f"{file} has {width}x{height} pixels, expected {side}x{side} as {like}; set image-size to "
+                "resize and crop",
             )
         return _channels_first(image), _has_frames(opened)
 
@@ -267,7 +272,7 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool, bits: int = 
     channels, height, width = shape
     if channels not in (1, 3):
         raise DataError(
-            f"{file}: the model takes samples of {channels} channels, image files have 1 or 3; give an .npz file"
+            key=file, rule=f"the model takes samples of {channels} channels, image files have 1 or 3; give an .npz file"
         )
     with _reading(file, key="") as image:
         gray, eight_bit = _rule(image)

@@ -63,7 +63,8 @@ def prepare(request: DataRequest) -> Prepared:
             empty = [name for name, files in images.items() if not files]
             if empty and side is train and not site:
                 raise DataError(
-                    f"dataset: class {empty[0]!r} has no images in {train[empty[0]]}{_below(train[empty[0]])}"
+                    key="dataset",
+                    rule=f"class {empty[0]!r} has no images in {train[empty[0]]}{_below(train[empty[0]])}",
                 )
             listing = [(file, names.index(name)) for name, files in images.items() for file in files]
             if request.hides:
@@ -71,7 +72,7 @@ def prepare(request: DataRequest) -> Prepared:
                 listing += [(file, UNKNOWN) for directory in others for file in images_in(directory)]
             listings.append(listing)
         if not listings[0]:
-            raise DataError(f"dataset: no images in the class directories of {path / 'train'}")
+            raise DataError(key="dataset", rule=f"no images in the class directories of {path / 'train'}")
         left_out = _left_out((path / "train", train), (path / "test", test))
         note(directory, not_read(path, [*_other_parts(path), *left_out]))
         decode(directory, listings[0], listings[1], request.image_size)
@@ -87,12 +88,12 @@ def prepare(request: DataRequest) -> Prepared:
 def _class_directories(path: Path, side: str, required: bool = True) -> dict[str, Path]:
     """Return the class directories of one split by name, sorted."""
     if not path.is_dir():
-        raise DataError(f"dataset: no folder {path}")
+        raise DataError(key="dataset", rule=f"no folder {path}")
     folder = path / side
     if not folder.is_dir():
         if not required:
             return {}
-        raise DataError(f"dataset: {path} has no {side}/; a folder holds train/<class>/ and test/<class>/")
+        raise DataError(key="dataset", rule=f"{path} has no {side}/; a folder holds train/<class>/ and test/<class>/")
     with os.scandir(folder) as entries:
         listed_entries = sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
     for entry in listed_entries:
@@ -107,10 +108,12 @@ def _check_class_directories(
         for name in found:
             if name not in names:
                 known = "classes" if explicit else "train/'s"
-                raise DataError(f"dataset: {path / side / name}: class {name!r} is not one of {known} {listed(names)}")
+                raise DataError(
+                    key="dataset", rule=f"{path / side / name}: class {name!r} is not one of {known} {listed(names)}"
+                )
     missing = [name for name in names if name not in train]
     if missing and not site:
-        raise DataError(f"classes: {path / 'train'} has no directory for class {missing[0]!r}")
+        raise DataError(key="classes", rule=f"{path / 'train'} has no directory for class {missing[0]!r}")
     at_least_two(names, path / "train")
 
 
@@ -152,7 +155,7 @@ def _is_dangling(entry: os.DirEntry[str]) -> bool:
 
 def _refuse_dangling(entry: os.DirEntry[str]) -> None:
     if _is_dangling(entry):
-        raise DataError(f"dataset: {entry.path} is a link to {os.readlink(entry.path)}, which is not there")
+        raise DataError(key="dataset", rule=f"{entry.path} is a link to {os.readlink(entry.path)}, which is not there")
 
 
 def _left_out(*sides: tuple[Path, Mapping[str, Path]]) -> list[str]:

@@ -39,10 +39,10 @@ def read(request: DataRequest, notes: list[str]) -> Read:
     except UserError:
         raise
     except Exception as error:  # damaged files make datasets raise many kinds
-        raise DataError(f"dataset: {path} is no data set that datasets saved ({describe(error)})") from error
+        raise DataError(key="dataset", rule=f"{path} is no data set that datasets saved ({describe(error)})") from error
     if isinstance(found, DatasetDict):
         if "train" not in found:
-            raise DataError(f"dataset: {path} must have a split train, it has {', '.join(found)}")
+            raise DataError(key="dataset", rule=f"{path} must have a split train, it has {', '.join(found)}")
         sets = {name: found[name] for name in ("train", "test") if name in found}
         notes += not_read(
             path, [f"split {name} ({counted(len(found[name]), 'row')})" for name in found if name not in sets]
@@ -86,7 +86,7 @@ def _read_images(sets: Mapping[str, Dataset], notes: list[str]) -> dict[tuple[st
             for row, value in enumerate(part.select_columns([name]).cast_column(name, Image(decode=False))):
                 rows.append(f"column {name}, row {row} of {split}")
                 if value[name] is None:
-                    raise DataError(f"dataset: {rows[-1]} has no image")
+                    raise DataError(key="dataset", rule=f"{rows[-1]} has no image")
                 files.append(value[name]["bytes"] or Path(value[name]["path"]))
         images, said = as_array(rows, files)
         notes += said
@@ -99,7 +99,7 @@ def _refuse_no_rows(path: Path, split: str) -> None:
     advice = {"train": "", "test": "; remove this split, and test-ratio divides train"}.get(
         split, "; remove this split"
     )
-    raise DataError(f"dataset: {path} has no rows in its split {split}{advice}")
+    raise DataError(key="dataset", rule=f"{path} has no rows in its split {split}{advice}")
 
 
 def _saved_column(path: Path, split: str, part: Any, name: str) -> NDArray[Any]:
@@ -118,7 +118,9 @@ def _saved_column(path: Path, split: str, part: Any, name: str) -> NDArray[Any]:
     try:
         return np.asarray(part.select_columns(name).with_format("numpy", **numbers)[:][name])
     except (ValueError, TypeError, OSError) as error:
-        raise DataError(f"dataset: {path}: column {name} of split {split} cannot be read ({error})") from error
+        raise DataError(
+            key="dataset", rule=f"{path}: column {name} of split {split} cannot be read ({error})"
+        ) from error
 
 
 def _element(feature: Any) -> str:

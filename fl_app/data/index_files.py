@@ -70,7 +70,9 @@ def partition_of(config: RunConfig, data: Prepared, force: bool = False) -> Part
     """
     if config.partition in BY_CLASS and not tasks.of(config).has_classes:
         raise DataError(
-            f"partition: {config.partition} divides by classes, and task {config.task} has none; take iid, by-column or file:"
+            key="partition",
+            rule=f"{config.partition} divides by classes, and task {config.task} has none; take iid, "
+            "by-column or file:",
         )
     groups = None if data.groups is None else (data.groups.train, data.groups.test, data.groups.names)
     y_train, y_test = data.y_train, data.y_test
@@ -270,7 +272,7 @@ def _key(config: RunConfig, dataset_key: str) -> str:
         name = "file"
         path = Path(config.partition.removeprefix(OWN_PARTITION)).expanduser()
         if not path.is_file():
-            raise DataError(f"partition: {no_such(path)}")
+            raise DataError(key="partition", rule=no_such(path))
         parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]
     elif config.partition in PARTITIONS:
         parts.append(_seed(config))

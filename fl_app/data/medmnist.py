@@ -41,8 +41,9 @@ def prepare(request: DataRequest) -> Prepared:
     path = (request.root / known.file).resolve()
     if not path.is_file():
         raise DataError(
-            f"dataset: {request.dataset} needs the file {path.name} in the data directory: no {path}. Get it (28 x 28 pixels) "
-            "from medmnist.com or with the Python package medmnist"
+            key="dataset",
+            rule=f"{request.dataset} needs the file {path.name} in the data directory: no {path}. Get it "
+            "(28 x 28 pixels) from medmnist.com or with the Python package medmnist",
         )
 
     def convert(directory: Path) -> Sequence[str]:
@@ -64,13 +65,17 @@ def _read_splits(path: Path, side: int) -> Arrays:
         if x.dtype != np.uint8:
             refuse(path, x_name, "be uint8 with values 0 .. 255", x.dtype)
         if x.shape[1:] != (side, side):
-            raise DataError(f"dataset: {path}: {x_name} must have shape [n, {side}, {side}], got {list(x.shape)}")
+            raise DataError(
+                key="dataset", rule=f"{path}: {x_name} must have shape [n, {side}, {side}]", value=list(x.shape)
+            )
         if len(x) != len(y):
             refuse(path, y_name, f"have one label for each of the {len(x)} images", len(y))
         some = [str(k) for k in range(int(y.max(initial=0)) + 1)]
         labels, _, _ = targets(path, Classification(), (y_name, y), (y_name, y[:0]), some)
         if labels.max(initial=0) >= len(CLASSES):
-            raise DataError(f"dataset: {path}: {y_name} must hold labels below {len(CLASSES)}, got {labels.max()}")
+            raise DataError(
+                key="dataset", rule=f"{path}: {y_name} must hold labels below {len(CLASSES)}, got {labels.max()}"
+            )
         parts.append((samples(path, x_name, x), labels))
     (x_train, y_train), (x_val, y_val), (x_test, y_test) = parts
     return np.concatenate([x_train, x_val]), np.concatenate([y_train, y_val]), x_test, y_test

@@ -82,10 +82,12 @@ def _torchvision(dataset: str, known: NamedData, downloads: Path) -> tuple[Array
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()
         raise DataError(
-            f"dataset: {dataset} is not complete in {downloads} and could not be downloaded "
-            f"({reason[-1] if reason else type(error).__name__}); connect this machine to the network once, or put there "
-            f"{files_of(factory)}; or use your own copy of the images with dataset = folder:/path (`corolla compare --dataset "
-            f"{dataset}` compares such runs with the papers)"
+            key="dataset",
+            rule=f"{dataset} is not complete in {downloads} and could not be downloaded "
+            f"({reason[-1] if reason else type(error).__name__}); "
+            f"connect this machine to the network once, or put there {files_of(factory)}; or use your "
+            f"own copy of the images with dataset = folder:/path (`corolla compare --dataset {dataset}` "
+            "compares such runs with the papers)",
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
@@ -130,7 +132,7 @@ def _debian_fashion_mnist(folder: Path) -> tuple[Arrays, Sequence[str]]:
         try:
             return np.frombuffer(gzip.decompress((folder / name).read_bytes()), np.uint8, offset=header)
         except (OSError, EOFError, ValueError) as error:
-            raise DataError(f"dataset: {folder / name} cannot be read ({error})") from error
+            raise DataError(key="dataset", rule=f"{folder / name} cannot be read ({error})") from error
 
     def side(name: str) -> tuple[Images, Labels]:
         y = read_idx(f"{name}-labels-idx1-ubyte.gz", 8).astype(np.int64)
@@ -145,7 +147,9 @@ def prepare_tiny_imagenet(request: DataRequest) -> Prepared:
     parts_of_it = [path / "wnids.txt", path / "train", path / "val" / "images", path / "val" / "val_annotations.txt"]
     for part in parts_of_it:
         if not part.exists():
-            raise DataError(f"dataset: no {part}; tiny-imagenet:/path names the folder tiny-imagenet-200 itself")
+            raise DataError(
+                key="dataset", rule=f"no {part}; tiny-imagenet:/path names the folder tiny-imagenet-200 itself"
+            )
 
     def convert(directory: Path) -> Sequence[str]:
         from fl_app.data.decode import decode
@@ -157,13 +161,13 @@ def prepare_tiny_imagenet(request: DataRequest) -> Prepared:
             folder = path / "train" / name / "images"
             files = images_in(folder) if folder.is_dir() else []
             if not files:
-                raise DataError(f"dataset: class {name!r} has no images in {folder}")
+                raise DataError(key="dataset", rule=f"class {name!r} has no images in {folder}")
             train += [(file, label[name]) for file in files]
         test: Listing = []
         for line in parts_of_it[3].read_text().splitlines():
             file, name = (*line.split("\t"), "")[:2]
             if name not in label:
-                raise DataError(f"dataset: {parts_of_it[3]}: class {name!r} of {file!r} is not in wnids.txt")
+                raise DataError(key="dataset", rule=f"{parts_of_it[3]}: class {name!r} of {file!r} is not in wnids.txt")
             test.append((path / "val" / "images" / file, label[name]))
         decode(directory, train, sorted(test), request.image_size)
         return names

@@ -34,7 +34,7 @@ def prepare(request: DataRequest) -> Prepared:
     """Open an .npz file. A site's own file may lack classes and test samples."""
     path = request.path
     if not path.is_file():
-        raise DataError(f"dataset: no file {path}")
+        raise DataError(key="dataset", rule=f"no file {path}")
     stat = path.stat()
 
     def convert(directory: Path) -> Sequence[str]:
@@ -42,7 +42,9 @@ def prepare(request: DataRequest) -> Prepared:
         side = found[0].shape[2] if found[0].dtype == np.uint8 else 0
         if request.image_size not in (0, side):
             what = f"{side} pixels" if side else "no images"
-            raise DataError(f"image-size: npz images are not resized; {path} has {what}, got {request.image_size}")
+            raise DataError(
+                key="image-size", rule=f"npz images are not resized; {path} has {what}", value=request.image_size
+            )
         save(directory, found, groups, facts)
         read = (*ARRAYS, *_columns(request))
         others = [name for name in npz_file.names("dataset", path) if name not in read]
@@ -66,7 +68,7 @@ def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> di
     found, names = npz_file.read("dataset", path, lambda name: name in keys)
     if missing := [key for key in keys if key not in found and key not in optional]:
         has = f"it has {', '.join(names) or 'nothing'}{nearest(missing[0], names)}"
-        raise DataError(f"dataset: {path} has no {missing[0]}; {has}")
+        raise DataError(key="dataset", rule=f"{path} has no {missing[0]}; {has}")
     for key, array in found.items():
         if not array.ndim:
             user_arrays.refuse(path, key, "be an array", f"the single value {array!s:.80}")
@@ -86,7 +88,7 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], SampleGro
     are_images = x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8)
     what = "images" if are_images else "samples"
     if not len(x_train):
-        raise DataError(f"dataset: {path}: x_train has no {what}")
+        raise DataError(key="dataset", rule=f"{path}: x_train has no {what}")
     if not len(x_test) and not len(y_test):
         x_test, y_test = x_train[:0], y_train[:0]
     task = request.of_task
@@ -99,7 +101,9 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], SampleGro
     )
     if stored_test.shape[1:] != stored_train.shape[1:]:
         raise DataError(
-            f"dataset: {path}: x_test must have {what} like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"
+            key="dataset",
+            rule=f"{path}: x_test must have {what} like x_train's {x_train.shape[1:]}",
+            value=x_test.shape[1:],
         )
     for name, x, y in (("y_train", x_train, y_train), ("y_test", x_test, y_test)):
         if len(x) != len(y):

@@ -580,7 +580,7 @@ def _load(directory: Path) -> Arrays:
 def at_least_two(names: Sequence[str], path: Path) -> Sequence[str]:
     """Return the class names of the data at `path`. Raises UserError if they are fewer than two."""
     if len(names) < 2:
-        raise DataError(f"dataset: {path} must hold at least two classes, got {listed(names) or 'none'}")
+        raise DataError(key="dataset", rule=f"{path} must hold at least two classes, got {listed(names) or 'none'}")
     return names
 
 

@@ -59,7 +59,7 @@ class SiteColumns:
         try:
             return cls.of(json.loads(os.environ.get(VARIABLE) or "{}"))
         except MALFORMED:
-            raise UserError(f"{VARIABLE}: must be a site's table [data] as JSON") from None
+            raise UserError(key=VARIABLE, rule="must be a site's table [data] as JSON") from None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -88,7 +88,8 @@ class SiteColumns:
         lacking = [name for name in renamed if name not in header]
         if lacking and not self.may_lack:
             raise UserError(
-                f"rename: {path} has no column {lacking[0]!r}; it has {listed(header)}{nearest(lacking[0], header)}"
+                key="rename",
+                rule=f"{path} has no column {lacking[0]!r}; it has {listed(header)}{nearest(lacking[0], header)}",
             )
         return [renamed.get(name, name) for name in header]
 

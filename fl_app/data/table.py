@@ -44,13 +44,13 @@ def prepare(request: DataRequest) -> Prepared:
     """Open a table. A site's own may lack classes."""
     path = request.path
     if not path.is_file():
-        raise DataError(f"dataset: no file {path}")
+        raise DataError(key="dataset", rule=f"no file {path}")
     if suffix_of(path) not in table_files.SUFFIXES:
-        raise DataError(f"dataset: a table must be a {' or '.join(table_files.SUFFIXES)} file, got {path}")
+        raise DataError(key="dataset", rule=f"a table must be a {' or '.join(table_files.SUFFIXES)} file, got {path}")
     if suffix_of(path) == ".parquet":
         table_files.refuse_text_keys(request)
     elif len(table_files.separator_of(request)) != 1:
-        raise DataError(f"separator: must be one character or tab, got {request.separator!r}")
+        raise DataError(key="separator", rule="must be one character or tab", value=request.separator)
     notes = not_read(path.parent, table_files.beside(request))
     return open_columns(request, "table", [path], lambda: ([table_files.read(request, notes)], ()), ("pandas",), notes)
 
@@ -59,7 +59,7 @@ def prepare_saved(request: DataRequest) -> Prepared:
     """Open a data set that Hugging Face's `datasets` saved."""
     path = request.path
     if not path.is_dir():
-        raise DataError(f"dataset: no folder {path}")
+        raise DataError(key="dataset", rule=f"no folder {path}")
     table_files.refuse_text_keys(request)
     notes: list[str] = []
     # a link may lead nowhere
@@ -83,9 +83,11 @@ def open_columns(
     """
     path = request.path
     if not request.targets:
-        raise DataError(f"target: {path} needs the name of the column to learn (several with commas)")
+        raise DataError(key="target", rule=f"{path} needs the name of the column to learn (several with commas)")
     if request.image_size:
-        raise DataError(f"image-size: images in columns, as in {path}, are not resized; got {request.image_size}")
+        raise DataError(
+            key="image-size", rule=f"images in columns, as in {path}, are not resized; got {request.image_size}"
+        )
 
     def convert(directory: Path) -> Sequence[str]:
         # pandas finds missing values in columns of every source
@@ -153,7 +155,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
             unusable.add(name)
     size = len(next(iter(parts[0].values()), ()))
     if not size:
-        raise DataError(f"dataset: {request.path} has no rows")
+        raise DataError(key="dataset", rule=f"{request.path} has no rows")
     whose = [np.zeros(len(next(iter(part.values())))) for part in parts]
     if request.client in parts[0]:
         whose = [part[request.client] for part in parts]
@@ -165,7 +167,9 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
     elif len(parts) == 1:
         rows = list(_divide(whose[0], size, request.test_ratio, request.test_seed))
     elif request.test_after:
-        raise DataError(f"test-after: {request.path} has a test part; leave it unset, got {request.test_after!r}")
+        raise DataError(
+            key="test-after", rule=f"{request.path} has a test part; leave it unset", value=request.test_after
+        )
     else:
         rows = [np.arange(len(side)) for side in whose]
     changed: list[str] = []
@@ -259,12 +263,14 @@ def _outputs(
     y = [_targets(request, part) for part in parts]
     classes = request.classes or tuple(known)
     if task.has_classes and not classes and request.public:
-        raise DataError(f"classes: must be set with dp-epsilon: the classes of {column} must not follow from records")
+        raise DataError(
+            key="classes", rule=f"must be set with dp-epsilon: the classes of {column} must not follow from records"
+        )
     if task.has_classes and not classes and not request.site:
         # a divided table's classes are those of all rows, in training and in test
         classes = user_arrays.class_names(y[0])
         if len(classes) == 1:
-            raise DataError(f"dataset: {path}: {column} must hold at least two classes, got {classes[0]}")
+            raise DataError(key="dataset", rule=f"{path}: {column} must hold at least two classes, got {classes[0]}")
     if len(parts) == 1:
         y = [y[0][of] for of in rows]
     stored, remarks = precision.Stored(), []
@@ -295,12 +301,13 @@ def _require_numbers(request: DataRequest, parts: Sequence[Columns], places: Pla
             read = numbers_of(values)
             if read is not None and read[0] == DATE:
                 raise DataError(
-                    f"dataset: {request.path}: column {name} must hold numbers, got dates; write them as days"
+                    key="dataset",
+                    rule=f"{request.path}: column {name} must hold numbers, got dates; write them as days",
                 )
             if values.dtype.kind not in "biuf":
                 # all remedies but to leave the column out
                 found = no_number(values, name, dataclasses.replace(places, of_model=True))
-                raise DataError(f"dataset: {request.path}: column {name} must hold numbers, got {found}")
+                raise DataError(key="dataset", rule=f"{request.path}: column {name} must hold numbers, got {found}")
 
 
 def _targets(request: DataRequest, part: Columns) -> NDArray[Any]:
@@ -320,7 +327,8 @@ def _samples(
     if len(names) > 1 and any(values.ndim > 1 for values in train):
         several = ", ".join(name for name, values in zip(names, train, strict=True) if values.ndim > 1)
         raise DataError(
-            f"dataset: {path}: {several} must be the only feature, or hold one number per row; leave columns out (exclude)"
+            key="dataset",
+            rule=f"{path}: {several} must be the only feature, or hold one number per row; leave columns out (exclude)",
         )
     if len(names) == 1:
         of_feature = names if train[0].ndim == 1 else [f"{names[0]}[{k}]" for k in range(train[0].shape[-1])]
@@ -328,7 +336,9 @@ def _samples(
         x = [user_arrays.samples(path, f"column {names[0]}", how.of(side[0])) for side in sides]
         if x[0].shape[1:] != x[1].shape[1:]:
             raise DataError(
-                f"dataset: {path}: test must have samples like train's, {x[0].shape[1:]}, got {x[1].shape[1:]}"
+                key="dataset",
+                rule=f"{path}: test must have samples like train's, {x[0].shape[1:]}",
+                value=x[1].shape[1:],
             )
         return x, how, precision.remarks(train[0], how, of_feature)
     each = [precision.stored(values, tokens=tokens) for values in train]

@@ -88,7 +88,7 @@ def refuse_text_keys(request: DataRequest) -> None:
     """
     for key, value in (("separator", request.separator), ("na-values", ",".join(request.na_values))):
         if value and not request.site:
-            raise DataError(f"{key}: {request.path} is no CSV file; leave it unset, got {value!r}")
+            raise DataError(key=key, rule=f"{request.path} is no CSV file; leave it unset", value=value)
 
 
 def read_rows(
@@ -139,13 +139,15 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
     except UserError:
         raise
     except pandas.errors.EmptyDataError as error:
-        raise DataError(f"dataset: {path} must have a header and rows, it is empty") from error
+        raise DataError(key="dataset", rule=f"{path} must have a header and rows, it is empty") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"dataset: {path} must be UTF-8 text, it has another encoding; save it as UTF-8") from error
+        raise DataError(
+            key="dataset", rule=f"{path} must be UTF-8 text, it has another encoding; save it as UTF-8"
+        ) from error
     except Exception as error:  # damaged files make pandas and pyarrow raise many kinds
         hint = "" if request.separator or not is_text else "; if commas do not separate its columns, set separator"
         raise DataError(
-            f"dataset: {path} is not a readable table ({' '.join(describe(error).split())}){hint}"
+            key="dataset", rule=f"{path} is not a readable table ({' '.join(describe(error).split())}){hint}"
         ) from error
     names = [str(name) for name in frame.columns]
     if header is not None:
@@ -154,16 +156,17 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
         if not isinstance(frame.index, pandas.RangeIndex):
             first = ", ".join(map(str, [frame.index[0], *frame.iloc[0]])) if len(frame) else ""
             raise DataError(
-                f"dataset: {path}: its rows have more values than the {len(names)} names of its header ({listed(names)}); pandas "
-                f"would read the first column as the rows' names and shift all others ({first[:80]}); remove separators at the "
-                f"ends of rows, or name every column"
+                key="dataset",
+                rule=f"{path}: its rows have more values than the {len(names)} names of its header ({listed(names)}); "
+                f"pandas would read the first column as the rows' names and shift all others ({first[:80]}); "
+                "remove separators at the ends of rows, or name every column",
             )
     else:
         frame = _with_index(frame, notes)
         frame.columns = names = request.own.names(path, [str(name) for name in frame.columns])
     counts = Counter(names)
     if twice := next((name for name in names if name and counts[name] > 1), ""):
-        raise DataError(f"dataset: {path} must have every column once, got {counts[twice]} named {twice!r}")
+        raise DataError(key="dataset", rule=f"{path} must have every column once, got {counts[twice]} named {twice!r}")
     table = {str(name): np.asarray(frame[name]) for name in frame.columns}
     if is_text:
         known = _declared(request, table) if names_in is None else names_in
@@ -185,16 +188,20 @@ def _in_the_runs_units(request: DataRequest, table: Columns) -> Columns:
     found, path, rows = dict(table), request.path, len(next(iter(table.values()), ()))
     for name in request.own.exclude:
         if found.pop(name, None) is None and not request.own.may_lack:
-            raise UserError(f"exclude: {path} has no column {name!r}; it has {listed([*found])}{nearest(name, found)}")
+            raise UserError(
+                key="exclude", rule=f"{path} has no column {name!r}; it has {listed([*found])}{nearest(name, found)}"
+            )
     for name, factor in request.own.scale:
         if name not in found:
             if request.own.may_lack:
                 continue
-            raise UserError(f"scale: {path} has no column {name!r}; it has {listed([*found])}{nearest(name, found)}")
+            raise UserError(
+                key="scale", rule=f"{path} has no column {name!r}; it has {listed([*found])}{nearest(name, found)}"
+            )
         read = numbers_of(found[name])
         # where no value may be refused, one that is no number counts as missing
         if read is None and not request.hides:
-            raise DataError(f"scale: {path}: column {name} must hold numbers")
+            raise DataError(key="scale", rule=f"{path}: column {name} must hold numbers")
         found[name] = (usable_numbers(found[name]) if read is None else read[1]).astype(np.float64) * factor
     for name, value in request.own.fill:
         kind = object if isinstance(value, str) else np.float64
@@ -292,8 +299,9 @@ def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
     if counts[best]:
         found = "one column" if len(names) == 1 else f"{len(names)} columns"
         raise DataError(
-            f"separator: {request.path}: pandas made {found} of its header, {text[:80]!r}; set separator = {best!r} if that "
-            "separates them"
+            key="separator",
+            rule=f"{request.path}: pandas made {found} of its header, {text[:80]!r}; set separator = "
+            f"{best!r} if that separates them",
         )
 
 

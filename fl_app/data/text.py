@@ -51,7 +51,7 @@ def prepare(request: DataRequest) -> Prepared:
     files = [request.path / name for name in FILES]
     for path in files:
         if not path.is_file():
-            raise DataError(f"dataset: {request.path} must hold train.csv and test.csv: no {path}")
+            raise DataError(key="dataset", rule=f"{request.path} must hold train.csv and test.csv: no {path}")
     told = request.path / "classes.txt"
     stats = [(path.stat().st_mtime_ns, path.stat().st_size) for path in (*files, told) if path.is_file()]
 
@@ -80,15 +80,17 @@ def _read(path: Path, classes: int) -> tuple[list[str], Labels]:
             for row in reader:
                 where = f"dataset: {path}, line {reader.line_num}"
                 if len(row) != 3:
-                    raise DataError(f"{where}: must have a class, a title and a description, got {len(row)} columns")
+                    raise DataError(
+                        key=where, rule="must have a class, a title and a description", value=len(row), hint=" columns"
+                    )
                 if not re.fullmatch(r"[0-9]{1,9}", row[0].strip()) or not 1 <= int(row[0]) <= classes:
-                    raise DataError(f"{where}: the class must be 1 to {classes}, got {row[0][:80]!r}")
+                    raise DataError(key=where, rule=f"the class must be 1 to {classes}", value=row[0][:80])
                 labels.append(int(row[0]) - 1)
                 texts.append(f"{row[1]} {row[2]}")
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"dataset: {path} must be CSV in UTF-8: {error}") from None
+        raise DataError(key="dataset", rule=f"{path} must be CSV in UTF-8: {error}") from None
     if not texts:
-        raise DataError(f"dataset: {path} has no rows")
+        raise DataError(key="dataset", rule=f"{path} has no rows")
     return texts, np.array(labels, np.int64)
 
 
@@ -107,15 +109,15 @@ def encoding_of(column: str, path: Path) -> tuple[Encoding, int]:
     """
     extras.require("tokenizers", f"tokenizer: {path}")
     if not path.is_file():
-        raise DataError(f"tokenizer: {no_such(path)}")
+        raise DataError(key="tokenizer", rule=no_such(path))
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"tokenizer: {path} cannot be read ({describe(error)})") from None
+        raise DataError(key="tokenizer", rule=f"{path} cannot be read ({describe(error)})") from None
     found = _tokenizer(content, f"tokenizer: {path}")
     cut, pad, ids = found.truncation or {}, found.padding or {}, found.get_vocab()
     if not ids:
-        raise DataError(f"tokenizer: {path} has no tokens")
+        raise DataError(key="tokenizer", rule=f"{path} has no tokens")
     own = next((ids[name] for name in _PADDING if name in ids), 0)
     length, padding = cut.get("max_length", LENGTH), pad.get("pad_id", own)
     # without the blanks that people indent it with

@@ -26,7 +26,7 @@ Side = tuple[str, NDArray[Any]]
 
 def refuse(path: Path, name: str, rule: str, value: object) -> None:
     """Raise UserError: the array `name` must `rule`, got `value`."""
-    raise DataError(f"dataset: {path}: {name} must {rule}, got {value}")
+    raise DataError(key="dataset", rule=f"{path}: {name} must {rule}, got {value}")
 
 
 def is_channels_first(shape: Sequence[int]) -> bool:
@@ -117,7 +117,12 @@ def targets(
         refuse(path, test[0], f"have {y_train.shape[1]} columns as {train[0]}", y_test.shape[1])
     names = list(classes) or [str(k) for k in range(y_train.shape[1])]
     if len(names) != y_train.shape[1]:
-        raise DataError(f"classes: {path} has {y_train.shape[1]} targets, got {len(names)} names ({listed(names)})")
+        raise DataError(
+            key="classes",
+            rule=f"{path} has {y_train.shape[1]} targets",
+            value=len(names),
+            hint=f" names ({listed(names)})",
+        )
     return y_train, y_test, names
 
 
@@ -182,7 +187,7 @@ def _labels(
         if y.ndim != 1:
             refuse(path, name, "have shape [n]", list(y.shape))
     if site and not classes:
-        raise DataError("classes: dataset node needs the class names in label order")
+        raise DataError(key="classes", rule="dataset node needs the class names in label order")
     if by_name(train[1], test[1], classes):
         y_train, y_test, names = _named(path, train, test, classes)
     else:
@@ -196,7 +201,9 @@ def refuse_one_class(path: Path, name: str, y_train: Labels, names: Sequence[str
     """Raise UserError if training labels have fewer than two classes. name: the labels' array or column."""
     present = [names[label] for label in np.unique(y_train)]
     if len(present) < 2:
-        raise DataError(f"dataset: {path}: {name} must hold at least two classes, got {listed(present) or 'none'}")
+        raise DataError(
+            key="dataset", rule=f"{path}: {name} must hold at least two classes, got {listed(present) or 'none'}"
+        )
 
 
 def by_name(y_train: NDArray[Any], y_test: NDArray[Any], classes: Sequence[str]) -> bool:
@@ -232,13 +239,15 @@ def _numbered(
         if top >= len(classes):
             where = train[0] if y_train.max(initial=0) == top else test[0]
             raise DataError(
-                f"dataset: {path}: {where}: class {top} must be below {len(classes)}, the number of classes "
-                f"({listed(classes)}){hint}"
+                key="dataset",
+                rule=f"{path}: {where}: class {top} must be below {len(classes)}, the number of classes ({listed(classes)}){hint}",
             )
         return y_train, y_test, classes
     empty = np.setdiff1d(np.arange(min(top + 1, len(y_train) + 1)), y_train)
     if len(empty):
-        raise DataError(f"dataset: {path}: class {empty[0]} has no {what} in {train[0].replace('y_', 'x_')}{hint}")
+        raise DataError(
+            key="dataset", rule=f"{path}: class {empty[0]} has no {what} in {train[0].replace('y_', 'x_')}{hint}"
+        )
     return y_train, y_test, at_least_two([str(k) for k in range(top + 1)], path)
 
 

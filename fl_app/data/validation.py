@@ -27,7 +27,9 @@ def split(targets: Targets, ratio: float, *, seed: int, client_id: int, by_class
     n = len(targets)
     if n < 2:
         raise DataError(
-            f"validation-ratio: client {client_id} needs 2 training samples, one to train and one to validate, got {n}"
+            key="validation-ratio",
+            rule=f"client {client_id} needs 2 training samples, one to train and one to validate",
+            value=n,
         )
     wanted = min(n - 1, max(1, int(ratio * n + 0.5)))
     generator = rng.generator(seed, "validation", client_id=client_id)

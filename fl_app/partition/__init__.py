@@ -178,15 +178,17 @@ def split(
         groups,
     )
     if num_clients < 1:
-        raise DataError(f"num-clients: must be >= 1, got {num_clients}")
+        raise DataError(key="num-clients", rule="must be >= 1", value=num_clients)
     if name.startswith(OWN_PARTITION):
         path = Path(name.removeprefix(OWN_PARTITION)).expanduser()
         return own_file.read_shares(path, setting.sides, num_clients, dataset)
     if name not in PARTITIONS:
-        raise DataError(f"partition: unknown {name!r}")
+        raise DataError(key="partition", rule=f"unknown {name!r}")
     shared = name in SHARED and train_samples > 0
     if name != BY_COLUMN and not shared and len(y_train) < num_clients:
-        raise DataError(f"num-clients: must be <= {len(y_train)}, the training samples of {dataset}, got {num_clients}")
+        raise DataError(
+            key="num-clients", rule=f"must be <= {len(y_train)}, the training samples of {dataset}", value=num_clients
+        )
     return [(np.sort(train), np.sort(test)) for train, test in PARTITIONS[name](setting)]
 
 
@@ -202,8 +204,9 @@ def _dirichlet_client(setting: _Setting) -> list[Share]:
         size = asked or len(labels) // setting.num_clients
         if size > len(labels):
             raise DataError(
-                f"{side}-samples: every client needs {size} samples but the {word} set of {setting.dataset} has "
-                f"{len(labels)}; {_EQUAL_SHARE}"
+                key=f"{side}-samples",
+                rule=f"every client needs {size} samples but the {word} set of {setting.dataset} has "
+                f"{len(labels)}; {_EQUAL_SHARE}",
             )
         room = np.bincount(labels, minlength=setting.num_classes)
         counts = np.stack([allocate(q, size, room) for q in mixes])
@@ -248,9 +251,11 @@ def _in_the_mix_of(
         if fitting is None:
             have = ", ".join(f"{k}: {train[k]} and {room[k]}" for k in np.argsort(-train, kind="stable") if train[k])
             raise DataError(
-                f"test-samples: client {i} cannot have {fewest_kept(size)} of {size} test samples in the mix of its training "
-                f"samples; classes with its training samples and the test samples that {setting.dataset} has: {have}; lower "
-                "test-samples, raise dirichlet-alpha or classes-per-client, or take another partition"
+                key="test-samples",
+                rule=f"client {i} cannot have {fewest_kept(size)} of {size} test samples in the mix of its "
+                "training samples; classes with its training samples and the test samples that "
+                f"{setting.dataset} has: {have}; lower test-samples, raise dirichlet-alpha or "
+                "classes-per-client, or take another partition",
             )
         kept[i] = fitting
     return kept
@@ -314,8 +319,9 @@ def _too_few(
 ) -> UserError:
     names = ", ".join(str(c) for c in np.flatnonzero(holds[i]))
     return UserError(
-        f"{side}-samples: client {i} needs {size or 'some'} samples but its classes ({names}) have {sums[i]} for it in "
-        f"{where}{setting.dataset}"
+        key=f"{side}-samples",
+        rule=f"client {i} needs {size or 'some'} samples but its classes ({names}) have {sums[i]} for "
+        f"it in {where}{setting.dataset}",
     )
 
 
@@ -325,9 +331,13 @@ def _assigned(setting: _Setting) -> NDArray[np.bool_]:
     labels = np.concatenate([setting.y_train, setting.y_test]) if setting.test_samples < 0 else setting.y_train
     present = np.flatnonzero(np.bincount(labels, minlength=setting.num_classes))
     if per_client > len(present):
-        raise DataError(f"classes-per-client: must be at most the data set's {len(present)} classes, got {per_client}")
+        raise DataError(
+            key="classes-per-client", rule=f"must be at most the data set's {len(present)} classes", value=per_client
+        )
     if 0 < train_samples < per_client:
-        raise DataError(f"train-samples: must be at least classes-per-client ({per_client}), got {train_samples}")
+        raise DataError(
+            key="train-samples", rule=f"must be at least classes-per-client ({per_client})", value=train_samples
+        )
     holds = assign_classes(
         present, setting.num_classes, setting.num_clients, per_client, setting.rng("classes"), setting.assignment
     )
@@ -335,9 +345,10 @@ def _assigned(setting: _Setting) -> NDArray[np.bool_]:
         if num_held < per_client:
             block = block_size(len(present), setting.num_clients, per_client)
             raise DataError(
-                f"pathological-assignment: {setting.assignment} leaves client {i} with {num_held} of classes-per-client "
-                f"({per_client}) classes; num-clients ({setting.num_clients}) should be a multiple of {block}, the clients "
-                "of a block"
+                key="pathological-assignment",
+                rule=f"{setting.assignment} leaves client {i} with {num_held} of classes-per-client ({per_client}) "
+                f"classes; num-clients ({setting.num_clients}) should be a multiple of {block}, the "
+                "clients of a block",
             )
     return holds
 
@@ -349,8 +360,9 @@ def _iid(setting: _Setting) -> list[Share]:
         need = size * num_clients
         if need > len(labels):
             raise DataError(
-                f"{side}-samples: {counted(num_clients, 'client')} with {size} each need {need} samples but the {word} set "
-                f"of {setting.dataset} has {len(labels)}; {_EQUAL_SHARE}"
+                key=f"{side}-samples",
+                rule=f"{counted(num_clients, 'client')} with {size} each need {need} samples but the {word} "
+                f"set of {setting.dataset} has {len(labels)}; {_EQUAL_SHARE}",
             )
         order = offset + setting.rng(side).permutation(len(labels))[: need or None]
         # with fewer test samples than clients some clients get none
@@ -396,7 +408,7 @@ def _dirichlet(setting: _Setting) -> list[Share]:
 def _fl_bench(setting: _Setting) -> list[Share]:
     if setting.seed > fl_bench.LARGEST_SEED:
         raise DataError(
-            f"partition-seed: must be <= {fl_bench.LARGEST_SEED} with dirichlet-fl-bench, got {setting.seed}"
+            key="partition-seed", rule=f"must be <= {fl_bench.LARGEST_SEED} with dirichlet-fl-bench", value=setting.seed
         )
     labels = _all_labels(setting)
     shares = fl_bench.split(
@@ -419,8 +431,9 @@ def _all_labels(setting: _Setting) -> Indices:
     need = setting.num_clients * setting.min_samples
     if need > len(labels):
         raise DataError(
-            f"min-samples: {counted(setting.num_clients, 'client')} with {setting.min_samples} each need {need} samples but "
-            f"{setting.dataset} has {len(labels)}"
+            key="min-samples",
+            rule=f"{counted(setting.num_clients, 'client')} with {setting.min_samples} each need {need} "
+            f"samples but {setting.dataset} has {len(labels)}",
         )
     return labels
 
@@ -428,9 +441,11 @@ def _all_labels(setting: _Setting) -> Indices:
 def _no_draw(setting: _Setting, draws: int) -> UserError:
     num_samples = len(setting.y_train) + len(setting.y_test)
     return UserError(
-        f"min-samples: no draw of {draws} gave each of {setting.num_clients} clients at least {setting.min_samples} of the "
-        f"{num_samples} samples of {setting.dataset} with dirichlet-alpha {setting.alpha:g}; lower min-samples or num-clients, "
-        "or raise dirichlet-alpha"
+        key="min-samples",
+        rule=f"no draw of {draws} gave each of {setting.num_clients} clients at least "
+        f"{setting.min_samples} of the {num_samples} samples of {setting.dataset} with "
+        f"dirichlet-alpha {setting.alpha:g}; lower min-samples or num-clients, or raise "
+        "dirichlet-alpha",
     )
 
 
@@ -440,18 +455,21 @@ def _no_draw(setting: _Setting, draws: int) -> UserError:
 def _by_column(setting: _Setting) -> list[Share]:
     if setting.groups is None:
         raise DataError(
-            f"client: partition by-column needs the name of the column of {setting.dataset} that names each sample's client"
+            key="client",
+            rule=f"partition by-column needs the name of the column of {setting.dataset} that names each "
+            "sample's client",
         )
     train, test, names = setting.groups
     if len(names) != setting.num_clients:
         raise DataError(
-            f"num-clients: must be {len(names)}, the values of the column client of {setting.dataset}, "
-            f"got {setting.num_clients}"
+            key="num-clients",
+            rule=f"must be {len(names)}, the values of the column client of {setting.dataset}",
+            value=setting.num_clients,
         )
     shares = []
     for name, mine, tested in zip(names, _places_of(train, len(names)), _places_of(test, len(names)), strict=True):
         if not len(mine):
-            raise DataError(f"client: {name!r} has no training samples in {setting.dataset}")
+            raise DataError(key="client", rule=f"{name!r} has no training samples in {setting.dataset}")
         shares.append((mine, len(setting.y_train) + tested))
     return shares
 

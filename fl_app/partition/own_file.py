@@ -25,22 +25,25 @@ def read_shares(
     client.
     """
     if not path.is_file():
-        raise DataError(f"partition: {no_such(path)}")
+        raise DataError(key="partition", rule=no_such(path))
     arrays, _ = npz_file.read("partition", path, lambda name: name.startswith(("train_idx", "test_idx")))
     dealt = []
     for side, word, labels, offset in sides:
         rows = _rows(path, side, arrays)
         if len(rows) != num_clients:
-            raise DataError(f"num-clients: must be {len(rows)}, as many as {path}'s {side}_idx has, got {num_clients}")
+            raise DataError(
+                key="num-clients", rule=f"must be {len(rows)}, as many as {path}'s {side}_idx has", value=num_clients
+            )
         for i, row in enumerate(rows):
             bad = row[(row < 0) | (row >= len(labels))]
             if len(bad):
                 raise DataError(
-                    f"partition: {path}: client {i}: {side} index {bad[0]} is not in [0, {len(labels)}) of "
-                    f"the {word} set of {dataset}; {counting(dataset)}"
+                    key="partition",
+                    rule=f"{path}: client {i}: {side} index {bad[0]} is not in [0, {len(labels)}) of the {word} "
+                    f"set of {dataset}; {counting(dataset)}",
                 )
             if side == "train" and not len(row):
-                raise DataError(f"partition: {path}: client {i} has no training samples")
+                raise DataError(key="partition", rule=f"{path}: client {i} has no training samples")
         dealt.append([offset + row.astype(np.int64) for row in rows])
     return list(zip(*dealt, strict=True))
 
@@ -71,11 +74,13 @@ def _rows(path: Path, side: str, arrays: dict[str, NDArray[Any]]) -> Sequence[ND
     expected = found if name in arrays else [f"{name}_{i}" for i in range(len(found))]
     if not found or set(expected) - set(found):
         missing = next((key for key in expected if key not in found), f"{name}, nor {name}_0")
-        raise DataError(f"partition: {path} has no {missing}")
+        raise DataError(key="partition", rule=f"{path} has no {missing}")
     for key in expected:
         ndim = 2 if key == name else 1
         if arrays[key].ndim != ndim:
-            raise DataError(f"partition: {path}: {key} must have {ndim} dimensions, got shape {arrays[key].shape}")
+            raise DataError(
+                key="partition", rule=f"{path}: {key} must have {ndim} dimensions, got shape {arrays[key].shape}"
+            )
         if arrays[key].dtype.kind not in "iu" and arrays[key].size:
-            raise DataError(f"partition: {path}: {key} must hold integers, got {arrays[key].dtype}")
+            raise DataError(key="partition", rule=f"{path}: {key} must hold integers, got {arrays[key].dtype}")
     return list(arrays[name]) if name in arrays else [arrays[key] for key in expected]

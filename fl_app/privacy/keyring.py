@@ -73,12 +73,14 @@ class KeyList:
     def verify(self, client_id: int, statement: bytes, signature: bytes) -> None:
         """Raise UserError unless a client has signed a statement."""
         if not _signed(self._of(client_id)[_LENGTH:], statement, signature):
-            raise DeploymentError(f"private: client {client_id} has not signed the keys that it is said to use")
+            raise DeploymentError(
+                key="private", rule=f"client {client_id} has not signed the keys that it is said to use"
+            )
 
     def _of(self, client_id: int) -> bytes:
         """Return a client's public halves. Raises UserError if there is none."""
         if not 0 <= client_id < self.num_clients:
-            raise DeploymentError(f"private: there is no client {client_id} among {self.num_clients}")
+            raise DeploymentError(key="private", rule=f"there is no client {client_id} among {self.num_clients}")
         return self.public_of(client_id)
 
 
@@ -242,7 +244,7 @@ def exchange(private: X25519PrivateKey, public: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise DeploymentError("private: a client's key is no X25519 key") from None
+        raise DeploymentError(key="private", rule="a client's key is no X25519 key") from None
 
 
 def sealed(key: bytes, content: bytes) -> str:
@@ -273,8 +275,10 @@ def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Key
     """
     if not where:
         raise DeploymentError(
-            "private: this SuperNode has no key for private runs; `corolla node start`, `corolla cluster up` and compose.tls.yaml "
-            "set one, other nodes need --node-config private-keys=FILE (docs/privacy.md)"
+            key="private",
+            rule="this SuperNode has no key for private runs; `corolla node start`, `corolla cluster up` "
+            "and compose.tls.yaml set one, other nodes need --node-config private-keys=FILE "
+            "(docs/privacy.md)",
         )
     if where == SEED_KEYS:
         return _from_seed(seed, client_id, num_clients)
@@ -316,19 +320,21 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
         entries = dict(map(_entry, peers.read_text(encoding="utf-8").splitlines()))
     except OSError as error:
         raise DeploymentError(
-            f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}"
+            key="private", rule=f"the list of all sites' keys cannot be read: {peers}: {error.strerror}"
         ) from None
     except ValueError:
         raise DeploymentError(
-            f"private: {peers} must have a line per client: its number, node key, {KEY_TYPE}, key, signature"
+            key="private", rule=f"{peers} must have a line per client: its number, node key, {KEY_TYPE}, key, signature"
         ) from None
     if sorted(entries) != list(range(num_clients)):
-        raise DeploymentError(f"private: {peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}")
+        raise DeploymentError(
+            key="private", rule=f"{peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}"
+        )
     keys = {i: _verified(peers, f"client {i}'s", *fields) for i, fields in entries.items()}
     if keys[client_id] != _public(private):
-        raise DeploymentError(f"private: {path} is not the key that {peers} has for client {client_id}")
+        raise DeploymentError(key="private", rule=f"{path} is not the key that {peers} has for client {client_id}")
     if len(set(keys.values())) < num_clients:
-        raise DeploymentError(f"private: {peers} has the same key for two clients")
+        raise DeploymentError(key="private", rule=f"{peers} has the same key for two clients")
     return Keyring(num_clients, keys.__getitem__, client_id, private)
 
 
@@ -342,7 +348,7 @@ def names(peers: Path, own: str) -> bool:
     try:
         entries = [_entry(line)[1] for line in peers.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
-        raise DeploymentError(f"private: {peers} must have a line per client") from None
+        raise DeploymentError(key="private", rule=f"{peers} must have a line per client") from None
     return own in (hashlib.sha256(public).hexdigest() for _, public, _ in entries)
 
 
@@ -351,10 +357,10 @@ def read_private_key(path: Path) -> X25519PrivateKey:
     try:
         mode, content = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
     except OSError as error:
-        raise DeploymentError(f"private: {path}: {error.strerror}") from None
+        raise DeploymentError(key="private", rule=f"{path}: {error.strerror}") from None
     if mode & 0o077:
         raise DeploymentError(
-            f"private: {path} must be its owner's alone (mode 600), it is {mode:o}; others may have read it"
+            key="private", rule=f"{path} must be its owner's alone (mode 600), it is {mode:o}; others may have read it"
         )
     try:
         key = serialization.load_pem_private_key(content, password=None)
@@ -362,7 +368,7 @@ def read_private_key(path: Path) -> X25519PrivateKey:
     except Exception:
         key = None
     if not isinstance(key, X25519PrivateKey):
-        raise DeploymentError(f"private: {path} is no X25519 private key")
+        raise DeploymentError(key="private", rule=f"{path} is no X25519 private key")
     return key
 
 
@@ -387,7 +393,7 @@ def verify_statement(path: Path, public: str) -> None:
     try:
         _, fields = _entry(f"0 {public}")
     except ValueError:
-        raise DeploymentError(f"private: {path} must be a node key, {KEY_TYPE}, key, signature") from None
+        raise DeploymentError(key="private", rule=f"{path} must be a node key, {KEY_TYPE}, key, signature") from None
     _verified(path, "its", *fields)
 
 
@@ -410,13 +416,16 @@ def _verified(path: Path, whose: str, node: str, public: bytes, signature: bytes
         key = serialization.load_ssh_public_key(node.encode())
         if len(public) == _LENGTH:
             raise DeploymentError(
-                f"private: {path}: {whose} key for private runs was made by an earlier version: `corolla node join` or "
-                "`corolla cluster keys` makes its new public half"
+                key="private",
+                rule=f"{path}: {whose} key for private runs was made by an earlier version: `corolla node "
+                "join` or `corolla cluster keys` makes its new public half",
             )
         assert isinstance(key, ec.EllipticCurvePublicKey) and len(public) == 2 * _LENGTH
         key.verify(signature, _SIGNED_PREFIX + public, ec.ECDSA(hashes.SHA384()))
     except (ValueError, AssertionError, InvalidSignature):
-        raise DeploymentError(f"private: {path}: {whose} key for private runs is not signed by its node key") from None
+        raise DeploymentError(
+            key="private", rule=f"{path}: {whose} key for private runs is not signed by its node key"
+        ) from None
     return public
 
 

@@ -28,7 +28,7 @@ def agreed(site: Path, own: str) -> str:
         return ""
     except (OSError, ValueError) as error:
         raise DeploymentError(
-            f"private: the note on the list of all sites' keys cannot be read: {path}: {error}"
+            key="private", rule=f"the note on the list of all sites' keys cannot be read: {path}: {error}"
         ) from None
 
 
@@ -48,7 +48,7 @@ def require(site: Path, own: str, peers: Path) -> None:
                 accept(site, own, before := listed)
     except OSError as error:
         raise DeploymentError(
-            f"private: the list of all sites' keys cannot be noted in {site}: {error.strerror}"
+            key="private", rule=f"the list of all sites' keys cannot be noted in {site}: {error.strerror}"
         ) from None
     if before != listed:
         raise DeploymentError(refusal(peers, listed, before))
@@ -68,5 +68,5 @@ def hash_of(peers: Path) -> str:
         return hashlib.sha256(peers.read_bytes()).hexdigest()
     except OSError as error:
         raise DeploymentError(
-            f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}"
+            key="private", rule=f"the list of all sites' keys cannot be read: {peers}: {error.strerror}"
         ) from None

@@ -46,15 +46,16 @@ def read(run: Path) -> list[dict[str, Any]]:
         text = (run / FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(
-            f"replay: {run} recorded no arrivals: its rounds waited for every client, or it is a replay itself"
+            key="replay",
+            rule=f"{run} recorded no arrivals: its rounds waited for every client, or it is a replay itself",
         ) from None
     except OSError as error:
-        raise UserError(f"replay: {run / FILE} cannot be read: {error.strerror}") from None
+        raise UserError(key="replay", rule=f"{run / FILE} cannot be read: {error.strerror}") from None
     lines = text.split("\n")
     try:
         return [json.loads(line) for line in lines[:-1]]
     except ValueError as error:
-        raise UserError(f"replay: {run / FILE} is damaged: {error}") from None
+        raise UserError(key="replay", rule=f"{run / FILE} is damaged: {error}") from None
 
 
 class Replay:
@@ -73,7 +74,7 @@ class Replay:
                 for end in line["ends"]
             }
         except MALFORMED as error:
-            raise UserError(f"replay: {run / FILE} is damaged: {error!r}") from None
+            raise UserError(key="replay", rule=f"{run / FILE} is damaged: {error!r}") from None
 
     def lacking(self, rounds: int) -> int | None:
         """Return the first of a number of rounds that has no arrivals; None if all have them."""
@@ -82,7 +83,7 @@ class Replay:
     def begin(self, round: int) -> None:
         """Begin a round. Raises UserError if the other run has none of this number."""
         if round not in self._lines:
-            raise UserError(f"replay: {self.run} has no arrivals of round {round}")
+            raise UserError(key="replay", rule=f"{self.run} has no arrivals of round {round}")
         self.began = float(round - 1)
 
     @property
@@ -108,11 +109,13 @@ def _checked(replay: Replay, config: RunConfig) -> Replay:
     """Return a replay that has every round of the run, or as many as a run that may stop early needs."""
     missing = replay.lacking(config.num_server_rounds)
     if missing == 1:
-        raise UserError(f"replay: {replay.run} has no arrivals of round 1")
+        raise UserError(key="replay", rule=f"{replay.run} has no arrivals of round 1")
     if missing is not None and not config.stop_when:
         raise UserError(
-            f"replay: {replay.run} has no arrivals of round {missing}; repeat fewer rounds with --set num-server-rounds="
-            f"{missing - 1}, got {config.num_server_rounds}"
+            key="replay",
+            rule=f"{replay.run} has no arrivals of round {missing}; repeat fewer rounds with --set "
+            f"num-server-rounds={missing - 1}",
+            value=config.num_server_rounds,
         )
     return replay
 

@@ -116,9 +116,11 @@ def load_latest(run: Path, kept: int | None = None) -> Checkpoint:
         except (FileNotFoundError, ValueError) as error:
             log.warning("checkpoint of round %d is damaged (%s); using the one before", round, error)
         except OSError as error:
-            raise UserError(f"resume: {error.filename or path} cannot be read: {error.strerror or error}") from None
+            raise UserError(
+                key="resume", rule=f"{error.filename or path} cannot be read: {error.strerror or error}"
+            ) from None
     of_kept = "" if kept is None else f" of round {kept}, whose models it keeps (keep-best)"
-    raise UserError(f"resume: {run} has no sound checkpoint{of_kept}")
+    raise UserError(key="resume", rule=f"{run} has no sound checkpoint{of_kept}")
 
 
 def versions_kept(run: Path) -> Versions:

@@ -110,7 +110,9 @@ def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, ND
                 for name, array in arrays.items()
             }
     except OSError as error:
-        raise UserError(f"server-memory-limit: clients' models cannot be written to {directory}: {error}") from None
+        raise UserError(
+            key="server-memory-limit", rule=f"clients' models cannot be written to {directory}: {error}"
+        ) from None
 
 
 def stack(shape: tuple[int, ...], dtype: np.dtype[Any], directory: Path | None) -> NDArray[Any]:
@@ -128,7 +130,7 @@ def stack(shape: tuple[int, ...], dtype: np.dtype[Any], directory: Path | None) 
             return np.memmap(file, dtype, "r+", shape=shape)
     except OSError as error:
         what = f"a round's uploads, {size(nbytes)}"
-        raise UserError(f"server-memory-limit: {directory} has no room for {what}: {error}") from None
+        raise UserError(key="server-memory-limit", rule=f"{directory} has no room for {what}: {error}") from None
 
 
 def stack_like(stack_of: NDArray[Any], directory: Path) -> NDArray[Any]:

@@ -189,12 +189,13 @@ def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Sp
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"speeds: {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            key="speeds", rule=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
     named = set(rows[0]) if rows else set()
     if not named >= set(_COLUMNS) or len(named & set(_HOURS)) == 1:
         raise ConfigurationError(
-            f"speeds: {path} must have the columns {', '.join(_COLUMNS)}, and both or none of {' and '.join(_HOURS)}"
+            key="speeds",
+            rule=f"{path} must have the columns {', '.join(_COLUMNS)}, and both or none of {' and '.join(_HOURS)}",
         )
     found: dict[int, Speed] = {}
     for line, row in enumerate(rows, 2):
@@ -203,25 +204,28 @@ def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Sp
             hours = [float(row[name]) for name in _HOURS if name in row]
         except (TypeError, ValueError):
             raise ConfigurationError(
-                f"speeds: {path}, line {line}: numbers in all columns, got {list(row.values())}"
+                key="speeds", rule=f"{path}, line {line}: numbers in all columns, got {list(row.values())}"
             ) from None
         if not all(LEAST_SPEED <= value < math.inf for value in values):
             raise ConfigurationError(
-                f"speeds: {path}, line {line}: speeds must be numbers >= {LEAST_SPEED:g}, got {values}"
+                key="speeds", rule=f"{path}, line {line}: speeds must be numbers >= {LEAST_SPEED:g}, got {values}"
             )
         if client_id < 0:
-            raise ConfigurationError(f"speeds: {path}, line {line}: clients count from 0, got {client_id}")
+            raise ConfigurationError(key="speeds", rule=f"{path}, line {line}: clients count from 0", value=client_id)
         if not all(0 <= hour <= day_length for hour in hours):
             raise ConfigurationError(
-                f"speeds: {path}, line {line}: from and until must be in 0..{day_length:g} (day-length), got {hours}"
+                key="speeds",
+                rule=f"{path}, line {line}: from and until must be in 0..{day_length:g} (day-length), got {hours}",
             )
         if client_id in found:
-            raise ConfigurationError(f"speeds: {path}, line {line}: client {client_id} has a row already")
+            raise ConfigurationError(key="speeds", rule=f"{path}, line {line}: client {client_id} has a row already")
         lasts = (hours[1] - hours[0]) % day_length if hours else 0.0
         compute, down, up = values
         found[client_id] = Speed(compute, down, up, hours[0] if hours else 0.0, lasts or math.inf)
     if lacking := _lacking(found, num_clients):
-        raise ConfigurationError(f"speeds: {path} has no row for client {lacking[0]} of {num_clients} (num-clients)")
+        raise ConfigurationError(
+            key="speeds", rule=f"{path} has no row for client {lacking[0]} of {num_clients} (num-clients)"
+        )
     return found
 
 

@@ -90,7 +90,7 @@ class Disks:
         """Raise UserError if the run clearly cannot fit: not even its first checkpoint, or its first uploads."""
         if (room := free(self._folder)) < self._needed.first:
             what = f"a checkpoint takes about {size(self._needed.first)}"
-            raise UserError(f"output-dir: {self._folder}: {size(room)} are free, and {what}")
+            raise UserError(key="output-dir", rule=f"{self._folder}: {size(room)} are free, and {what}")
         self._short()
 
     def check(self) -> None:

@@ -88,8 +88,9 @@ class Origin:
         mine = server.state.model
         if (before.params.shape, before.buffers.shape) != (mine.params.shape, mine.buffers.shape):
             raise UserError(
-                f"from: the model of {self.path} has {before.params.size} travelling parameters and {before.buffers.size} "
-                f"statistics, this run's {mine.params.size} and {mine.buffers.size}"
+                key="from",
+                rule=f"the model of {self.path} has {before.params.size} travelling parameters and "
+                f"{before.buffers.size} statistics, this run's {mine.params.size} and {mine.buffers.size}",
             )
         server.state = dataclasses.replace(server.state, model=before)
         new_id = {old: i for i, old in self.ids.items()}
@@ -99,8 +100,9 @@ class Origin:
             if whose == "memory":
                 if not (same and len(self.ids) == self.num_clients) and self.num_clients in array.shape:
                     raise UserError(
-                        f"from: method {server.config.method} keeps {key} for the {self.num_clients} clients of {self.path}, in "
-                        "order; this run must have the same clients in the same order"
+                        key="from",
+                        rule=f"method {server.config.method} keeps {key} for the {self.num_clients} clients of "
+                        f"{self.path}, in order; this run must have the same clients in the same order",
                     )
                 server.state.memory[key] = array
             elif whose == "client":
@@ -143,11 +145,12 @@ def origin_of(
     loaded = checkpoint.load_latest(path, read_summary(path).get("kept-round"))
     if about.get(STATE_REMOVED):
         raise UserError(
-            f"from: the clients of {path} removed their state when it ended; they keep it with keep-state = true"
+            key="from",
+            rule=f"the clients of {path} removed their state when it ended; they keep it with keep-state = true",
         )
     ids = _matched(read_clients(path), properties, int(before["num-clients"]))
     if not ids:
-        raise UserError(f"from: no client of this run is one of {path}")
+        raise UserError(key="from", rule=f"no client of this run is one of {path}")
     return Origin(
         path,
         digest,
@@ -192,12 +195,12 @@ def _matched(
     """Return each client's id in the earlier run. Raises UserError if a name is two clients'."""
     names = {i: name for i, found in properties.items() if (name := name_of(found))}
     if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
-        raise UserError(f"from: two clients of this run are called {twice[0]!r}")
+        raise UserError(key="from", rule=f"two clients of this run are called {twice[0]!r}")
     old: dict[str, int] = {}
     for i, facts in before.items():
         if there := str(facts.get(NAME) or ""):
             if there in old:
-                raise UserError(f"from: two clients of the earlier run are called {there!r}")
+                raise UserError(key="from", rule=f"two clients of the earlier run are called {there!r}")
             old[there] = int(i)
     if names and old:
         return {i: old[name] for i, name in sorted(names.items()) if name in old}
@@ -220,5 +223,5 @@ def recorded_scaling(path: Path) -> dict[str, list[float]]:
     """Return the inputs' scaling of the run that a run goes on from. Raises UserError if it did not record one."""
     found = read_about(path).get(DATA, {}).get(NORMALIZED_BY)
     if not isinstance(found, dict):
-        raise UserError(f"normalize-over: initial: {path} records no mean and std of its inputs")
+        raise UserError(key="normalize-over", rule=f"initial: {path} records no mean and std of its inputs")
     return {str(name): [float(value) for value in values] for name, values in found.items()}

@@ -124,7 +124,7 @@ class RunFolder:
                 except FileExistsError:
                     continue
                 except OSError as error:
-                    raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
+                    raise UserError(key="output-dir", rule=f"cannot create {path}: {error.strerror}") from None
             else:
                 raise _taken(path)
             folder = cls(path, secret, num_clients=config.num_clients, figures=figures)
@@ -166,9 +166,11 @@ class RunFolder:
             folder = cls(path, secret_of(path, "resume"), int(run["starts"]) + 1, config.num_clients, figures)
             experiment = str(run["experiment"])
         except (OSError, *MALFORMED) as error:
-            raise UserError(f"resume: {path / RUN} cannot be read: {error!r}") from None
+            raise UserError(key="resume", rule=f"{path / RUN} cannot be read: {error!r}") from None
         if folder.experiment != experiment:
-            raise UserError(f"resume: {path / SECRET} is not the secret of experiment {experiment}, the run's own")
+            raise UserError(
+                key="resume", rule=f"{path / SECRET} is not the secret of experiment {experiment}, the run's own"
+            )
         folder.lock()
         return folder
 
@@ -359,18 +361,20 @@ def check_free(config: RunConfig) -> None:
     holds an input of the new run.
     """
     if config.overwrite and not config.run_name:
-        raise UserError("overwrite: needs the run-name of the run to remove")
+        raise UserError(key="overwrite", rule="needs the run-name of the run to remove")
     path = folder_of(config, config.run_name)
     if not config.run_name or not path.exists() and not path.is_symlink():
         return
     if not config.overwrite:
         raise _taken(path)
     if path.is_symlink() or not _is_whole_run(path):
-        raise UserError(f"overwrite: {path} is no run folder; choose another run-name, or remove it yourself")
+        raise UserError(
+            key="overwrite", rule=f"{path} is no run folder; choose another run-name, or remove it yourself"
+        )
     for key, value in anchored(config.resolved, Path()).items():
         where = path_of(key, value)
         if where and Path(str(where)).is_relative_to(path):
-            raise UserError(f"overwrite: {key} lies in {path}, which would be removed: {where}")
+            raise UserError(key="overwrite", rule=f"{key} lies in {path}, which would be removed: {where}")
     _held(path).close()
 
 
@@ -379,7 +383,9 @@ def secret_of(path: Path, key: str) -> str:
     try:
         return (path / SECRET).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key}: {path / SECRET} cannot be read: clients keep their state for its owner") from error
+        raise UserError(
+            key=key, rule=f"{path / SECRET} cannot be read: clients keep their state for its owner"
+        ) from error
 
 
 def _held(path: Path) -> IO[bytes]:
@@ -412,7 +418,8 @@ def _replaced(config: RunConfig) -> Iterator[None]:
             yield
         except _Taken:
             raise UserError(
-                f"run-name: another process has made {path} meanwhile; the run that it should replace is in {aside}"
+                key="run-name",
+                rule=f"another process has made {path} meanwhile; the run that it should replace is in {aside}",
             ) from None
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
@@ -563,7 +570,9 @@ def refuse_fewer_rounds(config: RunConfig, done: int, may_be_equal: bool = True)
     """Raise UserError if a run has more rounds than `num-server-rounds`. may_be_equal: accept as many rounds."""
     if done > config.num_server_rounds or (done == config.num_server_rounds and not may_be_equal):
         raise UserError(
-            f"num-server-rounds: the run has {counted(done, 'round')} already, got {config.num_server_rounds}"
+            key="num-server-rounds",
+            rule=f"the run has {counted(done, 'round')} already",
+            value=config.num_server_rounds,
         )
 
 
@@ -602,11 +611,12 @@ def check_state(run: Path) -> None:
     That is so if its clients removed their state, or if its privacy budget was planned for its rounds.
     """
     if read_config(run).get("dp-epsilon") and (run / SUMMARY).exists():
-        raise UserError(f"resume: {run} is finished, and its dp-epsilon was planned for no more rounds")
+        raise UserError(key="resume", rule=f"{run} is finished, and its dp-epsilon was planned for no more rounds")
     if read_about(run).get(STATE_REMOVED):
         raise UserError(
-            f"resume: the clients of {run} removed their state when it ended; only a run started with keep-state = true can "
-            "be continued"
+            key="resume",
+            rule=f"the clients of {run} removed their state when it ended; only a run started with "
+            "keep-state = true can be continued",
         )
 
 
@@ -623,7 +633,9 @@ def _check_files(run: Path, config: RunConfig) -> None:
         began = read_about(run).get(f"{key}{HASHED}")
         if began and path.is_file() and (now := sha256_of(path)) != began:
             raise UserError(
-                f"{key}: {path} has changed since the run started: {shown(now, began)}; put the old file back, or start a new run"
+                key=key,
+                rule=f"{path} has changed since the run started: {shown(now, began)}; put the old file back, "
+                "or start a new run",
             )
 
 
@@ -633,8 +645,9 @@ def check_data(run: Path, found: DataHashes, config: RunConfig) -> None:
     if differs := found.difference(began):
         key, value = ("partition", config.partition) if found.data == began.data else ("dataset", config.dataset)
         raise UserError(
-            f"resume: {path_in(key, value) or value}: its {differs} has changed since the run started; put the old data back, "
-            "or start a new run"
+            key="resume",
+            rule=f"{path_in(key, value) or value}: its {differs} has changed since the run started; put "
+            "the old data back, or start a new run",
         )
 
 

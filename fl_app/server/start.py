@@ -63,14 +63,17 @@ def of_model(names: ModelNames) -> dict[str, Scalar]:
 def own_scaling(config: RunConfig, source: str, card: ModelCard | None, names: ModelNames) -> dict[str, list[float]]:
     """Return the scaling of a model's inputs, in the order of the data's features. Raises UserError if it has none."""
     if card is None:
-        raise UserError(f"normalize-over: initial needs the card of the model in {source}, which has its mean and std")
+        raise UserError(
+            key="normalize-over", rule=f"initial needs the card of the model in {source}, which has its mean and std"
+        )
     if card.normalize != "mean-std" or not card.scaling["mean"]:
         raise UserError(
-            f"normalize-over: initial needs a model whose inputs were scaled by mean and std; those of {source} were not "
-            f"(normalize = {card.normalize})"
+            key="normalize-over",
+            rule=f"initial needs a model whose inputs were scaled by mean and std; those of {source} were "
+            f"not (normalize = {card.normalize})",
         )
     if config.normalize not in ("auto", "mean-std"):
-        raise UserError(f"normalize-over: initial needs normalize = mean-std, got {config.normalize}")
+        raise UserError(key="normalize-over", rule=f"initial needs normalize = mean-std, got {config.normalize}")
     return card.for_features(source, names)
 
 

@@ -84,7 +84,10 @@ def of(config: RunConfig) -> Task:
     names = [metric.name for metric in task.metrics]
     if config.headline and config.headline not in names:
         raise ConfigurationError(
-            f"headline: must be one of {', '.join(names)}, got {config.headline!r}{nearest(config.headline, names)}"
+            key="headline",
+            rule=f"must be one of {', '.join(names)}",
+            value=config.headline,
+            hint=nearest(config.headline, names),
         )
     if config.headline:
         task.judged_by = config.headline
@@ -96,19 +99,22 @@ def named(name: str) -> Task:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if not plugins.is_reference(name):
-        raise ConfigurationError(f"task: must be one of {', '.join(BUILT_IN)}, or module:Class, got {name!r:.100}")
+        raise ConfigurationError(
+            key="task", rule=f"must be one of {', '.join(BUILT_IN)}, or module:Class, got {name!r:.100}"
+        )
     found = plugins.load("task", name)
     if not isinstance(found, type) or not issubclass(found, Task):
-        raise ConfigurationError(f"task {name}: must be a class made of fl_app.tasks.Task, got {found!r}")
+        raise ConfigurationError(key=f"task {name}", rule="must be a class made of fl_app.tasks.Task", value=found)
     try:
         task: Task = found()
     except TypeError as error:
-        raise ConfigurationError(f"task {name}: {error}; it is made without arguments") from None
+        raise ConfigurationError(key=f"task {name}", rule=f"{error}; it is made without arguments") from None
     names = [metric.name for metric in task.metrics]
     if not names or len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)) or _TAKEN & set(names):
         raise ConfigurationError(
-            f"task {name}: needs metrics named in lower case letters, digits and -, every name once and none of "
-            f"{', '.join(sorted(_TAKEN))}, got {', '.join(names) or 'none'}"
+            key=f"task {name}",
+            rule="needs metrics named in lower case letters, digits and -, every name once and none of "
+            f"{', '.join(sorted(_TAKEN))}, got {', '.join(names) or 'none'}",
         )
     return task
 
@@ -137,7 +143,7 @@ def measured(config: RunConfig) -> tuple[Metric, ...]:
     for name in asked:
         if name not in known and name != "all":
             raise ConfigurationError(
-                f"metrics: must be all, or some of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+                key="metrics", rule=f"must be all, or some of {', '.join(known)}", value=name, hint=nearest(name, known)
             )
     others = (m for m in task.metrics if m is not task.headline and (m.name in asked or "all" in asked))
     return (task.headline, *others)

@@ -39,7 +39,7 @@ class Wrong(Exception):
 
 def fault(name: str, what: str, rule: str, got: object) -> MethodFault:
     """Return the error of a method whose hook has a wrong result. name: as errors call the method."""
-    return MethodFault(f"{name}: {what} {rule}, got {shown(got)}")
+    return MethodFault(key=name, rule=f"{what} {rule}, got {shown(got)}")
 
 
 def checked(cls: type, half: type, rules: Mapping[str, Rule]) -> None:
@@ -107,10 +107,12 @@ def check_kept(method: str, where: str, arrays: Mapping[str, object], *, convert
     """
     for name, value in arrays.items():
         if not isinstance(name, str):
-            raise MethodFault(f"method {method}: {where}: names must be texts, got {shown(name)}")
+            raise MethodFault(key=f"method {method}", rule=f"{where}: names must be texts, got {shown(name)}")
         if not is_numeric(value) and not (converts and is_numeric(_converted(value))):
             got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-            raise MethodFault(f"method {method}: {where}[{name!r}] must be a NumPy array of numbers, got {got}")
+            raise MethodFault(
+                key=f"method {method}", rule=f"{where}[{name!r}] must be a NumPy array of numbers, got {got}"
+            )
 
 
 def checked_state(method: str, state: object) -> State:

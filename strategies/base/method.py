@@ -121,30 +121,32 @@ class Method(Generic[P]):
         """Raise UserError if the method cannot do what the run asks, or if `stop-when` names a number that is not reported."""
         stopping.rule_of(config)
         if self.needs_classes and not tasks.of(config).has_classes:
-            raise MethodError(f"method {config.method}: it is for classes, and task {config.task} has none")
+            raise MethodError(key=f"method {config.method}", rule=f"it is for classes, and task {config.task} has none")
         for name, patterns in (("train", config.train), ("share", config.share)):
             if self.compose is not None and patterns:
                 raise MethodError(
-                    f"{name}: method {config.method} trains a network around the model, which has no such parts"
+                    key=name, rule=f"method {config.method} trains a network around the model, which has no such parts"
                 )
         if taken := metrics.taken_names(metrics.declared(self.reports), tasks.measured(config)):
             raise MethodError(
-                f"method {config.method}: reports: names must differ, and a record must not use them otherwise, got "
-                f"{', '.join(taken)}"
+                key=f"method {config.method}",
+                rule=f"reports: names must differ, and a record must not use them otherwise, got {', '.join(taken)}",
             )
         if self.needs_whole and config.share:
             raise MethodError(
-                f"method {config.method}: it works on all parameters that train; choose them with train, and leave share unset, "
-                f"got {config.share!r}"
+                key=f"method {config.method}",
+                rule="it works on all parameters that train; choose them with train, and leave share unset",
+                value=config.share,
             )
         able = ("none", *sorted(self.strategy.means.rules))
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
-            raise MethodError(f"robust: method {config.method} {what}, got {config.robust!r}")
+            raise MethodError(key="robust", rule=f"method {config.method} {what}", value=config.robust)
         if config.server_optimizer != "none" and not server_optimizer.fits(self.strategy):
             raise MethodError(
-                f"server-optimizer: method {config.method} sets no mean global model that it could move, got "
-                f"{config.server_optimizer!r}"
+                key="server-optimizer",
+                rule=f"method {config.method} sets no mean global model that it could move",
+                value=config.server_optimizer,
             )
         if config.evaluate_global:
             self._check_global(config)
@@ -152,21 +154,25 @@ class Method(Generic[P]):
         if config.private:
             private.check(config, self.strategy, "" if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
-            raise MethodError("dp-epsilon: finetune-epochs would use records outside the budget; leave it 0")
+            raise MethodError(key="dp-epsilon", rule="finetune-epochs would use records outside the budget; leave it 0")
 
     def _check_global(self, config: RunConfig) -> None:
         """Raise UserError if a run cannot measure a global model beside the personal ones."""
         if not self.global_beside_personal:
             raise MethodError(
-                f"evaluate-global: method {config.method} has no global model beside its clients' personal models; leave it off"
+                key="evaluate-global",
+                rule=f"method {config.method} has no global model beside its clients' personal models; leave it off",
             )
         if config.private:
             raise MethodError(
-                "evaluate-global: the server of a private run would learn how a model that it knows does on each client's test "
-                "data; leave it off"
+                key="evaluate-global",
+                rule="the server of a private run would learn how a model that it knows does on each client's "
+                "test data; leave it off",
             )
         if not config.report_accuracy:
-            raise MethodError("evaluate-global: clients send no metrics with report-accuracy = false; leave it off")
+            raise MethodError(
+                key="evaluate-global", rule="clients send no metrics with report-accuracy = false; leave it off"
+            )
 
     def reports_counts(self, config: RunConfig) -> bool:
         """Return whether clients report their sample counts: never with `dp-epsilon`, because a record changes them.
@@ -188,8 +194,9 @@ class Method(Generic[P]):
         """
         if self.dp_epochs is None:
             raise MethodError(
-                f"dp-epsilon: method {config.method} cannot run with differential privacy: its clients use their records for "
-                "more than plain gradient steps"
+                key="dp-epsilon",
+                rule=f"method {config.method} cannot run with differential privacy: its clients use their "
+                "records for more than plain gradient steps",
             )
         return self.dp_epochs(config)
 
@@ -199,8 +206,9 @@ class Method(Generic[P]):
         """
         if config.dp_epsilon and layout.b:
             raise MethodError(
-                f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
-                "norm = group, or another model"
+                key="dp-epsilon",
+                rule=f"model {config.model} has statistics of whole batches (BatchNorm), which no noise "
+                "covers; take norm = group, or another model",
             )
         if self.compose is None:
             refuse(layout, self.need(config))
@@ -208,7 +216,9 @@ class Method(Generic[P]):
         names = trainable_tensors.travelling(config, layout, shared)
         if config.keep_uploads and not names:
             raise MethodError(
-                f"keep-uploads: method {config.method} uploads no parameters; leave it empty, got {config.keep_uploads!r}"
+                key="keep-uploads",
+                rule=f"method {config.method} uploads no parameters; leave it empty",
+                value=config.keep_uploads,
             )
         return names
 
@@ -217,7 +227,7 @@ class Method(Generic[P]):
         need = self.needs(config.params) if callable(self.needs) else self.needs
         if need not in get_args(Need):
             raise MethodError(
-                f"method {config.method}: needs: must be one of {', '.join(get_args(Need)[1:])}, got {need!r}"
+                key=f"method {config.method}", rule=f"needs: must be one of {', '.join(get_args(Need)[1:])}", value=need
             )
         return need
 
@@ -298,7 +308,8 @@ class Method(Generic[P]):
             if initial_weights:
                 if k:
                     raise MethodError(
-                        f"initial-weights: {self.name} starts from several models, which one file would make equal"
+                        key="initial-weights",
+                        rule=f"{self.name} starts from several models, which one file would make equal",
                     )
                 model = weights.initial_model(
                     module,

@@ -28,7 +28,8 @@ def refuse(layout: Layout, need: Need) -> None:
         check_head_trains(layout)
     if not layout.names - layout.classifier and layout.constants:
         raise MethodError(
-            "train: this method trains body and classifier, but no tensor of the body, below the classifier, trains"
+            key="train",
+            rule="this method trains body and classifier, but no tensor of the body, below the classifier, trains",
         )
     if why := _lacks(layout, need):
         raise unfit(need, f"{why}; the key classifier can name other tensors")
@@ -38,7 +39,7 @@ def refuse(layout: Layout, need: Need) -> None:
 
 def unfit(need: str, why: str) -> UserError:
     """Return the error for a model without what a method needs."""
-    return UserError(f"model: this method needs {need}, but {why}")
+    return UserError(key="model", rule=f"this method needs {need}, but {why}")
 
 
 def _lacks(layout: Layout, need: Need) -> str:
@@ -84,5 +85,5 @@ def check_head_trains(layout: Layout, *tensors: str) -> None:
     if lacking:
         said = f"'s {' and '.join(tensors)}" if tensors else ""
         raise MethodError(
-            f"train: this method needs to train the classifier{said}; the key leaves out {listed(lacking)}"
+            key="train", rule=f"this method needs to train the classifier{said}; the key leaves out {listed(lacking)}"
         )

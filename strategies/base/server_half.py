@@ -260,5 +260,7 @@ def _sendable(model: Model, layout: Layout, method: str) -> Model:
     for name, array, length in (("params", model.params, layout.d), ("buffers", model.buffers, layout.b)):
         if array.dtype != np.float32 or array.shape != (length,):
             got = f"{array.dtype} {list(array.shape)}"
-            raise MethodError(f"method {method}: the {name} of a model must be float32 [{length}], got {got}")
+            raise MethodError(
+                key=f"method {method}", rule=f"the {name} of a model must be float32 [{length}], got {got}"
+            )
     return model

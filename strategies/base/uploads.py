@@ -89,8 +89,9 @@ class DeclaredSizes(Uploads):
     def __getattr__(self, name: str) -> Any:
         """Raise UserError: nothing else of an upload arrives in a private run."""
         raise MethodError(
-            f"private: method {self._method} cannot run private: its weights need the uploads' {name}, "
-            "and the server has only ids and sizes"
+            key="private",
+            rule=f"method {self._method} cannot run private: its weights need the uploads' {name}, and the "
+            "server has only ids and sizes",
         )
 
 

@@ -292,10 +292,12 @@ class FedGen(FedAvg[FedGenParams]):
         if not flat.isfinite().all():
             largest = np.abs(uploads.W[:, self.layout.indices(self.layout.classifier)]).max(axis=1)
             raise MethodError(
-                f"fedgen: the generator diverged in round {turn.round} (fedgen.generator-learning-rate {rate:g} by then); of the "
-                f"classifiers that it learned from, client {uploads.ids[int(largest.argmax())]}'s has the largest weight, "
-                f"{largest.max():.3g}; lower learning-rate ({self.config.learning_rate:g}), at which the classifiers grow, or the "
-                "generator's"
+                key="fedgen",
+                rule=f"the generator diverged in round {turn.round} (fedgen.generator-learning-rate {rate:g} "
+                "by then); of the classifiers that it learned from, client "
+                f"{uploads.ids[int(largest.argmax())]}'s has the largest weight, {largest.max():.3g}; "
+                f"lower learning-rate ({self.config.learning_rate:g}), at which the classifiers grow, or "
+                "the generator's",
             )
         known = np.isin(np.arange(self.num_classes), qualified).astype(np.uint8)
         kept = {"params": flat.detach(), "buffers": statistics, "steps": steps, "first": first, "second": second}

@@ -303,7 +303,8 @@ def shared(layout: Layout, params: FedProtoParams) -> frozenset[str]:
     """Return no names: no tensor travels. Raises UserError for a classifier without the bias that the prediction needs."""
     if head_slots(layout)[1] is None and params.predict == "prototypes":
         raise MethodError(
-            "fedproto.predict: prototypes needs a classifier with a bias that trains; take classifier, got prototypes"
+            key="fedproto.predict",
+            rule="prototypes needs a classifier with a bias that trains; take classifier, got prototypes",
         )
     return frozenset()
 

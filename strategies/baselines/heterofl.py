@@ -110,7 +110,9 @@ class HeteroFLParams:
         except ValueError:
             found = []
         if not found or not all(0 < rate <= 1 for rate in found):
-            raise MethodError(f"heterofl.rates: must be numbers in (0, 1], separated by commas, got {self.rates!r}")
+            raise MethodError(
+                key="heterofl.rates", rule="must be numbers in (0, 1], separated by commas", value=self.rates
+            )
         return found
 
     def problems(self, config: RunConfig) -> Iterator[UserError]:
@@ -133,7 +135,7 @@ def width_slices(layout: Layout, rate: float) -> dict[str, Slices]:
     another rate, and for a layer with inputs that are no earlier layer's outputs, such as a concatenation's.
     """
     if not 0 < rate <= 1:
-        raise MethodError(f"heterofl.rates: must be in (0, 1], got {rate!r}")
+        raise MethodError(key="heterofl.rates", rule="must be in (0, 1]", value=rate)
     kept: dict[str, Slices] = {}
     outputs: dict[str, int] = {}
     # the layer below: its outputs, and whether it is a convolution; the outputs of all earlier layers
@@ -198,7 +200,12 @@ def aggregate(
     shapes as large or larger, and unless there is a rate per client.
     """
     if len(parts) != np.size(rates):
-        raise MethodError(f"heterofl: there must be a rate per client, got {np.size(rates)} for {len(parts)} clients")
+        raise MethodError(
+            key="heterofl",
+            rule="there must be a rate per client",
+            value=np.size(rates),
+            hint=f" for {len(parts)} clients",
+        )
     if not parts:
         return {name: np.asarray(before, np.float64) for name, before in previous.items()}
     n, order = len(parts), np.argsort(np.asarray(rates, np.float64), kind="stable")
@@ -212,8 +219,9 @@ def aggregate(
             shape = np.array(value.shape, int)
             if value.ndim != old.ndim or (shape > old.shape).any() or (shape < least).any():
                 raise MethodError(
-                    f"heterofl: tensor {name} of client {i} has the shape {list(value.shape)}, between those of smaller rates "
-                    f"and {list(old.shape)} is expected"
+                    key="heterofl",
+                    rule=f"tensor {name} of client {i} has the shape {list(value.shape)}, between those of smaller "
+                    f"rates and {list(old.shape)} is expected",
                 )
             corner, least = (i, *(slice(0, n) for n in value.shape)), shape
             stack[corner], held[corner] = value, True
@@ -427,7 +435,8 @@ def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
         raise unfit("layers with one tensor `weight`, such as Linear layers and convolutions", f"it has {other[0]}")
     if layout.constants and min(params.widths()) < 1:
         raise MethodError(
-            "train: heterofl narrows all layers, so all must train; leave the key unset, or set heterofl.rates = 1"
+            key="train",
+            rule="heterofl narrows all layers, so all must train; leave the key unset, or set heterofl.rates = 1",
         )
     return layout.names
 

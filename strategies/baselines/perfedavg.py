@@ -91,7 +91,7 @@ def meta_gradient(
     clip_factor: gradient [d] -> a factor of the inner step.
     """
     if variant not in VARIANTS:
-        raise MethodError(f"perfedavg.variant: must be one of {', '.join(VARIANTS)}, got {variant!r}")
+        raise MethodError(key="perfedavg.variant", rule=f"must be one of {', '.join(VARIANTS)}", value=variant)
     inner = gradient_fn(w, x1, y1)
     g = gradient_fn(w - alpha * clip_factor(inner) * inner, x2, y2)
     if not VARIANTS[variant] or not alpha:

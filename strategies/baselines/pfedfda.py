@@ -378,7 +378,7 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
                     if z.shape[1] == k
                     else f"{z.shape[1]} numbers, its last layer takes {k}"
                 )
-                raise MethodError(f"pfedfda: the model's features are {what}")
+                raise MethodError(key="pfedfda", rule=f"the model's features are {what}")
             with one_thread("scipy.linalg"):
                 self._last = model, *adapt(z.astype(np.float64), y, self.shared(ctx), ctx.params, ctx.rng("folds"))
         return self._last[1], self._last[2]

@@ -150,7 +150,8 @@ def gated(factory: ModelFactory, params: PFedGateParams) -> nn.Module:
 
     if len(factory.inputs) != 3:
         raise MethodError(
-            f"method pfedgate: its gate looks at images, the data's samples have shape {list(factory.inputs)}"
+            key="method pfedgate",
+            rule=f"its gate looks at images, the data's samples have shape {list(factory.inputs)}",
         )
     channels, height, width = factory.inputs
 

@@ -123,9 +123,11 @@ def fitting_limit(server: ServerHalf[Any], need: MemoryEstimate, available: floa
     if 1 <= fewer < need.at_once:
         ways.insert(0, f"a larger --cpus-per-client, so that at most {counted(fewer, 'client')} train at once")
     raise MethodError(
-        f"model: it has {server.full_layout.d:,} parameters, and {counted(need.at_once, 'client')} train at once: the run "
-        f"needs about {size(need.total)} of memory ({size(need.server)} for the server, {size(need.client)} for each of "
-        f"these clients), and {size(available)} are available; ways out: {'; '.join(ways)}"
+        key="model",
+        rule=f"it has {server.full_layout.d:,} parameters, and {counted(need.at_once, 'client')} train "
+        f"at once: the run needs about {size(need.total)} of memory ({size(need.server)} for the "
+        f"server, {size(need.client)} for each of these clients), and {size(available)} are "
+        f"available; ways out: {'; '.join(ways)}",
     )
 
 

@@ -156,7 +156,7 @@ def check(config: RunConfig, half: type[ServerHalf[Any]]) -> None:
 
     def refuse(name: str, why: str) -> None:
         value = getattr(config, name.replace("-", "_"))
-        raise MethodError(f"{name}: method {config.method} cannot do this: {why}; got {value!r}")
+        raise MethodError(key=name, rule=f"method {config.method} cannot do this: {why}; got {value!r}")
 
     buffered, late = config.staleness_rule == "fedbuff", half.late
     if late.never:
@@ -179,13 +179,16 @@ def check_forms(server: ServerHalf[Any]) -> None:
     more = sorted(name for name, (dtype, _) in expected.extras.items() if np.dtype(dtype).kind == "f")
     if config.staleness_rule == "fedbuff" and more:
         raise MethodError(
-            f"staleness-rule: method {config.method} uploads {', '.join(more)} beside its model, which fedbuff does not move; "
-            "set decay"
+            key="staleness-rule",
+            rule=f"method {config.method} uploads {', '.join(more)} beside its model, which fedbuff does "
+            "not move; set decay",
         )
     if (expected.d, expected.b) != (server.layout.d, server.layout.b):
         what = f"method {config.method} uploads another model than it sends"
         if config.staleness_rule == "fedbuff":
-            raise MethodError(f"staleness-rule: {what}, so fedbuff finds no update; set decay")
+            raise MethodError(key="staleness-rule", rule=f"{what}, so fedbuff finds no update; set decay")
         raise MethodError(
-            f"staleness: {what}, so a late upload has no difference to it; leave it 0, got {config.staleness}"
+            key="staleness",
+            rule=f"{what}, so a late upload has no difference to it; leave it 0",
+            value=config.staleness,
         )

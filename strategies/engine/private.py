@@ -696,8 +696,9 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
         raise
     except Exception as error:
         raise MethodError(
-            f"{refused}: its weights must follow from the uploads' ids and sizes, config and params alone, got "
-            f"{type(error).__name__}: {error}"
+            key=refused,
+            rule="its weights must follow from the uploads' ids and sizes, config and params alone, got "
+            f"{type(error).__name__}: {error}",
         ) from error
     if weights.shape != (n,) or not (np.isfinite(weights).all() and (weights > 0).all()):
         raise MethodError(f"{broken}, got {weights.tolist()}")
@@ -741,8 +742,9 @@ def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
         part = evaluated(server, DeclaredSizes(config.method, chosen, [_SIZES[i] for i in chosen]))
         if not alike(part, whole[chosen]):
             raise MethodError(
-                f"private: method {config.method} cannot run private: a client's weight depends on the other clients of "
-                "the round, so that sums of several rounds would reveal single models"
+                key="private",
+                rule=f"method {config.method} cannot run private: a client's weight depends on the other "
+                "clients of the round, so that sums of several rounds would reveal single models",
             )
     evaluated(server, DeclaredSizes(config.method, [], [1.0]))
 
@@ -754,17 +756,19 @@ def check(config: RunConfig, half: type[ServerHalf[Any]], why_not: str) -> None:
             "it chooses the clients of a round itself (sample_clients), and a private run asks whole aggregation groups"
         )
     if why_not:
-        raise MethodError(f"private: method {config.method} cannot run private: {why_not}")
+        raise MethodError(key="private", rule=f"method {config.method} cannot run private: {why_not}")
     check_weights(half, config)
     if config.robust != "none":
         raise MethodError(
-            f"private: the server sees no single upload that {config.robust} could choose among; set robust = none"
+            key="private",
+            rule=f"the server sees no single upload that {config.robust} could choose among; set robust = none",
         )
     if config.collect_personal_models:
-        raise MethodError("private: collect-personal-models uploads every client's own model; leave it off")
+        raise MethodError(key="private", rule="collect-personal-models uploads every client's own model; leave it off")
     drawn = config.cohort_size(config.num_training)
     if config.num_clients and drawn < GROUP_MIN:
         raise MethodError(
-            f"private: a round needs {GROUP_MIN} clients, it has {drawn} (num-clients, fraction-train): among two, each knows the "
-            "other's model"
+            key="private",
+            rule=f"a round needs {GROUP_MIN} clients, it has {drawn} (num-clients, fraction-train): among "
+            "two, each knows the other's model",
         )

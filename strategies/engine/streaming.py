@@ -160,8 +160,9 @@ class RunningMean(UploadBuffer):
             raise
         except Exception as error:
             raise MethodFault(
-                f"method {self.server.config.method}: weights() or `summed` failed ({describe(error)}): with Means(streams=True) "
-                "they get one upload at a time, and no stack"
+                key=f"method {self.server.config.method}",
+                rule=f"weights() or `summed` failed ({describe(error)}): with Means(streams=True) they get one "
+                "upload at a time, and no stack",
             ) from error
         self._W.add(upload.model.params, weight)
         self._B.add(upload.model.buffers, weight)

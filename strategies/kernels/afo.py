@@ -59,7 +59,7 @@ def server_step(
     before, target = np.asarray(w), np.asarray(mean)
     dtype = np.result_type(before.dtype, np.float32)
     if kind not in KINDS:
-        raise MethodError(f"server-optimizer: must be one of {', '.join(KINDS)}, got {kind!r}")
+        raise MethodError(key="server-optimizer", rule=f"must be one of {', '.join(KINDS)}", value=kind)
     if before.shape != target.shape:
         raise ValueError(f"w and mean must have one shape, got {list(before.shape)} and {list(target.shape)}")
     if kind == "none":

@@ -49,14 +49,14 @@ def of_run(path: Path, methods: Mapping[str, Any]) -> list[ClientAnswers]:
     config = run.config
     ids = sorted(int(i) for i in that_train((run.last_evaluation or (0, {}))[1]))
     if not (run.finished and any((path / MODELS).glob("*.safetensors"))):
-        raise UserError(f"features: {path} holds no models; a run has them when it is finished")
+        raise UserError(key="features", rule=f"{path} holds no models; a run has them when it is finished")
     if config.dataset == NODE:
-        raise UserError(f"features: {path} trained on data that stay at the sites (dataset = node)")
+        raise UserError(key="features", rule=f"{path} trained on data that stay at the sites (dataset = node)")
     if not tasks.of(config).has_classes:
-        raise UserError(f"features: {path} has task {config.task}, whose samples have no class")
+        raise UserError(key="features", rule=f"{path} has task {config.task}, whose samples have no class")
     opened = data.open_data(config)
     if run.data_sha256 not in ("", opened.data.sha256):
-        raise UserError(f"features: {config.dataset} has changed since {path} started")
+        raise UserError(key="features", rule=f"{config.dataset} has changed since {path} started")
     if len(ids) > MOST_CLIENTS:
         ids = [ids[k] for k in np.linspace(0, len(ids) - 1, MOST_CLIENTS).astype(int)]
     found = []

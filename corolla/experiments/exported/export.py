@@ -47,7 +47,9 @@ def export(
     suffix = ".onnx" if onnx else ".pt"
     output = output or Path(f"{run.resolve().name}-{model.name}{suffix}")
     if onnx != (output.suffix == ".onnx"):
-        raise UserError(f"--output: {output} must {'end' if onnx else 'not end'} in .onnx; --onnx selects the format")
+        raise UserError(
+            key="--output", rule=f"{output} must {'end' if onnx else 'not end'} in .onnx; --onnx selects the format"
+        )
     facts = {**run_models.about(model), **loading.described(model, data_path)}
     facts["data"] |= loading.data_hashes(model)
     if model.missing:
@@ -60,7 +62,7 @@ def export(
         plugins.write(plugins.read(model.config.plugins), own_files(output))
         return output, model_card.write(output, facts)
     except OSError as error:
-        raise UserError(f"--output: cannot write {output}: {error.strerror}") from None
+        raise UserError(key="--output", rule=f"cannot write {output}: {error.strerror}") from None
 
 
 def export_each(

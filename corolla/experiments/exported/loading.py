@@ -88,8 +88,9 @@ def described(trained: Trained, data_path: str) -> Entries:
     config, task = trained.config, tasks.of(trained.config)
     if data_path and config.dataset != NODE:
         raise UserError(
-            f"--data-path: is for runs with dataset = node, whose data lie at the sites; {trained.run.path} has dataset = "
-            f"{config.dataset}, and its scaling is recorded: leave out {data_path}"
+            key="--data-path",
+            rule=f"is for runs with dataset = node, whose data lie at the sites; {trained.run.path} has "
+            f"dataset = {config.dataset}, and its scaling is recorded: leave out {data_path}",
         )
     about = trained.run.about.get(DATA, {})
     shape = list(trained.shape.get("input_shape") or (trained.shape["in_channels"], *[trained.shape["image_size"]] * 2))
@@ -111,12 +112,13 @@ def described(trained: Trained, data_path: str) -> Entries:
         except UserError as error:
             if not recorded or data_path:
                 raise UserError(
-                    f"normalize: needs the data set, for its mean and standard deviation: {error}"
+                    key="normalize", rule=f"needs the data set, for its mean and standard deviation: {error}"
                 ) from None
     elif not recorded and (scales or (config.normalize == "auto" and not read_by and len(shape) == 3)):
         raise UserError(
-            "normalize-over: mean and standard deviation are of each node's own data: export on the node, with their path as "
-            "--data-path"
+            key="normalize-over",
+            rule="mean and standard deviation are of each node's own data: export on the node, with their "
+            "path as --data-path",
         )
     if info is not None and list(info.input_shape) != shape:
         raise UserError(
@@ -177,7 +179,7 @@ def refuse_other_data(trained: Trained, data_path: str) -> None:
         why = (
             "their hash can be compared only at the site, with its key: export there, with the site's COROLLA_SITE_DIR"
         )
-    raise UserError(f"--data-path: {data_path} is not known as the data of {whose}: {why}")
+    raise UserError(key="--data-path", rule=f"{data_path} is not known as the data of {whose}: {why}")
 
 
 def data_hashes(trained: Trained) -> Entries:
@@ -215,7 +217,9 @@ def _in_the_runs_order(trained: Trained, info: DatasetInfo) -> DatasetInfo:
 def _of_client(trained: Trained) -> DatasetInfo:
     """Return the data set's description for one client, with the scaling of its inputs. Raises UserError without a client."""
     if trained.client is None:
-        raise UserError("normalize-over: each client's inputs are scaled by its own data: choose one with --client")
+        raise UserError(
+            key="normalize-over", rule="each client's inputs are scaled by its own data: choose one with --client"
+        )
     return _in_the_runs_order(trained, data.open_client(trained.config, trained.client).info)
 
 
@@ -229,7 +233,7 @@ def require_onnx() -> None:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise UserError(f"onnx: {error.name} is missing; pip install 'corolla[onnx]'") from None
+        raise UserError(key="onnx", rule=f"{error.name} is missing; pip install 'corolla[onnx]'") from None
 
 
 def write_onnx(trained: Trained, facts: Entries, output: Path) -> None:
@@ -255,7 +259,7 @@ def write_onnx(trained: Trained, facts: Entries, output: Path) -> None:
             model = program.model_proto
     except Exception as error:  # torch raises many kinds for what it cannot translate
         raise UserError(
-            f"onnx: model {trained.config.model} cannot be translated: {describe(error).splitlines()[0]}"
+            key="onnx", rule=f"model {trained.config.model} cannot be translated: {describe(error).splitlines()[0]}"
         ) from error
     for name in ("classes", "task", "method", "run", "input", "features", "table"):
         entry = model.metadata_props.add()
@@ -276,7 +280,9 @@ def _compare(content: bytes, product: ExportedModel, inputs: Mapping[str, Any], 
         for ours, theirs in zip(session.run(None, {SAMPLES: samples}), want, strict=True):
             allowed = CLOSE * max(1.0, float(np.abs(theirs).max()))
             if ours.shape != theirs.shape or not (largest := float(np.abs(ours - theirs).max())) <= allowed:
-                raise UserError(f"onnx: model {model}: ONNX Runtime's outputs differ from torch's by {largest:.3g}")
+                raise UserError(
+                    key="onnx", rule=f"model {model}: ONNX Runtime's outputs differ from torch's by {largest:.3g}"
+                )
 
 
 def examples(inputs: Mapping[str, Any], count: int) -> NDArray[Any]:
@@ -295,7 +301,7 @@ def _session(source: bytes, name: str) -> Any:
     try:
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise UserError(f"{name}: ONNX Runtime cannot use it: {describe(error).splitlines()[0]}") from error
+        raise UserError(key=name, rule=f"ONNX Runtime cannot use it: {describe(error).splitlines()[0]}") from error
 
 
 @contextlib.contextmanager
@@ -358,11 +364,11 @@ def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Answers:
         if module.state_dict().keys() == state.keys():
             break
     else:
-        raise UserError(f"{file}: does not fit model {config.model} of method {config.method}")
+        raise UserError(key=file, rule=f"does not fit model {config.model} of method {config.method}")
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise UserError(f"{file}: does not fit model {config.model}: {describe(error)}") from None
+        raise UserError(key=file, rule=f"does not fit model {config.model}: {describe(error)}") from None
     return answers_of(module, config, card)
 
 

@@ -76,7 +76,7 @@ def read_inputs(
     if they do not fit the model.
     """
     if unknown := [name for name in reading if name not in READING]:
-        raise UserError(f"--set: predict takes {' and '.join(READING)}, got {listed(unknown)}")
+        raise UserError(key="--set", rule=f"predict takes {' and '.join(READING)}, got {listed(unknown)}")
     if not inputs:
         raise UserError("give image files, a table or an .npz file")
     if any(suffix_of(path) in (".npz", *table_files.SUFFIXES) for path in inputs):
@@ -91,7 +91,9 @@ def read_inputs(
 
     wanted = card["input"]
     if len(wanted["shape"]) != 3 or wanted["dtype"] != "uint8":
-        raise UserError(f"{inputs[0]}: the model takes {_wanted(card)}, not images; give samples as x of an .npz file")
+        raise UserError(
+            key=inputs[0], rule=f"the model takes {_wanted(card)}, not images; give samples as x of an .npz file"
+        )
     # cards of earlier versions have no bits
     resize, bits = bool(wanted["image-size"]), wanted.get("bits", 0)
 
@@ -230,7 +232,7 @@ def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_Z
     encodings = [Encoding.from_json(fields) for fields in known.get("encodings", ())]
     if not encodings:
         raise UserError(
-            f"{where}: the model takes {_wanted(card)}, not named columns; give samples as x of an .npz file"
+            key=where, rule=f"the model takes {_wanted(card)}, not named columns; give samples as x of an .npz file"
         )
     needed = [encoding.column for encoding in encodings]
     missing = [name for name in needed if name not in rows]
@@ -240,15 +242,18 @@ def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_Z
         wrong = [f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
         wrong += [f"{listed(foreign)} {'is' if len(foreign) == 1 else 'are'} unknown"] * bool(foreign)
         raise UserError(
-            f"{where}: its columns must be the model's: {' and '.join(wrong)}; the model has {listed(needed)}; the table "
-            f"has {listed(list(rows))}"
+            key=where,
+            rule=f"its columns must be the model's: {' and '.join(wrong)}; the model has {listed(needed)}; "
+            f"the table has {listed(list(rows))}",
         )
     if not len(rows[needed[0]]):
-        raise UserError(f"{where}: has no rows")
+        raise UserError(key=where, rule="has no rows")
     wanted = card["input"]
     x = table.samples_of_rows(where, encodings, rows, wanted["shift"], wanted["scale"], places)
     if list(x.shape[1:]) != wanted["shape"]:
-        raise UserError(f"{where}: its rows give samples {_shape_and_type(x)}, but the model takes {_wanted(card)}")
+        raise UserError(
+            key=where, rule=f"its rows give samples {_shape_and_type(x)}, but the model takes {_wanted(card)}"
+        )
     return x.astype(wanted["dtype"], copy=False)
 
 
@@ -266,7 +271,7 @@ def _stored_targets(where: Path, name: str, y: NDArray[Any], card: Card) -> NDAr
     try:
         both = name, Stored(shift, (1.0,) * len(shift)).of(y)
     except MALFORMED as error:
-        raise UserError(f"{where}: {name} must hold {len(shift)} numbers in each row: {error}") from None
+        raise UserError(key=where, rule=f"{name} must hold {len(shift)} numbers in each row: {error}") from None
     return user_arrays.targets(where, tasks.named(card["task"]), both, both, card["classes"])[0]
 
 
@@ -275,7 +280,7 @@ def _from_npz(path: Path, card: Card, by_row: bool) -> ModelInputs:
     found = npz.members(path, names, optional=names)
     named = next((pair for pair in _ARRAYS if pair[0] in found), None)
     if named is None:
-        raise UserError(f"{path}: has no array x or x_test with samples as in the run's data")
+        raise UserError(key=path, rule="has no array x or x_test with samples as in the run's data")
     raw, y = found[named[0]], found.get(named[1])
     count = len(raw) if raw.ndim else 0
     if y is not None and len(y) != count:
@@ -299,7 +304,9 @@ def from_array(where: Path, name: str, raw: NDArray[Any], card: Card) -> NDArray
     fits = (raw.shape[-1] if raw.ndim > 1 else 1) == len(how.shift)
     x = user_arrays.samples(where, name, how.of(raw) if fits else raw)
     if list(x.shape[1:]) != wanted["shape"] or (x.dtype == np.uint8) != (wanted["dtype"] == "uint8"):
-        raise UserError(f"{where}: {name} holds samples {_shape_and_type(x)}, but the model takes {_wanted(card)}")
+        raise UserError(
+            key=where, rule=f"{name} holds samples {_shape_and_type(x)}, but the model takes {_wanted(card)}"
+        )
     return x.astype(wanted["dtype"], copy=False)
 
 
@@ -323,8 +330,9 @@ def ask(predictor: Answers, samples: NDArray[Any], card: Card) -> tuple[NDArray[
     outputs, predictions = (np.concatenate(side) for side in zip(*answers, strict=True))
     if predictions.shape[1:] != (len(card["classes"]),):
         raise UserError(
-            f"{card['file']}: gives {list(predictions.shape[1:])} outputs per sample, its card names {len(card['classes'])}: "
-            f"{listed(card['classes'])}"
+            key=card["file"],
+            rule=f"gives {list(predictions.shape[1:])} outputs per sample, its card names "
+            f"{len(card['classes'])}: {listed(card['classes'])}",
         )
     return outputs, predictions
 
@@ -402,14 +410,14 @@ class Predictor(nn.Module):
         data: as in `predict`. Raises UserError for a task whose outputs are its predictions, as regression.
         """
         if len(self.card["outputs"]) == 1:
-            raise UserError(f"probabilities: task {self.card['task']} predicts none; use predict")
+            raise UserError(key="probabilities", rule=f"task {self.card['task']} predicts none; use predict")
         return self._predictions(data)
 
     def _predictions(self, data: Any) -> NDArray[np.float32]:
         where = Path(type(data).__name__)
         if isinstance(data, str | bytes | Path):
             raise UserError(
-                f"predict: takes an array or a data frame; `corolla predict` reads files, got {str(data)!r}"
+                key="predict", rule="takes an array or a data frame; `corolla predict` reads files", value=str(data)
             )
         if hasattr(data, "columns"):
             rows = {str(name): np.asarray(data[name]) for name in data.columns}
@@ -417,10 +425,10 @@ class Predictor(nn.Module):
         else:
             samples = from_array(where, "it", np.asarray(data), self.card)
             if not len(samples):
-                raise UserError(f"{where}: must hold samples, got none")
+                raise UserError(key=where, rule="must hold samples, got none")
         device = next((tensor.device for tensor in self.parameters()), None)
         if device is not None and device.type != "cpu":
-            raise UserError(f"predict: the model must be on the CPU, it is on {device}")
+            raise UserError(key="predict", rule=f"the model must be on the CPU, it is on {device}")
         was_training = self.network.training
         try:
             return ask(answers_of(self.network, self._config, self.card), samples, self.card)[1]

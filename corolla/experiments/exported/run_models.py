@@ -100,7 +100,7 @@ def client_id(run: RecordedRun, client: object) -> int:
         meant[number] = f"the id of client {number}"
     if len(meant) > 1:
         ways = " or ".join(f"id:{i}" for i in sorted(meant))
-        raise UserError(f"client: {client!r} is {' and '.join(meant.values())}; write {ways}")
+        raise UserError(key="client", rule=f"{client!r} is {' and '.join(meant.values())}; write {ways}")
     if not meant:
         raise _no_such_client(int(client) if digits and not digits[1] else client, count, names)
     return next(iter(meant))
@@ -117,7 +117,7 @@ def _integer(value: object) -> int | None:
 def _no_such_client(client: object, count: int, names: Mapping[int, str]) -> UserError:
     known = f", or one of {listed(list(names.values()), most=MOST_NAMES)}" if names else ""
     hint = nearest(str(client), names.values())
-    return UserError(f"client: must be one of 0 to {count - 1}{known}, got {client!r}{hint}")
+    return UserError(key="client", rule=f"must be one of 0 to {count - 1}{known}", value=client, hint=hint)
 
 
 def load(path: Path, client: int | str | None, methods: Mapping[str, Any]) -> Trained:
@@ -195,12 +195,13 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
         if names <= layout.names:
             break
     else:
-        raise UserError(f"{file}: model {config.model} has no {listed(sorted(names - layout.names))}")
+        raise UserError(key=file, rule=f"model {config.model} has no {listed(sorted(names - layout.names))}")
     frozen = run.about.get(FROZEN, layout.constants)  # runs of earlier versions do not record it
     if frozen != layout.constants:
         raise UserError(
-            f"{path}: the frozen tensors of model {config.model} differ from the run's (sha256 "
-            f"{layout.constants[:12] or 'of none'}, the run's {frozen[:12] or 'of none'})"
+            key=path,
+            rule=f"the frozen tensors of model {config.model} differ from the run's (sha256 "
+            f"{layout.constants[:12] or 'of none'}, the run's {frozen[:12] or 'of none'})",
         )
     part = weights.load_safetensors(file, layout.subset(names))
     weights.write(module, layout.put(weights.read(module), part, names))
