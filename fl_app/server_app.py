@@ -325,7 +325,7 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     records = list(read_metrics(folder.path))
     summary = summarize(config, folder.experiment, records, rounds.ended_early)
     folder.write_summary(summary)
-    if line := one_class_line(records):
+    if line := one_class_line(records, config.learning_rate):
         log.warning("%s", line)
     stateful = any(rounds.versions.values())
     if not config.keep_state and stateful:

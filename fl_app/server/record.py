@@ -17,6 +17,7 @@ from fl_app.keys import Scalar
 from fl_app.metrics import (
     COUNTED,
     DIGEST_VERSION,
+    LOSS,
     ONE_CLASS,
     POOLED,
     SENT_DIGEST_VERSION,
@@ -282,11 +283,11 @@ def digest(clients: Iterable[Mapping[str, object]], version: int = DIGEST_VERSIO
     return hashlib.sha256(b"".join(bytes.fromhex(each) for each in hashes)).hexdigest()
 
 
-def one_class_line(rounds: Sequence[Record]) -> str:
+def one_class_line(rounds: Sequence[Record], learning_rate: float) -> str:
     """Return a warning that the final model predicts one class only, with the number of clients; "" if there are none.
 
     A client with only test samples of the predicted class reports nothing. It counts only if all reporting clients
-    predict one class.
+    predict one class. If the model is worse than at the start, the warning names the learning rate.
     """
     evaluation: Record = kept(rounds).get("evaluation", {})
     tested = [row for row in evaluation.get("clients", {}).values() if row.get("test-samples", 1)]
@@ -298,7 +299,11 @@ def one_class_line(rounds: Sequence[Record]) -> str:
         whose = f"all {len(tested)} clients" if len(tested) > 1 else "the only client"
     else:
         whose = f"{wrong} of {len(tested)} clients"
-    return f"{whose}: the model predicts the same class for every sample"
+    line = f"{whose}: the model predicts the same class for every sample"
+    first, last = rounds[0].get(f"{LOSS.name}-before"), evaluation.get(LOSS.name)
+    if first is None or last is None or last <= first:
+        return line
+    return f"{line}; its loss rose from {first:.3g} to {last:.3g}, so that learning-rate ({learning_rate:g}) may be too high"
 
 
 def lacking(config: RunConfig, rounds: Sequence[Record], called: Callable[[int | str], str]) -> str:

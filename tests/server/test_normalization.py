@@ -16,6 +16,7 @@ from fl_app.data import open_client
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.known_names import SCALING
+from fl_app.server.record import one_class_line
 from fl_app.server.run_folder import RunFolder, read_about, read_metrics, read_summary
 from fl_app.server_app import run
 from fl_app.transport.inprocess import InProcessGrid
@@ -241,6 +242,15 @@ def test_one_class_everywhere_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
     *_, last = read_metrics(folder.path)
     assert [row["one-class"] for row in last["evaluation"]["clients"].values()] == [0, 0, 0]
     assert not [line for line in caplog.messages if "one class" in line]
+
+
+def test_one_class_of_a_model_worse_than_at_first_names_the_learning_rate() -> None:
+    def line(first: float | None, last: float) -> str:
+        evaluation = {"loss": last, "clients": {"0": {"one-class": 1.0, "test-samples": 4}}}
+        return one_class_line([{"loss-before": first}, {"loss-before": 9.0, "evaluation": evaluation}], 0.25)
+
+    assert "learning-rate (0.25)" in line(2.3, 97.5)
+    assert not [text for text in (line(2.3, 2.2), line(None, 97.5)) if "learning-rate" in text]
 
 
 def test_one_class_is_not_told_where_single_sites_are_hidden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
