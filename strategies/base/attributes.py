@@ -10,8 +10,9 @@ import functools
 import inspect
 import types
 import zlib
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +35,17 @@ _DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
 _told: set[tuple[type | str, str]] = set()
 
+
+class _Variable(NamedTuple):
+    """A variable outside of objects and classes: the name of its module or function, its own, and what reads it."""
+
+    owner: str
+    name: str
+    read: Callable[[], object]
+
+
 Attributes = Mapping[tuple[type | str | None, str], object]
-"""A value's fingerprint by (owner, name): a class, a module's name, or None for the object itself."""
+"""A value's fingerprint by (owner, name): a class, the name of a module or function, or None for the object itself."""
 
 
 def is_own(cls: type) -> bool:
@@ -49,33 +59,77 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(names_in, inner))
 
 
+def words_in(code: types.CodeType) -> set[str]:
+    """Return the names that code uses, and its texts, which may be names of entries and attributes."""
+    words, constants = names_in(code), list(code.co_consts)
+    for constant in constants:
+        if isinstance(constant, types.CodeType):
+            words |= words_in(constant)
+        elif isinstance(constant, tuple):
+            constants += constant
+        elif isinstance(constant, str):
+            words.add(constant)
+    return words
+
+
 def functions_of(classes: Iterable[type]) -> list[types.FunctionType]:
     """Return the functions that classes define."""
     values = (getattr(value, "__func__", value) for cls in classes for value in vars(cls).values())
     return [inner for value in values if callable(value) and inspect.isfunction(inner := inspect.unwrap(value))]
 
 
-@functools.cache
-def _own(half: type) -> tuple[list[type], frozenset[str], frozenset[str], list[tuple[dict[str, Any], str]]]:
-    """Return the user's classes that a half consists of, the names that their code and the package's use, and variables.
-
-    The variables are those of modules that the user's functions name: (a module's variables, name).
-    """
-    classes = [cls for cls in half.__mro__[:-1] if is_own(cls)]
+def called_by(classes: Iterable[type]) -> list[types.FunctionType]:
+    """Return the functions that classes define, and those of their modules that these call."""
     functions = functions_of(classes)
-    used, variables = set[str](), dict[tuple[int, str], tuple[dict[str, Any], str]]()
-    # a hook may call functions of its module
     for function in functions:
-        names, values = names_in(function.__code__), function.__globals__
-        used |= names
-        for name in names & values.keys():
+        values = function.__globals__
+        for name in names_in(function.__code__) & values.keys():
             value = values[name]
             if isinstance(value, types.FunctionType) and value.__globals__ is values and value not in functions:
                 functions.append(value)
-            variables[id(values), name] = values, name
+    return functions
+
+
+@functools.cache
+def _own(half: type) -> tuple[list[type], frozenset[str], frozenset[str], list[_Variable]]:
+    """Return the user's classes that a half consists of, the names that their code and the package's use, and variables.
+
+    The variables are those of modules that the user's functions name, and those that the functions keep by themselves.
+    """
+    classes = [cls for cls in half.__mro__[:-1] if is_own(cls)]
+    used, variables = set[str](), list[_Variable]()
+    functions = called_by(classes)
+    for function in functions:
+        names, values = names_in(function.__code__), function.__globals__
+        used |= names
+        variables += [_Variable(values["__name__"], name, partial(values.get, name)) for name in names & values.keys()]
+        variables += _kept_by(function)
     engines = functions_of(cls for cls in half.__mro__[:-1] if not is_own(cls))
     others = set[str]().union(*(names_in(function.__code__) for function in engines))
-    return classes, frozenset(used) - _ENGINES, frozenset(others - used) | _ENGINES, [*variables.values()]
+    return (
+        classes,
+        frozenset(used) - _ENGINES,
+        frozenset(others - used) | _ENGINES,
+        [*{each[:2]: each for each in variables}.values()],
+    )
+
+
+def _kept_by(function: types.FunctionType) -> Iterator[_Variable]:
+    """Yield what a function keeps from call to call: attributes, values of parameters, and those of a function around it."""
+    owner = function.__qualname__
+    for name in vars(function).keys() - {"__wrapped__"}:
+        yield _Variable(owner, name, partial(vars(function).get, name))
+    for name, parameter in inspect.signature(function).parameters.items():
+        yield _Variable(owner, name, partial(getattr, parameter, "default"))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield _Variable(owner, name, partial(_content, cell))
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
 
 
 def attributes(half: object) -> Attributes:
@@ -88,9 +142,9 @@ def attributes(half: object) -> Attributes:
         for name in (used & values.keys()) if owner else values.keys() - others:
             if not _is_code(values[name]) and not _is_code(getattr(kind, name, None)):
                 found[owner, name] = _fingerprint(values[name], _DEPTH)
-    for values, name in variables:
-        if _is_plain(values.get(name)):
-            found[str(values["__name__"]), name] = _fingerprint(values[name], _DEPTH)
+    for place, name, read in variables:
+        if _is_plain(value := read()):
+            found[place, name] = _fingerprint(value, _DEPTH)
     return found
 
 
@@ -120,9 +174,8 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_code(value: object) -> bool:
-    return isinstance(value, type | staticmethod | classmethod | property | functools.cached_property) or callable(
-        value
-    )
+    known = isinstance(value, type | staticmethod | classmethod | property | functools.cached_property | partial)
+    return known or inspect.isroutine(value) or hasattr(value, "__wrapped__")
 
 
 def _fingerprint(value: Any, depth: int) -> object:

@@ -368,6 +368,7 @@ def tested_by(update: type[LocalUpdate[Any]]) -> str:
     """
     half: type = get_origin(update) or update
     own = [cls for cls in half.__mro__[:-1] if cls.__module__ != __name__ and issubclass(cls, LocalUpdate)]
-    if any("keep_personal" in attributes.names_in(hook.__code__) for hook in attributes.functions_of(own)):
+    words = set[str]().union(*(attributes.words_in(function.__code__) for function in attributes.called_by(own)))
+    if words & {"keep_personal", "personal.params"}:
         return OWN_MODEL
     return _BY_HOOK if any("personal" in vars(cls) for cls in own) else ""

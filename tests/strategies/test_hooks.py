@@ -384,6 +384,29 @@ def test_a_method_has_sixteen_functions_and_four_flags_at_most() -> None:
             "class Slots:\n    __slots__ = ('seen',)\n    def __init__(self): self.seen = 0",
             "weights() sets self.past",
         ),
+        (
+            "",
+            "def __init__(self, *given):\n        super().__init__(*given); self.past = Counter()\n"
+            "    def weights(self, uploads):\n        self.past(); return uploads.sizes\n"
+            "class Counter:\n    seen = 0\n    def __call__(self): self.seen += 1",
+            "weights() sets self.past",
+        ),
+        (
+            "def train(self, start, state, ctx, past=[]):\n        past.append(1); return super().train(start, state, ctx)",
+            "",
+            "train() sets Client.train.past",
+        ),
+        (
+            "",
+            "def weights(self, uploads):\n        count(); return uploads.sizes\ndef count(): count.calls += 1\ncount.calls = 0",
+            "weights() sets count.calls",
+        ),
+        (
+            "",
+            "def weights(self, uploads):\n        count(); return uploads.sizes\n"
+            "def counter():\n    calls = [0]\n    def count(): calls[0] += 1\n    return count\ncount = counter()",
+            "weights() sets counter.<locals>.count.calls",
+        ),
     ],
     ids=[
         "set",
@@ -395,6 +418,10 @@ def test_a_method_has_sixteen_functions_and_four_flags_at_most() -> None:
         "deque",
         "generator",
         "slots",
+        "object that is called",
+        "parameter",
+        "function",
+        "closure",
     ],
 )
 def test_what_a_hook_keeps_in_attributes_is_named_once(
@@ -426,6 +453,15 @@ def test_what_a_hook_computes_and_drops_is_not_named(
         ("pass", ""),
         ("def keep_local(self, after, state, ctx): self.keep_personal(after, state)", OWN_MODEL),
         ("def keep_local(self, after, state, ctx): [self.keep_personal(m, state) for m in (after,)]", OWN_MODEL),
+        (
+            "def keep_local(self, after, state, ctx): keep(self, after, state)\ndef keep(c, m, s): c.keep_personal(m, s)",
+            OWN_MODEL,
+        ),
+        (
+            "def keep_local(self, after, state, ctx):\n        own = {'personal.params': after.params}\n"
+            "        state.arrays.update({**own, 'personal.buffers': after.buffers})",
+            OWN_MODEL,
+        ),
         ("def personal(self, model, state, ctx): return ctx.initial()", "personal"),
     ],
 )
