@@ -19,7 +19,7 @@ CAPTION = (
     "best: best mean over a round's clients, before they train, so it can be below final, {}"
 )
 SECONDS = "seconds: of all rounds together, without the start"
-ROUNDS = "; before and after, while it runs: the model that a client receives, and the same model after the client trained it"
+ROUNDS = "; before and after, while it runs: the model that a client starts its training from, and the trained one"
 
 
 def show_results(folders: Sequence[Path]) -> None:

@@ -191,10 +191,6 @@ def tested(groups: Sequence[Group]) -> str:
     return "".join(f"{method} is an exception: {text}. " for method, text in told)
 
 
-def _tested_before(groups: Sequence[Group]) -> str:
-    return "each client's model" if any(group.first.tested for group in groups) else "the received model"
-
-
 def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: Limits | None) -> Chart:
     axis = metric_axis(groups[0].first.headline, limits)
     return side_by_side(groups, known, _titles(groups), axis)
@@ -217,7 +213,7 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         yield Panel(
             f"{metric.name}-spread",
             f"{_title(metric)} and its spread over clients, run by run",
-            f"{_title(metric)} of {_tested_before(groups)} before local training. Line: mean over the round's clients; band: "
+            f"{_title(metric)} of each client's model before local training. Line: mean over the round's clients; band: "
             f"{QUARTILES}, of all seeds together{_outer(curves.values())}; grey: the other runs."
             + long_runs(groups, cut=bool(limits)),
             lambda: _clients_spread(groups, curves, limits),
@@ -231,7 +227,7 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         yield Panel(
             f"{metric.name}-seeds",
             f"{_title(metric)} over rounds, seed by seed",
-            f"{_title(metric)} of {_tested_before(several)} before local training, mean over the round's clients: one line per "
+            f"{_title(metric)} of each client's model before local training, mean over the round's clients: one line per "
             "run." + long_runs(several, cut=bool(ends)),
             lambda: _single_runs(several, single, ends),
             folded=True,

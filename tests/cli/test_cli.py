@@ -369,7 +369,7 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     assert told.startswith("starting server and clients in this process")
     assert (
         "so it can be below final" in told
-        and "before and after, while it runs: the model that a client receives" in told
+        and "before and after, while it runs: the model that a client starts its training from" in told
     )
     assert "next: corolla report runs/one " in told
     code, out, _ = corolla("export", "runs/one", "--client", "1")
