@@ -86,8 +86,9 @@ _LAST = 2
 KINDS: Mapping[str, Kind] = {"train": "fit", "evaluate": "evaluate", QUERY: "properties"}
 
 _ERRORS = frozenset(code for code in vars(ErrorCode).values() if isinstance(code, int))
-# names of the account of a SuperLink without accounts
-_NOBODY = ("", "none", "<id:none>")
+# names of the account of a SuperLink without accounts, and what is said of a run that was submitted there
+_NOBODY = ("none", "<id:none>")
+NO_ACCOUNTS = "unknown (the SuperLink has no accounts)"
 # rules whose texts begin with a key of the run
 _NAMING = ("bounds", "readable-paths", "confine")
 
@@ -143,9 +144,9 @@ class Judged:
 
     @property
     def submitter(self) -> str:
-        """The account that submitted the run, as the SuperLink names it; "" if it has no accounts."""
-        names = (str(getattr(self.run, field, "")) for field in ("account_name", "flwr_aid"))
-        return next((name[:_MAX_TEXT] for name in names if name not in _NOBODY), "")
+        """The account that submitted the run, as the SuperLink names it; "" if it says nothing."""
+        names = [name for field in ("account_name", "flwr_aid") if (name := str(getattr(self.run, field, "")))]
+        return next((name[:_MAX_TEXT] for name in names if name not in _NOBODY), NO_ACCOUNTS if names else "")
 
 
 @dataclass

@@ -21,7 +21,7 @@ import uvicorn
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.common.config import get_project_dir
-from flwr.common.constant import ErrorCode, Status
+from flwr.common.constant import NOOP_FLWR_AID, ErrorCode, Status
 from flwr.common.serde import context_from_proto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import TaskType
@@ -38,7 +38,7 @@ from client_app.counting import train_samples
 from deploy import approval, audit, evaluations, node_cli, supernode
 from deploy.arriving import Arriving
 from deploy.audit import Audit
-from deploy.gate import Connection, Gate, NodeConfig
+from deploy.gate import NO_ACCOUNTS, Connection, Gate, NodeConfig
 from deploy.site import Site
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
@@ -115,6 +115,7 @@ class SuperLink:
         run.fab_hash, run.override_config, run.primary_task_type = HASH, self.overrides[run_id], self.kind
         run.series_id = self.series or run_id
         run.fab_id, run.fab_version = self.named
+        run.flwr_aid = self.account
         return run
 
     def _send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
@@ -128,6 +129,7 @@ class SuperLink:
         self.sent[-1][1][object_id] = content
 
     content: dict[str, bytes] = field(default_factory=dict)
+    account: str = NOOP_FLWR_AID
 
     @property
     def errors(self) -> list[str]:
@@ -288,6 +290,19 @@ def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLi
     assert download["sha256"] == asked.object_id and download["bytes"] == sum(map(len, link.content.values()))
     reply = link.sent[0][0]
     assert (upload["kind"], upload["sha256"]) == ("upload", reply.object_id) and 4000 < upload["bytes"] < 6000
+
+
+@pytest.mark.parametrize(
+    ("account", "said"), [(NOOP_FLWR_AID, NO_ACCOUNTS), ("anna", "anna"), ("", ""), ("x" * 9999, "x")]
+)
+def test_the_audit_says_who_submitted_a_run(tmp_path: Path, link: SuperLink, account: str, said: str) -> None:
+    """Or that the SuperLink has no accounts, so that nobody takes an empty field for an oversight."""
+    link.account = account
+    _, opened = gate(tmp_path, link)
+    link.ask("train")
+    assert opened.receive() is not None
+    submitter = audit.entries(tmp_path)[0]["submitter"]
+    assert submitter == said or (submitter.startswith("xxx") and len(submitter) < 9999)
 
 
 @pytest.mark.parametrize(
