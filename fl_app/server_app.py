@@ -12,13 +12,13 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fl_app import debugging, log_format, software, tasks, weights
 from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError, listed
+from fl_app.errors import UserError, counted, listed
 from fl_app.layout import Layout, Model
 from fl_app.machine import available_memory
 from fl_app.metrics import kept
@@ -67,7 +67,7 @@ from fl_app.transport.discovery import clients_to_meet
 from fl_app.transport.exchange import Exchange
 from fl_app.transport.flower import Context, Grid, ServerApp
 from fl_app.transport.inprocess import InProcessGrid
-from fl_app.transport.wire import SIMULATION, hashes
+from fl_app.transport.wire import SHA256, SIMULATION, hashes
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 from strategies.engine import late
@@ -321,7 +321,7 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     """
     config = strategy.config
     rounds.restore_best()
-    save_models(strategy, rounds, folder)
+    lacking_models = save_models(strategy, rounds, folder)
     records = list(read_metrics(folder.path))
     summary = summarize(config, folder.experiment, records, rounds.ended_early)
     folder.write_summary(summary)
@@ -330,6 +330,11 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     stateful = any(rounds.versions.values())
     if not config.keep_state and stateful:
         folder.note_state_removed()
+    if lacking_models:
+        how = "collect-personal-models = true collects them at the end of a run, or keep-state = true after it"
+        if config.keep_state or not stateful:
+            how = f"--resume {folder.path} --set collect-personal-models=true collects them"
+        log.info("models/ lacks the models of %s, which only they have: %s", counted(lacking_models, "client"), how)
     # clients of a private run delete its keys in any case
     if config.private or (not config.keep_state and (stateful or config.dp_epsilon)):
         rounds.forget()
@@ -400,8 +405,11 @@ def _told_scaling(registry: ClientRegistry) -> dict[str, list[float]] | None:
     return normalization(next((text for text in told if text), None))
 
 
-def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> None:
-    """Write the final models: the global one, and clients' models, collected or as the server holds them."""
+def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> int:
+    """Write the final models: the global one, and clients' models, collected or as the server holds them.
+
+    Return the number of clients that were evaluated with a model that is none of these.
+    """
     config, form = strategy.config, strategy.form_of_exports
     if (model := strategy.exported()) is not None:
         folder.save_model("global", form.layout(strategy, strategy.layout), model)
@@ -409,24 +417,26 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
         whole = form.layout(strategy, strategy.full_layout)
         for client_id, model in rounds.collect(strategy.state.round).items():
             folder.save_model(f"client-{client_id}", whole, model)
-    else:
-        layout = form.layout(strategy, strategy.layout)
-        for client_id in sorted(strategy.state.clients):
-            held = strategy.exported(client_id)
-            if held is not None:
-                folder.save_model(f"client-{client_id}", layout, held)
-        for client_id, held in _chosen_models(strategy, folder).items():
-            folder.save_model(f"client-{client_id}", layout, held)
+        return 0
+    layout = form.layout(strategy, strategy.layout)
+    held = {i: own for i in sorted(strategy.state.clients) if (own := strategy.exported(i)) is not None}
+    rows = kept(list(read_metrics(folder.path))).get("evaluation", {}).get("clients", {})
+    if every := form.choices(strategy):
+        held |= _used(every, rows)
+    for client_id, own in held.items():
+        folder.save_model(f"client-{client_id}", layout, own)
+    lacking_models = 0
+    for i, row in rows.items():
+        used = held.get(int(i), model)
+        # clients of a run with a promise send no hashes
+        lacking_models += SHA256 in row and (used is None or not _used([used], {i: row}))
+    return lacking_models
 
 
-def _chosen_models(strategy: PersonalizedStrategy[Any], folder: RunFolder) -> dict[int, Model]:
-    """Return the clients' models that the server holds, by the hashes of the kept models' evaluation."""
-    every = strategy.form_of_exports.choices(strategy)
-    records = list(read_metrics(folder.path)) if every else []
-    rows = kept(records).get("evaluation", {}).get("clients", {})
-    known = [(hashes(model), model) for model in every]
-    found = ((int(i), of, model) for i, row in rows.items() for of, model in known if of.items() <= row.items())
-    return {client_id: model for client_id, _, model in found}
+def _used(models: Iterable[Model], rows: Mapping[str, Mapping[str, Any]]) -> dict[int, Model]:
+    """Return the one of these models that each client was evaluated with, by the hashes in an evaluation's rows."""
+    known = [(hashes(model), model) for model in models]
+    return {int(i): model for i, row in rows.items() for of, model in known if of.items() <= row.items()}
 
 
 def configure_logging() -> None:

@@ -19,7 +19,7 @@ from fl_app.server.run_folder import PLUGINS, read_config, read_metrics
 from fl_app.site_directory import site_directory
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
-from tests.experiments.months import SETTING, cancer, wine
+from tests.experiments.months import SETTING, WINE, cancer, wine
 
 SITES: dict[str, Any] = {
     "dataset": "node",
@@ -114,10 +114,39 @@ def test_a_client_at_a_site_has_the_sites_name(run: Run, tmp_path: Path, command
     assert not any(facts.get("name") for facts in json.loads((private.path / "clients.json").read_text()).values())
 
 
-def test_a_finished_run_without_a_clients_model_names_how_to_collect_it(run: Run, tmp_path: Path) -> None:
-    folder = run(dataset=f"table:{wine(tmp_path / 'june.csv')}", method="fedper", **SETTING, num_server_rounds=1)
-    with pytest.raises(UserError, match="--resume"):
-        export(folder.path, METHODS, 0, tmp_path / "0.pt")
+@pytest.mark.parametrize(
+    ("method", "more", "words"),
+    [
+        ("fedper", {}, "keep-state = true"),
+        ("fedem", {"keep_state": True}, "--resume {path} --set collect-personal-models=true"),
+        ("fedem", {"keep_state": True, "collect_personal_models": True}, ""),
+        *[(method, {}, "") for method in ("fedavg", "ifca", "cfl", "fedcac", "fedamp")],
+        ("fedavg", {"private": True}, ""),
+    ],
+)
+def test_a_finished_run_without_clients_models_names_how_to_collect_them(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, more: dict[str, Any], words: str
+) -> None:
+    caplog.set_level("INFO")
+    setting = {
+        **SETTING,
+        "dataset": f"table:{wine(tmp_path / 'june.csv')}",
+        "classes": ",".join(WINE),
+        "num_server_rounds": 1,
+    }
+    folder = run(**{**setting, **more}, method=method)
+    lines = [line for line in caplog.messages if line.startswith("models/ lacks the models of")]
+    assert len(lines) == bool(words) and all(words.format(path=folder.path) in line for line in lines)
+    if words:
+        with pytest.raises(UserError, match="--resume"):
+            export(folder.path, METHODS, 0, tmp_path / "0.pt")
+    elif not more.get("private"):
+        for client in range(3):
+            export(folder.path, METHODS, client, tmp_path / f"{client}.pt")
+    else:
+        # no such run may collect them
+        with pytest.raises(UserError, match="corolla node export"):
+            export(folder.path, METHODS, 0, tmp_path / "0.pt")
 
 
 def test_a_site_without_a_model_says_so(command: Command) -> None:

@@ -165,7 +165,7 @@ def _check(model: Trained, client: int) -> None:
             "evaluation, which would show whether it uses the global one; export the global model without --client"
         )
     raise UserError(
-        f"{run.path} does not hold the personal model of client {run.called(client)}, which only the client can make{COLLECT}"
+        f"{run.path} does not hold the personal model of client {run.called(client)}, which only the client can make{_hint(run)}"
     )
 
 
@@ -186,7 +186,7 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
     file = path / MODELS / f"{file_stem(client)}.safetensors"
     if not file.is_file():
         there = sorted(p.stem for p in (path / MODELS).glob("*.safetensors"))
-        hint = "" if client is None or config.collect_personal_models else COLLECT
+        hint = "" if client is None or config.collect_personal_models else _hint(run)
         whose = "global model" if client is None else f"model of client {run.called(client)}"
         raise UserError(f"{path} holds no {whose}; it holds {', '.join(there) or 'none'}{hint}")
     names, shape = weights.names_in(file), shape_of(run)
@@ -209,10 +209,14 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
     return Trained(run, client, config, shape, module.eval(), missing, wire.hashes(part))
 
 
-COLLECT = (
-    "; run with --set collect-personal-models=true to save every client's model; a finished run collects them with --resume, if "
-    "its clients kept their state"
-)
+def _hint(run: RecordedRun) -> str:
+    """Return how to get a client's model that a run does not hold."""
+    if run.config.private:
+        return f"; a private run's clients keep theirs: corolla node export {run.path.resolve().name}, at the client"
+    return (
+        "; run with --set collect-personal-models=true to save every client's model; a finished run collects them with --resume, "
+        "if its clients kept their state"
+    )
 
 
 def refuse_parts(trained: Trained) -> None:
@@ -222,9 +226,9 @@ def refuse_parts(trained: Trained) -> None:
             f"{trained.run.path}: method {trained.config.method} leaves {listed(list(trained.missing))} on the clients: "
             f"{trained.name} cannot predict alone"
             + (
-                COLLECT
+                _hint(trained.run)
                 if trained.client is not None
-                else "; export a client's model, --client K, from a run with --set collect-personal-models=true"
+                else f"; export a client's model, --client K{_hint(trained.run)}"
             )
         )
 
