@@ -287,7 +287,7 @@ def one_class_line(rounds: Sequence[Record], learning_rate: float) -> str:
     """Return a warning that the final model predicts one class only, with the number of clients; "" if there are none.
 
     A client with only test samples of the predicted class reports nothing. It counts only if all reporting clients
-    predict one class. If the model is worse than at the start, the warning names the learning rate.
+    predict one class. If its loss is half as much again as at the start, the warning names the learning rate.
     """
     evaluation: Record = kept(rounds).get("evaluation", {})
     tested = [row for row in evaluation.get("clients", {}).values() if row.get("test-samples", 1)]
@@ -301,7 +301,7 @@ def one_class_line(rounds: Sequence[Record], learning_rate: float) -> str:
         whose = f"{wrong} of {len(tested)} clients"
     line = f"{whose}: the model predicts the same class for every sample"
     first, last = rounds[0].get(f"{LOSS.name}-before"), evaluation.get(LOSS.name)
-    if first is None or last is None or last <= first:
+    if first is None or last is None or last <= 1.5 * first:
         return line
     return f"{line}; its loss rose from {first:.3g} to {last:.3g}, so that learning-rate ({learning_rate:g}) may be too high"
 

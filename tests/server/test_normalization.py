@@ -250,7 +250,7 @@ def test_one_class_of_a_model_worse_than_at_first_names_the_learning_rate() -> N
         return one_class_line([{"loss-before": first}, {"loss-before": 9.0, "evaluation": evaluation}], 0.25)
 
     assert "learning-rate (0.25)" in line(2.3, 97.5)
-    assert not [text for text in (line(2.3, 2.2), line(None, 97.5)) if "learning-rate" in text]
+    assert not [text for text in (line(2.3, 3.4), line(None, 97.5)) if "learning-rate" in text]
 
 
 def test_one_class_is_not_told_where_single_sites_are_hidden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
