@@ -204,7 +204,14 @@ class KeySpec:
             want = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[self.type]
             problems.append(UserError(key=self.name, rule=f"expected {want}", value=value))
         elif self.choices and value not in self.choices:
-            problems.append(UserError(key=self.name, rule=f"must be one of {', '.join(self.choices)}", value=value))
+            problems.append(
+                UserError(
+                    key=self.name,
+                    rule=f"must be one of {', '.join(self.choices)}",
+                    value=value,
+                    hint=nearest(str(value), self.choices),
+                )
+            )
         elif self.rule and isinstance(value, (int, float)) and not self.rule.admits(value):
             finite = " and finite" * math.isinf(value)
             problems.append(UserError(key=self.name, rule=f"must be {self.rule}{finite}", value=value))
@@ -321,13 +328,20 @@ _ELSEWHERE = {
     "device": ("gpu", "cuda", "use-cuda", "device-id", "dev", "did", "gpus"),
     "dataset": ("data", "dataset-name"),
     "model": ("network", "arch", "m"),
-    "seed": ("random-seed", "rs"),
+    "seed": ("seeds", "random-seed", "rs"),
     "partition": ("split", "niid", "non-iid", "distribution"),
     "evaluate-every": ("eval-gap", "eval-every", "test-interval", "test-gap", "eg"),
     "dirichlet-alpha": ("alpha", "dir-alpha", "beta-dirichlet"),
     "output-dir": ("out", "save-dir", "log-dir", "results-dir", "save-folder-name", "sfn"),
     "run-name": ("name", "experiment-name", "goal", "go"),
     "track": ("tracker", "logger", "report-to"),
+}
+# by word of a key, what other tools call it
+_WORDS_ELSEWHERE = {
+    "dirichlet": ("dir", "lda", "niid", "noniid", "non-iid"),
+    "pathological": ("pat", "shards", "label-skew"),
+    "iid": ("homo", "uniform", "random"),
+    "cuda": ("gpu", "gpus"),
 }
 
 
@@ -379,6 +393,8 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word: the closest known word; "" if none is close."""
-    close = closest(word, known)
+    """Return the end of an error about an unknown word: the known word that is called so elsewhere, or is closest, or ""."""
+    words = list(known)
+    called = [own for own in words if word.lower().replace("_", "-") in _WORDS_ELSEWHERE.get(own, ())]
+    close = called[0] if called else closest(word, words)
     return f"; did you mean {close}?" if close else ""

@@ -104,7 +104,10 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
             rule = "must be module:Class, several with commas"
             problems.append(UserError(key="callbacks", rule=rule, value=name, hint=hint))
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
-        problems.append(UserError(key="device", rule="must be auto, cpu, cuda or cuda:k", value=values["device"]))
+        hint = nearest(str(values["device"]), ("auto", "cpu", "cuda"))
+        problems.append(
+            UserError(key="device", rule="must be auto, cpu, cuda or cuda:k", value=values["device"], hint=hint)
+        )
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
         rule = "letters, digits and _.+=,@- only, not starting with a dot"
         problems.append(UserError(key="run-name", rule=rule, value=values["run-name"]))

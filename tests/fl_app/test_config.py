@@ -89,6 +89,7 @@ def test_the_chosen_methods_parameters(method: str) -> None:
         ("lbs", "batch-size"),
         ("device_id", "device"),
         ("retries", "round-retries"),
+        ("seeds", "seed"),
     ],
 )
 def test_an_unknown_key(name: str, meant: str) -> None:
@@ -147,6 +148,10 @@ def test_a_key_without_the_one_that_it_needs() -> None:
         ("dataset", "cifar-10", "did you mean cifar10?"),
         ("model", "resnet81", "did you mean resnet8?"),
         ("partition", "dirichlet-clients", "did you mean dirichlet-client?"),
+        ("partition", "noniid", "did you mean dirichlet?"),
+        ("partition", "pat", "did you mean pathological?"),
+        ("optimizer", "Adam", "did you mean adam?"),
+        ("device", "gpu", "did you mean cuda?"),
     ],
 )
 def test_unknown_words(name: str, value: str, hint: str) -> None:
