@@ -34,14 +34,18 @@ MOST_SEEDS = 100
 # fewest seeds for an interval over seeds: with two, Student's interval is a dozen deviations wide
 SEEDS_NEEDED = 3
 CAPTION = """\
-difference: a client's final {} minus the same client's in the first row of the same data, with the same seed
+difference: a client's final {metrics} minus the same client's in the first row of the same data, with the same seed
 pairs: clients that both rows have, each averaged over its seeds
 over clients: Student's 95 % interval of the clients' averages
 Wilcoxon: two-sided p of the signed-rank test of these averages; five pairs give at least 0.062, six 0.031
-Holm: the same p, corrected for all comparisons of the table
-over seeds: Student's 95 % interval of the seeds' means
-better, worse: both intervals on one side of 0, also after Holm's correction of their p, with three or more seeds
+{holm}over seeds: Student's 95 % interval of the seeds' means
+better, worse: both intervals on one side of 0{also}, with three or more seeds
 n: number of seeds that would decide, if further seeds differed like these"""
+# of a table with several comparisons
+HOLM = {
+    "holm": "Holm: the same p, corrected for all comparisons of the table\n",
+    "also": ", also after Holm's correction of their p",
+}
 BY_CLIENT = "difference of each client, averaged over its seeds"
 # most clients listed on a terminal
 MOST_LISTED = 40
@@ -382,7 +386,9 @@ def caption(groups: Sequence[Sequence[RecordedRun]]) -> str:
     notes = {
         m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics
     }
-    return CAPTION.format(" or ".join(f"{m.name} ({', '.join(said)})" if said else m.name for m, said in notes.items()))
+    several = sum(one is not None for one in compared(groups)) > 1
+    named = " or ".join(f"{m.name} ({', '.join(said)})" if said else m.name for m, said in notes.items())
+    return CAPTION.format(metrics=named, **(HOLM if several else dict.fromkeys(HOLM, "")))
 
 
 def _show(interval: Interval | None, metric: Metric) -> str:

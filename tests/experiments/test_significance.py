@@ -245,6 +245,7 @@ def test_several_comparisons_are_corrected_together(tmp_path: Path) -> None:
     assert (
         header[header.index("Wilcoxon") + 1] == "Holm" and "Holm" not in significance.differences_table([one, other])[0]
     )
+    assert "Holm" in significance.caption([one, other, *rest]) and "Holm" not in significance.caption([one, other])
 
 
 def test_rows_are_compared_within_their_data(tmp_path: Path) -> None:
