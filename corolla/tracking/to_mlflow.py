@@ -25,7 +25,8 @@ _LONGEST, _AT_ONCE = 6000, 100
 
 def check() -> None:
     """Raise an error if no store is of MLFLOW_TRACKING_URI's kind. It asks no server."""
-    MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or None)
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        MlflowClient(uri)
 
 
 class Store:

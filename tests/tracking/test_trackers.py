@@ -67,6 +67,8 @@ def test_mlflow_holds_metrics_config_and_models(run: Run, tmp_path: Path) -> Non
     summary, rounds = read_summary(found.path), list(read_metrics(found.path))
     assert summary["digest"] == read_summary(without.path)["digest"]
 
+    # nothing is written elsewhere
+    assert not (tmp_path / "mlflow.db").exists()
     client, (entry,) = mlflow_runs(f"sqlite:///{tmp_path}/runs/mlflow/mlflow.db")
     assert entry.info.status == "FINISHED" and entry.info.run_name == "run"
     assert entry.data.tags["corolla.digest"] == summary["digest"]
