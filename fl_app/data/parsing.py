@@ -91,7 +91,7 @@ def usable_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
     """
     out = _days(values) if values.dtype.kind == "M" else held(values)
     if values.ndim == 1 and values.dtype.kind in "OUS":
-        fits, dates = np.array([_is_number(value) for value in values], bool), _are_dates(values)
+        fits, dates = np.array([is_number(value) for value in values], bool), _are_dates(values)
         if dates.sum() > fits.sum():
             out[dates] = _days_of(values[dates])
         else:
@@ -145,7 +145,7 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
     if values.ndim > 1 or first_structure(values) >= 0:
         return ending(shape_of(values, places))
     gone = missing(values)
-    numeric = np.array([none or _is_number(value) for value, none in zip(values, gone, strict=True)])
+    numeric = np.array([none or is_number(value) for value, none in zip(values, gone, strict=True)])
     dates = gone | _are_dates(values)
     fitting = dates if dates.mean() > max(numeric.mean(), 0.5) else numeric
     if fitting.all():
@@ -177,7 +177,8 @@ def no_number(values: NDArray[Any], name: str, places: Places) -> str:
     return ending(found, *encode)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, or its text."""
     # Python also reads 1_000, and digits of other scripts
     if isinstance(value, str | bytes) and not re.fullmatch(r"[ -^`-~\s]*", word(value)):
         return False

@@ -97,15 +97,17 @@ def read_rows(
     na_values: Sequence[str] = (),
     names: Mapping[str, Collection[str]] = MappingProxyType({}),
     own: SiteColumns = AS_THE_RUN,
+    long_rows: bool = False,
 ) -> Columns:
     """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError.
 
-    names: the known names in each column that holds names. own: how the table differs from the run's.
+    names: the known names in each column that holds names. own: how the table differs from the run's. long_rows: as in `read`.
     """
     if not path.is_file():
         raise DataError(no_such(path))
     extras.require("pandas", str(path))
-    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator, own=own), [], names)
+    request = DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator, own=own)
+    return read(request, [], names, long_rows)
 
 
 def places_in(path: Path, separator: str = "", own: SiteColumns = AS_THE_RUN) -> Places:
@@ -113,11 +115,17 @@ def places_in(path: Path, separator: str = "", own: SiteColumns = AS_THE_RUN) ->
     return dataclasses.replace(places(DataRequest("table", path, Path(), separator=separator, own=own)), of_model=True)
 
 
-def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collection[str]] | None = None) -> Columns:
+def read(
+    request: DataRequest,
+    notes: list[str],
+    names_in: Mapping[str, Collection[str]] | None = None,
+    long_rows: bool = False,
+) -> Columns:
     """Return a table's columns. Raises UserError, naming a key that may help, for a file that pandas cannot read.
 
     notes: receives remarks about how the file was read. names_in: the known names in each column that holds names;
-    None: as the request declares them.
+    None: as the request declares them. long_rows: keep rows with more values than columns; each column says there that
+    they have. Else they are refused.
     """
     import pandas
 
@@ -135,7 +143,17 @@ def read(request: DataRequest, notes: list[str], names_in: Mapping[str, Collecti
             if request.own.rename:
                 options |= {"names": names, "header": 0}
         # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
-        frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
+        try:
+            frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
+        except pandas.errors.ParserError:
+            if not long_rows or header is None:
+                raise
+            count = len(header.columns)
+            options |= {
+                "engine": "python",
+                "on_bad_lines": lambda cells: [f"{len(cells)} values in {count} columns"] * count,
+            }
+            frame = pandas.read_csv(path, **options)
     except UserError:
         raise
     except pandas.errors.EmptyDataError as error:

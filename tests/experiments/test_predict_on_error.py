@@ -64,6 +64,25 @@ def written(rows: pd.DataFrame, tmp_path: Path) -> Path:
     return tmp_path / "rows.csv"
 
 
+def test_a_row_with_more_values_than_columns_is_a_bad_row(
+    iris: tuple[Path, Path], tmp_path: Path, command: Command
+) -> None:
+    """So is one whose number Python alone reads, as for a table without bad rows."""
+    path = written(pd.read_csv(tmp_path / "iris.csv").iloc[40:50].drop(columns="kind"), tmp_path)
+    want = json.loads(command("predict", iris[1], path, "--json")[1])["predictions"]
+    header, *lines = path.read_text().splitlines()
+    lines[2] += ",7,8"
+    lines[5] = "5_0" + lines[5][3:]
+    path.write_text("\n".join([header, *lines]))
+    assert command("predict", iris[1], path)[0] == 2
+    code, out, err = command("predict", iris[1], path, "--json", "--on-error", "row")
+    assert code == 0, err
+    for k, row in enumerate(json.loads(out)["predictions"]):
+        assert row["input"] == want[k]["input"] and bool(row["error"]) == (k in (2, 5))
+        assert row["class"] == (None if row["error"] else want[k]["class"])
+        assert k != 2 or "7 values in 5 columns" in row["error"]
+
+
 def test_a_bad_sample_of_an_npz(run: Run, tmp_path: Path, command: Command) -> None:
     x, y = load_iris(return_X_y=True)
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y)

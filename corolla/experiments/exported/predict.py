@@ -26,7 +26,7 @@ from fl_app.config.rules import split_names
 from fl_app.data import npz, table, table_files, user_arrays
 from fl_app.data.columns import Columns
 from fl_app.data.encoding import NUMBER, TEXT, WORDS, Encoding
-from fl_app.data.parsing import FROM_ZERO, Places, missing
+from fl_app.data.parsing import FROM_ZERO, Places, is_number, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
 from fl_app.data.site_columns import SiteColumns
@@ -158,9 +158,11 @@ def _from_table(
     how = dataclasses.replace(own or site_columns_of(card), may_lack=True)
     if "separator" in reading:
         how = dataclasses.replace(how, separator="")
-    rows = table_files.read_rows(path, separator, na_values, _names_in(card), how)
-    places = table_files.places_in(path, separator, how)
     encodings = (card.get("table") or {}).get("encodings", ())
+    # a text may be anything
+    long_rows = by_row and all(fields["kind"] != TEXT for fields in encodings)
+    rows = table_files.read_rows(path, separator, na_values, _names_in(card), how, long_rows)
+    places = table_files.places_in(path, separator, how)
     numeric = {fields["column"] for fields in encodings if fields["kind"] == NUMBER} if by_row else set()
     ignored = _unknown_columns(rows, card) if by_row or own is not None else ()
     rows = {name: values for name, values in rows.items() if name not in ignored}
@@ -198,12 +200,10 @@ def _some(rows: Columns, part: Sequence[int], numeric: Collection[str] = ()) -> 
 
 def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
     """Return texts that are all numbers, or missing, as numbers; anything else unchanged."""
-    if values.dtype.kind != "O" or not all(isinstance(value, str) for value in values[~missing(values)]):
+    there = values[~missing(values)]
+    if values.dtype.kind != "O" or not all(isinstance(value, str) and is_number(value) for value in there):
         return values
-    try:
-        return np.array([float(value) if isinstance(value, str) else np.nan for value in values])
-    except ValueError:
-        return values
+    return np.array([float(value) if isinstance(value, str) else np.nan for value in values])
 
 
 def _unknown_columns(rows: Columns, card: Card) -> tuple[str, ...]:
