@@ -11,6 +11,7 @@ import pytest
 from sklearn.datasets import load_iris
 
 import corolla
+from corolla.experiments.exported import predict
 from corolla.experiments.exported.export import export
 from strategies import METHODS
 from tests.conftest import Command, Run
@@ -62,6 +63,30 @@ def test_bad_rows_come_back_empty_with_their_reason(iris: tuple[Path, Path], tmp
 def written(rows: pd.DataFrame, tmp_path: Path) -> Path:
     rows.to_csv(tmp_path / "rows.csv", index=False)
     return tmp_path / "rows.csv"
+
+
+def test_one_bad_value_spoils_no_other_row(run: Run, tmp_path: Path) -> None:
+    """Whatever kind its column has: booleans, dates, numbers, words."""
+    frame = pd.DataFrame({"hot": np.arange(60) % 3 == 0, "size": np.arange(60) / 7, "kind": np.arange(60) % 2})
+    frame["day"], frame["place"] = pd.date_range("2026-01-01", periods=60).astype(str), np.where(frame["hot"], "a", "b")
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    setting = {
+        "partition": "iid",
+        "train_samples": 20,
+        "test_samples": 5,
+        "num_clients": 2,
+        "num_server_rounds": 1,
+        "categorical": "place",
+    }
+    folder = run(**setting, dataset=f"table:{tmp_path / 'table.csv'}", target="kind")
+    _, card = export(folder.path, METHODS, None, tmp_path / "model.pt")
+    rows = frame.drop(columns="kind").head(6).astype(object)
+    want = predict.read_inputs([written(rows, tmp_path)], card).samples
+    for column, value in [("hot", "maybe"), ("day", "soon"), ("size", "large"), ("place", "c"), ("hot", None)]:
+        bad = rows.copy()
+        bad.loc[2, column] = value
+        found = predict.read_inputs([written(bad, tmp_path)], card, on_error="row")
+        assert [*found.bad] == [2] and (found.samples == np.delete(want, 2, axis=0)).all()
 
 
 def test_a_row_with_more_values_than_columns_is_a_bad_row(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import npz, table, table_files, user_arrays
 from fl_app.data.columns import Columns
-from fl_app.data.encoding import NUMBER, TEXT, WORDS, Encoding
+from fl_app.data.encoding import BOOLEAN, NUMBER, TEXT, WORDS, Encoding
 from fl_app.data.parsing import FROM_ZERO, Places, is_number, missing
 from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
@@ -40,6 +40,8 @@ READING = ("separator", "na-values")
 """Keys with which `predict` reads a table, as a run does."""
 # names of an .npz file's arrays: samples, and targets if it has any
 _ARRAYS = (("x", "y"), ("x_test", "y_test"))
+# the texts that pandas reads as booleans
+_BOOLEANS = {form(str(value)): value for value in (True, False) for form in (str, str.lower, str.upper)}
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def _from_table(
     long_rows = by_row and all(fields["kind"] != TEXT for fields in encodings)
     rows = table_files.read_rows(path, separator, na_values, _names_in(card), how, long_rows)
     places = table_files.places_in(path, separator, how)
-    numeric = {fields["column"] for fields in encodings if fields["kind"] == NUMBER} if by_row else set()
+    typed = {fields["column"]: fields["kind"] for fields in encodings} if by_row else {}
     ignored = _unknown_columns(rows, card) if by_row or own is not None else ()
     rows = {name: values for name, values in rows.items() if name not in ignored}
 
@@ -173,7 +175,7 @@ def _from_table(
             number=lambda k: places.number(part[k]),
             written=lambda column, k: places.written(column, part[k]),
         )
-        return from_columns(path, _some(rows, part, numeric), card, there)
+        return from_columns(path, _some(rows, part, typed), card, there)
 
     count = len(next(iter(rows.values()), ()))
     samples, bad = _rows_read(count, read, card, by_row)
@@ -192,18 +194,22 @@ def _from_table(
         return dataclasses.replace(found, remark=f"no metric was measured: {error}")
 
 
-def _some(rows: Columns, part: Sequence[int], numeric: Collection[str] = ()) -> Columns:
-    """Return some rows of columns. Without a word in it, a column that was read as text may hold numbers."""
+def _some(rows: Columns, part: Sequence[int], kinds: Mapping[str, str] = MappingProxyType({})) -> Columns:
+    """Return some rows of columns. Without a word in it, a column that was read as text may hold numbers or booleans."""
     found = {name: values[list(part)] for name, values in rows.items()}
-    return {name: _as_numbers(values) if name in numeric else values for name, values in found.items()}
+    return {name: _as_trained(values, kinds.get(name, "")) for name, values in found.items()}
 
 
-def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
-    """Return texts that are all numbers, or missing, as numbers; anything else unchanged."""
-    there = values[~missing(values)]
-    if values.dtype.kind != "O" or not all(isinstance(value, str) and is_number(value) for value in there):
+def _as_trained(values: NDArray[Any], kind: str) -> NDArray[Any]:
+    """Return texts that are all numbers, or all booleans, or missing, as such if a column is of this kind; else unchanged."""
+    texts = values[~missing(values)]
+    if values.dtype.kind != "O" or not all(isinstance(value, str) for value in texts):
         return values
-    return np.array([float(value) if isinstance(value, str) else np.nan for value in values])
+    if kind == NUMBER and all(map(is_number, texts)):
+        return np.array([float(value) if isinstance(value, str) else np.nan for value in values])
+    if kind == BOOLEAN and all(value in _BOOLEANS for value in texts):
+        return np.array([_BOOLEANS[value] if isinstance(value, str) else None for value in values], dtype=object)
+    return values
 
 
 def _unknown_columns(rows: Columns, card: Card) -> tuple[str, ...]:
