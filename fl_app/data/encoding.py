@@ -6,11 +6,16 @@ It is stored as JSON, so that new rows are encoded as the training rows were.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+# digits of a hash that tell tokenizers apart
+_DIGITS = 12
 KINDS = NUMBER, BOOLEAN, DATE, WORDS, TEXT = "number", "boolean", "date", "words", "text"
 
 
@@ -25,7 +30,8 @@ class Encoding:
     None, but the features are the same.
 
     TEXT gives one feature of `length` token ids. tokenizer: the content of a tokenizer.json that makes them; "": they are
-    the numbers of `words`, by the rules of fl_app/data/text.py. padding: the id after a text's end.
+    the numbers of `words`, by the rules of fl_app/data/text.py. padding: the id after a text's end. The feature's name has a hash of
+    these, because one id means different words by different tokenizers.
     """
 
     column: str
@@ -42,6 +48,8 @@ class Encoding:
         """Names of the column's features, in order."""
         if self.kind == WORDS:
             return [f"{self.column}={word}" for word in self.words]
+        if self.kind == TEXT:
+            return [f"{self.column} (tokens {_hash(self.tokenizer, self.words, self.length, self.padding)})"]
         has_indicator = self.fill is not None or self.own_fill
         return [self.column, f"{self.column} missing"] if has_indicator else [self.column]
 
@@ -75,6 +83,11 @@ class Encoding:
         if not texts or not fills or not counts or not known or type(found.own_fill) is not bool:
             raise ValueError(f"no column has the encoding {fields!r:.200}")
         return found
+
+
+@functools.lru_cache(maxsize=8)
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:_DIGITS]
 
 
 def of_features(encodings: Iterable[Encoding], names: Sequence[str]) -> tuple[Encoding, ...]:

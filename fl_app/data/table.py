@@ -33,7 +33,7 @@ from fl_app.data.prepared import (
 from fl_app.errors import DataError, UserError
 from fl_app.sources import suffix_of
 
-VERSION = 8
+VERSION = 9
 """Version of the rules that read columns. Conversions of other versions are not used."""
 
 # more numbers than this are hardly meant as classes
@@ -325,7 +325,8 @@ def _samples(
     path, train, names = request.path, sides[0], encoded.names
     tokens = bool(encoded.tokens) or request.of_task.input_dtype == "int64"
     if len(names) > 1 and any(values.ndim > 1 for values in train):
-        several = ", ".join(name for name, values in zip(names, train, strict=True) if values.ndim > 1)
+        whose = [encoding.column for encoding in encoded.encodings for _ in encoding.names]
+        several = ", ".join(column for column, values in zip(whose, train, strict=True) if values.ndim > 1)
         raise DataError(
             key="dataset",
             rule=f"{path}: {several} must be the only feature, or hold one number per row; leave columns out (exclude)",

@@ -42,7 +42,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 # numbers of what is no word, and of unknown words
 _RESERVED = 2
 # version of the rules that make tokens
-_RULES = 2
+_RULES = 3
 _PADDING = ("[PAD]", "<pad>", "<PAD>", "<|pad|>")
 
 
@@ -63,7 +63,7 @@ def prepare(request: DataRequest) -> Prepared:
         most = sorted(counts, key=lambda word: (-counts[word], word))[: VOCABULARY - _RESERVED]
         encoding = Encoding(COLUMN, TEXT, tuple(most), length=LENGTH)
         uses = ((COLUMN, "feature", f"text, as its first {LENGTH} words and marks"),)
-        facts = Facts((COLUMN,), uses, encodings=(encoding,), tokens=VOCABULARY)
+        facts = Facts(tuple(encoding.names), uses, encodings=(encoding,), tokens=VOCABULARY)
         save(directory, (token_ids(encoding, train), y_train, token_ids(encoding, test), y_test), facts=facts)
         return names
 

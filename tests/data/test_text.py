@@ -267,3 +267,20 @@ def test_a_run_learns_texts_with_a_tokenizer(run: Run, tmp_path: Path) -> None:
     settings |= {"dataset": f"hf:{tmp_path / 'known'}", "optimizer": "adam", "learning_rate": 0.01, "local_epochs": 5}
     found = run(**settings, train_samples=20, test_samples=20, num_clients=2, num_server_rounds=2, method="fedper")
     assert RecordedRun(found.path).summary["final-accuracy"] > 0.9
+
+
+def test_no_run_starts_from_a_model_of_another_tokenizer(run: Run, tmp_path: Path) -> None:
+    """The ids of one tokenizer are other words by another one, also if the column has the same name."""
+    settings = keys(tmp_path, partition="iid", train_samples=8, test_samples=3, num_clients=2, num_server_rounds=1)
+    june = run(**settings, run_name="june")
+    file, card = export(june.path, METHODS, None, tmp_path / "june.pt")
+    ways = {"initial_weights": str(file)}, {"from_run": str(june.path)}
+    for k, way in enumerate(ways):
+        run(**settings, **way, run_name=f"same-{k}")
+    tokenizer(tmp_path / "other.json", length=64)
+    text = (tmp_path / "other.json").read_text()
+    (tmp_path / "other.json").write_text(text.replace('"goal":3', '"bank":3').replace('"bank":4', '"goal":4'))
+    for way in ways:
+        with pytest.raises(UserError, match="text "):
+            run(**settings | {"tokenizer": str(tmp_path / "other.json")}, **way, run_name="other")
+    assert not (june.path.parent / "other").exists() and card["features"][0].startswith("text ")
