@@ -149,7 +149,9 @@ def status(
         for key in strangers
     ]
     if away > allow_offline:
-        problems.append(f"{counted(away, 'SuperNode')} not connected; --allow-offline {away} allows it")
+        # nothing allows that a process of the cluster has ended
+        allows = f"; --allow-offline {away} allows it" if good and not strangers else ""
+        problems.append(f"{counted(away, 'SuperNode')} not connected{allows}")
     for problem in problems:
         typer.echo(problem, err=True)
     if not good or strangers or away > allow_offline:

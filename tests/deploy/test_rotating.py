@@ -204,6 +204,10 @@ def test_status_names_keys_that_no_entry_has(running: Cluster, link: Link, tmp_p
     key = public_bytes(joining.make_key(tmp_path / "stranger"))
     link.nodes.append(Known(77, "supernode-1", key, "offline"))
     code, out, err = command("cluster", "status", "lab", "--json", "--allow-offline", "9")
+    # no option allows that
+    link.nodes[0].status = "offline"
+    assert "--allow-offline" not in command("cluster", "status", "lab")[2]
+    link.nodes[0].status = "online"
     assert code == 1 and "flwr supernode unregister 77 lab" in err and revoked.fingerprint(key) in err
     assert [row["key"] for row in json.loads(out)].count(revoked.fingerprint(key)) == 1
     link.nodes[-1].status = "unregistered"
