@@ -47,9 +47,7 @@ def join(
             )
         )
     else:
-        table = Table(
-            "client", "name", "SuperNode", "key", "messages", "answers", "submitted by", "samples", "data", "audit"
-        )
+        table = Table("client", "name", "SuperNode", "key", "messages", "answers", "samples", "data", "audit")
         for each in joined.clients:
             samples = " + ".join(str(each[name]) for name in ("train-samples", "test-samples") if name in each)
             keys = ", ".join(key.removeprefix("SHA256:")[:_DIGITS] for key in each["keys"])
@@ -62,8 +60,10 @@ def join(
                 str(each["answers"]),
             )
             data = each.get("data-sha256", "")[:_DIGITS]
-            table.add_row(*map(escape, (*cells, ", ".join(each["submitters"]), samples, data, each["audit"])))
+            table.add_row(*map(escape, (*cells, samples, data, each["audit"])))
         console.print(table)
+        if submitters := sorted({name for each in joined.clients for name in each["submitters"]}):
+            console.print(escape(f"submitted by {', '.join(submitters)}"), soft_wrap=True)
         for each in joined.apart:
             console.print(escape(f"{each['audit']}: had no part in the run: {each['why']}"), soft_wrap=True)
         for line in joined.differences:

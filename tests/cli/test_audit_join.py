@@ -63,7 +63,7 @@ def test_two_trails_that_agree(command: Command, folder: RunFolder, tmp_path: Pa
     # a directory, and a copy of the file alone
     copy = shutil.copy(places[1] / audit.FILE, tmp_path / "verden.jsonl")
     code, out, err = command("audit", "join", folder.path, places[0], copy)
-    assert code == 0 and "agree on 4 messages" in out, out + err
+    assert code == 0 and "agree on 4 messages" in out and "submitted by anna\n" in out, out + err
     code, out, _ = command("audit", "join", folder.path, *places, "--json")
     joined = json.loads(out)
     assert code == 0 and joined["differences"] == [] and len(joined["messages"]) == 4
