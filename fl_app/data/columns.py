@@ -24,6 +24,7 @@ from fl_app.data.parsing import (
     first_structure,
     is_structure,
     missing,
+    no_date,
     no_number,
     numbers_of,
     shape_of,
@@ -556,6 +557,8 @@ def _encoded(encoding: Encoding, values: NDArray[Any], places: Places) -> list[N
         found = _words(name, [values], encoding.words, places)
         return found if isinstance(found, str) else found[2][0]
     numbers = numbers_of(values)
+    if numbers is None and encoding.kind == DATE and (found := no_date(values, places)):
+        return f"column {name} must hold dates as year-month-day, got {found}"
     if numbers and DATE in (encoding.kind, numbers[0]) and encoding.kind != numbers[0] and not missing(values).all():
         return f"column {name} must hold {encoding.kind}s, got {numbers[0]}s"
     empty = np.flatnonzero(missing(values))

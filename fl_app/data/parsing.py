@@ -196,6 +196,17 @@ def _are_dates(values: NDArray[Any]) -> NDArray[np.bool_]:
     return found
 
 
+def no_date(values: NDArray[Any], places: Places) -> str:
+    """Return the first value [n] that is there and no date, with its row, and the number of others; "" if there is none."""
+    if values.dtype.kind not in "OUS" or values.ndim > 1 or first_structure(values) >= 0:
+        return ""
+    wrong = np.flatnonzero(~(missing(values) | _are_dates(values)))
+    if not wrong.size:
+        return ""
+    more = f" and in {counted(wrong.size - 1, 'more row')}" if wrong.size > 1 else ""
+    return f"{word(values[wrong[0]])!r:.40} in row {places.number(int(wrong[0]))}{more}"
+
+
 def first_structure(values: NDArray[Any]) -> int:
     """Return the first row that holds a list, a tuple, an array, a map or a set; -1 if none does."""
     if values.dtype.kind != "O":

@@ -11,8 +11,11 @@ import pandas
 import pytest
 
 from fl_app import data
+from fl_app.data.encoding import DATE, Encoding
+from fl_app.data.parsing import FROM_ZERO
+from fl_app.data.table import samples_of_rows
 from fl_app.data.table_files import places_in, read_rows
-from fl_app.errors import UserError
+from fl_app.errors import DataError, UserError
 from tests.conftest import Command, config
 from tests.hospitals import write
 
@@ -269,6 +272,14 @@ def test_labels_of_0_0_and_1_0_get_the_right_advice(tmp_path: Path) -> None:
         opened(tmp_path, csv(FRAME.assign(y=[0.0, 1.0] * (ROWS // 2))))
     with pytest.raises(UserError, match="float64; numbers are learned with task = regression$"):
         opened(tmp_path, csv(FRAME.assign(y=FRAME.a)))
+
+
+def test_of_new_rows_the_one_without_a_date_is_named() -> None:
+    """Not the first row, whose text is a date."""
+    rows = {"day": np.array(["2026-01-02", None, "2026-13-45", "soon"], dtype=object)}
+    with pytest.raises(DataError) as refused:
+        samples_of_rows(Path("new.csv"), [Encoding("day", DATE)], rows, [], [], FROM_ZERO)
+    assert "2026-13-45" in str(refused.value) and "2026-01-02" not in str(refused.value)
 
 
 def test_dates_and_decimals_of_a_parquet_file(tmp_path: Path) -> None:
