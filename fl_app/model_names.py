@@ -51,9 +51,10 @@ class ModelNames(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model's card: its inputs and outputs. scaling: the lists that SCALING names."""
+    """A model's card: its inputs and outputs. has_classes: of its task. scaling: the lists that SCALING names."""
 
     names: ModelNames
+    has_classes: bool
     normalize: str
     scaling: Mapping[str, list[float]]
 
@@ -77,7 +78,7 @@ def read_card(source: str, file: Path) -> ModelCard | None:
     inputs, shift = card["input"], card.get("target-shift", [])
     scaling = {name: list(inputs.get(name, ())) for name in SCALING} | {"target-shift": shift}  # type: ignore[call-overload]
     names = ModelNames(tuple(card["features"]), tuple(card["classes"]), tuple(shift))
-    return ModelCard(names, inputs["normalize"], scaling)
+    return ModelCard(names, card["has-classes"], inputs["normalize"], scaling)
 
 
 def names_in(facts: Mapping[str, Any]) -> tuple[str, ...]:
@@ -332,8 +333,8 @@ def change_line(source: str, card: ModelCard | None, how: Reordering | None, nam
     if card is None:
         beside = model_card.beside(Path(source.rpartition(" ")[2])).name
         return (
-            f"{source}: has no card ({beside}) beside it: its classes, its features and their scaling cannot be compared with "
-            "the data's"
+            f"{source}: has no card ({beside}) beside it, as `corolla export` writes one: its classes, its features and their "
+            "scaling cannot be compared with the data's"
         )
     parts = []
     for what, order in (("features", how.features if how else None), ("classes", how.outputs if how else None)):

@@ -30,8 +30,8 @@ class Encoding:
     None, but the features are the same.
 
     TEXT gives one feature of `length` token ids. tokenizer: the content of a tokenizer.json that makes them; "": they are
-    the numbers of `words`, by the rules of fl_app/data/text.py. padding: the id after a text's end. The feature's name has a hash of
-    these, because one id means different words by different tokenizers.
+    the numbers of `words`, by the rules of fl_app/data/text.py. padding: the id after a text's end. The feature's name has a
+    hash of these, because one id means different words by different tokenizers.
     """
 
     column: str

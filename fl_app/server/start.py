@@ -11,7 +11,7 @@ import numpy as np
 
 from fl_app import tasks
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.keys import Scalar
 from fl_app.model_names import ModelCard, ModelNames, names_in, read_card, scaling_line
 from fl_app.server.properties import INPUT, MODEL_NAMES, ClientReport, input_facts
@@ -45,6 +45,15 @@ def start_of(config: RunConfig, registry: ClientRegistry, target_shift: tuple[fl
     names = names_of_data(config, registry)._replace(target_shift=target_shift)
     source = f"initial-weights {config.initial_weights}"
     card = read_card(source, Path(config.initial_weights))
+    has_classes = tasks.of(config).has_classes
+    if card is not None and card.has_classes != has_classes and not config.initial_weights_partial:
+        what = ("numbers", "classes")
+        raise ConfigurationError(
+            key=source,
+            rule=f"its outputs must be {what[has_classes]}, as those of task {config.task} are",
+            value=what[card.has_classes],
+            hint="; initial-weights-partial = true takes the tensors that fit",
+        )
     scaling = own_scaling(config, source, card, names) if config.normalizes_by_initial else None
     line = scaling_line(source, card, normalization_of(config, registry), config.normalize_over) if card else ""
     if card is None or not config.private:

@@ -16,7 +16,7 @@ from corolla.experiments.exported import loading, predict
 from corolla.experiments.exported.export import export
 from fl_app import data, model_card, model_names, weights
 from fl_app.config import parse
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.model_names import ModelNames
 from fl_app.server.run_folder import RunFolder, read_about, read_config, read_metrics
 from strategies import METHOD_PARAMS, METHODS
@@ -185,6 +185,21 @@ def test_digits_with_their_classes_backwards(run: Run, tmp_path: Path) -> None:
     folder = run(**setting, num_server_rounds=1, classes=backwards, initial_weights=str(file), run_name="july")
     assert first(folder) == pytest.approx(model_card.read(file)["metrics"]["accuracy"], abs=0.02)
     assert first(folder) > 0.7
+
+
+def test_numbers_are_no_classes(run: Run, tmp_path: Path) -> None:
+    """Also where the classes are called 0 and 1, so that no names can be compared."""
+    table = diabetes(tmp_path / "targets.csv", ("progress", "bmi"))
+    setting = {"partition": "iid", "num_server_rounds": 1, "num_clients": 2, "dataset": f"table:{table}"}
+    june = run(**setting, task="regression", target="progress,bmi", run_name="june")
+    file, _ = export(june.path, METHODS, None, tmp_path / "june.pt")
+    frame = pd.read_csv(table).drop(columns="bmi")
+    frame.assign(progress=(frame["progress"] > 1).astype(int)).to_csv(other := tmp_path / "classes.csv", index=False)
+    setting |= {"dataset": f"table:{other}", "target": "progress", "initial_weights": str(file)}
+    with pytest.raises(ConfigurationError) as refused:
+        run(**setting, run_name="july")
+    assert refused.value.key.startswith("initial-weights") and refused.value.value == "numbers"
+    run(**setting, run_name="july", initial_weights_partial=True)
 
 
 @pytest.mark.parametrize("far", [0.0, 1e7])
