@@ -37,7 +37,7 @@ def test_only_the_clients_own_data_give_its_scaling(run: Run, tmp_path: Path) ->
     folder = run(**SITES, node_configs={k: {"data-path": str(path)} for k, path in enumerate(files)})
     other = cancer(tmp_path / "other.csv", slice(1, 90, 2))
     for path, words in ((other, "clients.json"), (files[2], "client 2")):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=f"^--data-path: .*{words}"):
             export(folder.path, METHODS, 1, tmp_path / "1.pt", data_path=str(path))
     with pytest.raises(UserError, match="data of any client"):
         export(folder.path, METHODS, None, tmp_path / "g.pt", data_path=str(other))

@@ -110,7 +110,9 @@ def described(trained: Trained, data_path: str) -> Entries:
             if scales and config.normalizes_by_site and config.dataset != NODE:
                 info = _of_client(trained)
         except UserError as error:
-            if not recorded or data_path:
+            if data_path:
+                raise
+            if not recorded:
                 raise UserError(
                     key="normalize", rule=f"needs the data set, for its mean and standard deviation: {error}"
                 ) from None
