@@ -544,7 +544,7 @@ def features_of(
         else:
             features += found
     if problems:
-        raise DataError(f"{path}: " + "; ".join(problems))
+        raise DataError(key=path, rule="; ".join(problems))
     return features
 
 

@@ -117,7 +117,7 @@ def _refuse_damaged(files: Sequence[Path | bytes], names: Sequence[str]) -> None
     if len(found) > 1:
         more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         lines = [f"  {text}" for text in found[:_SHOWN]] + more
-        raise DataError(f"dataset: {len(found)} images cannot be read:\n" + "\n".join(lines))
+        raise DataError(key="dataset", rule=f"{len(found)} images cannot be read:\n" + "\n".join(lines))
     if found:
         raise DataError(key="dataset", rule=found[0])
 

@@ -231,12 +231,13 @@ def _refuse(request: DataRequest, problems: Sequence[str]) -> None:
         return
     keys = ("target: ", "client: ", "exclude: ", "categorical: ", "impute: ", "classes: ", "dataset: ")
     if len(problems) == 1:
+        key, _, rule = problems[0].partition(": ")
         whole = problems[0].startswith(keys)
-        raise DataError(problems[0] if whole else f"dataset: {request.path}: {problems[0]}")
+        raise DataError(key=key if whole else "dataset", rule=rule if whole else f"{request.path}: {problems[0]}")
     shown = [f"  {problem}" for problem in problems[: columns.MANY]]
     if len(problems) > columns.MANY:
         shown.append(f"  and {len(problems) - columns.MANY} more")
-    raise DataError(f"dataset: {request.path}: {len(problems)} problems:\n" + "\n".join(shown))
+    raise DataError(key="dataset", rule=f"{request.path}: {len(problems)} problems:\n" + "\n".join(shown))
 
 
 class Outputs(NamedTuple):

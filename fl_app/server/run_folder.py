@@ -590,7 +590,7 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
             f"  {ROUNDS}: {before!r} in the run, now {now!r}; {listed(spanning)} was meant for {before} rounds"
         )
     if changed:
-        raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
+        raise UserError(key="resume", rule="these keys must not change:\n" + "\n".join(changed))
     _check_files(run, config)
 
 

@@ -234,7 +234,7 @@ class ClientRegistry:
                 log.info("%d SuperNodes have not answered yet: %s", len(self._queries), why)
             limit = max(self.config.available_timeout, self.config.round_timeout if pending else 0)
             if waited > limit or (not pending and self._all_refused):
-                raise UserError(self._too_few(waited))
+                raise self._too_few(waited)
             if not answered:
                 time.sleep(POLL_SECONDS)
 
@@ -260,7 +260,7 @@ class ClientRegistry:
         self._warn_of_refused()
         self._warn_of_silent(time.monotonic() - heard)
         if len(self.client_ids) < self.minimum:
-            raise UserError(self._too_few(0.0))
+            raise self._too_few(0.0)
         return all(i in self.node_of for i in client_ids)
 
     def columns(self, client_id: int) -> dict[str, str]:
@@ -294,13 +294,13 @@ class ClientRegistry:
 
     # Missing clients, and the causes
 
-    def _too_few(self, waited: float) -> str:
+    def _too_few(self, waited: float) -> UserError:
         if (self._started and not self._known) or not self._left_out:
             ids = self.client_ids
             shown = str(ids) if len(ids) <= _MOST_SHOWN else f"{str(ids[:_MOST_SHOWN])[:-1]}, ...]"
-            return (
-                f"min-available-clients: {self.minimum} clients must be connected, {len(ids)} were after "
-                f"{waited:.0f} s (client ids {shown})"
+            return UserError(
+                key="min-available-clients",
+                rule=f"{self.minimum} clients must be connected, {len(ids)} were after {waited:.0f} s (client ids {shown})",
             )
         reports = [node.report for node in self._reported.values() if node.report]
         shapes = properties.differing_shapes(reports)
@@ -309,10 +309,9 @@ class ClientRegistry:
             self.config.private or len({report.names for report in reports}) > 1
         )
         if shapes and not of_names:
-            return f"clients' data must have the same channels, classes and image size:\n{shapes}"
-        return "clients that cannot take part:\n" + "\n".join(
-            f"  {who}: {why}" for who, why in sorted(node.left_out for node in self._left_out)
-        )
+            return UserError(f"clients' data must have the same channels, classes and image size:\n{shapes}")
+        left_out = sorted(node.left_out for node in self._left_out)
+        return UserError("clients that cannot take part:\n" + "\n".join(f"  {who}: {why}" for who, why in left_out))
 
     @property
     def _all_refused(self) -> bool:
