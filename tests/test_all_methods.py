@@ -157,7 +157,7 @@ def assert_reports_are_sent(method: Method, rounds: list[dict[str, Any]]) -> Non
 def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
     if (method, model) == ("fedma", "residual"):
-        with pytest.raises(UserError, match="model: this method needs a chain of layers, but "):
+        with pytest.raises(UserError, match="chain of layers"):
             start(tmp_path, "one", **config)
         return
     others = watch_tested(METHODS[method].local_update, monkeypatch)

@@ -25,6 +25,7 @@ from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.api.test_live import display
 from tests.conftest import Command, Run
+from tests.facts import mentions
 
 
 def press() -> None:
@@ -123,5 +124,5 @@ def test_a_superlink_that_died_is_one_sentence_and_the_way_on(raw_config: dict[s
     with pytest.raises(RunFailed) as failed:
         one_run.run_one(raw_config, submit, verbose=False, where="--superlink lab ")
     said = str(failed.value)
-    assert said.startswith("the SuperLink ended or can no longer be reached; continue with: ")
-    assert said.endswith(f"run --superlink lab --resume {tmp_path / 'run'}") and "{" not in said
+    assert mentions(said, "SuperLink ended", "no longer", "reached", "continue with")
+    assert mentions(said, "run --superlink", f"--resume {tmp_path / 'run'}") and "{" not in said

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fl_app.server.run_folder import read_config, read_summary
 from tests.conftest import Command
+from tests.facts import mentions
 
 KEYS = {
     "num-server-rounds": 3,
@@ -34,9 +35,9 @@ def test_the_command_repeats_a_run(command: Command, tmp_path: Path) -> None:
     # these would need other arrivals
     for changed in ("seed=5", "quorum=0.8", "method=fedavg", "speeds=lognormal:2", "num-clients=5"):
         code, _, err = command(*again, "--set", changed)
-        assert code == 2 and f"{changed.split('=')[0]}: " in err and "must be as in" in err, err
+        assert code == 2 and f"{changed.split('=')[0]}: " in err and mentions(err, "must be as"), err
     code, _, err = command(*again[:-1], "run-name=more", "--set", "num-server-rounds=4")
-    assert code == 2 and "no arrivals of round 4; repeat fewer rounds with --set num-server-rounds=3, got 4" in err
+    assert code == 2 and mentions(err, "no arrivals", "round 4", "repeat fewer", "--set num-server-rounds=3", "got 4")
     code, _, err = command(*again[:-1], "run-name=fewer", "--set", "num-server-rounds=2")
     assert code == 0, err
     code, _, err = command("run", *places, "--replay", second, "--output-dir", tmp_path)
@@ -47,10 +48,10 @@ def test_the_command_repeats_a_run(command: Command, tmp_path: Path) -> None:
 
 def test_runs_that_cannot_be_repeated(command: Command, tmp_path: Path) -> None:
     code, _, err = command("run", "--replay", tmp_path / "nothing")
-    assert code == 2 and "replay: " in err and "is not a run folder" in err
+    assert code == 2 and "replay: " in err and mentions(err, "not a run folder")
     code, _, err = command("run", "fedavg.toml", "--replay", tmp_path, "--superlink", "x")
-    assert code == 2 and "leave out fedavg.toml and --superlink" in err
+    assert code == 2 and mentions(err, "leave out fedavg.toml", "--superlink")
     code, _, err = command("run", "--replay", tmp_path, "--scale", "small")
     assert code == 2 and "leave out --scale" in err
     code, _, err = command("run", "--set", f"replay={json.dumps(str(tmp_path))}")
-    assert code == 2 and "replay: set by `corolla run --replay`" in err
+    assert code == 2 and mentions(err, "replay", "set by `corolla", "run --replay`")

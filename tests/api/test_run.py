@@ -24,6 +24,7 @@ from fl_app.errors import UserError
 from fl_app.server.run_folder import read_metrics, read_summary
 from tests.api.conftest import Start
 from tests.conftest import Run as RunHere
+from tests.facts import mentions, rejected
 
 
 def test_importing_corolla_is_cheap() -> None:
@@ -97,7 +98,7 @@ def test_keys_are_spelt_as_python_can_or_as_the_config_does() -> None:
         "learning-rate": 0.5,
         "initial-weights": "/w.pt",
     }
-    with pytest.raises(UserError, match="fedcac.beta: given twice, 5 and 6"):
+    with rejected(UserError, "fedcac.beta", "given twice", "5 and 6"):
         starting.flat({"fedcac": {"beta": 5}, "fedcac.beta": 6})
 
 
@@ -133,7 +134,7 @@ def test_what_only_python_can_get_wrong(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(UserError, match=message):
             corolla.run(**keywords)  # type: ignore[arg-type]
     for call in (lambda: corolla.load(None), lambda: corolla.compare([5]), lambda: corolla.compare(5)):  # type: ignore
-        with pytest.raises(UserError, match="a run must be a Run or the path of its folder, got (None|5)"):
+        with rejected(UserError, "", "Run", "path of its"):
             call()
     assert not list(tmp_path.iterdir())
 
@@ -188,7 +189,9 @@ def words(text: str) -> str:
 
 def test_settings_without_effect_are_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     start(fedcac={"beta": 5})
-    assert "fedcac.beta has no effect: it is a key of method fedcac, not of fedavg" in words(capsys.readouterr().err)
+    assert mentions(
+        words(capsys.readouterr().err), "fedcac.beta has no", "effect", "key of method", "fedcac", "not of fedavg"
+    )
 
 
 def test_keys_that_another_key_makes_void_are_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,9 +274,9 @@ def test_a_file_of_ones_own_is_read_again_when_it_has_changed(start: Start, tmp_
 def test_a_folder_on_another_machine_is_said(tmp_path: Path) -> None:
     elsewhere = corolla.Run(tmp_path / "there")
     for what in (lambda: elsewhere.metrics, lambda: elsewhere.summary, elsewhere.report, elsewhere.model):
-        with pytest.raises(UserError, match="is on the SuperLink's machine, not on this one: .*there"):
+        with rejected(UserError, "", "SuperLink's machine", "not on"):
             what()
-    assert "not on this one" in elsewhere._repr_html_()
+    assert mentions(elsewhere._repr_html_(), "not on")
 
 
 def test_a_run_leaves_the_callers_generators_as_they_were(start: Start) -> None:

@@ -23,6 +23,7 @@ from corolla.cli.reference import config_page, pyproject_with_defaults
 from fl_app import models
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
+from tests.facts import each_mentions, mentions, rejected
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +44,7 @@ def test_set_values_are_toml_and_bare_words_are_strings() -> None:
     assert parse_set(words) == expected
     with pytest.raises(UserError, match="expected KEY=VALUE"):
         parse_set(["tau"])
-    with pytest.raises(UserError, match="must be a string, a number"):
+    with rejected(UserError, "", "string", "a number"):
         parse_set(["a=[1, 2]"])
 
 
@@ -90,12 +91,13 @@ def test_set_takes_a_methods_table() -> None:
     with pytest.raises(UserError) as caught:
         parse_set(["fedcac={beta=}", "fedcac={beta={a=1}}", "fedcac={}", "fedcac={beta=[1]}"])
     told = str(caught.value).splitlines()
-    assert [line.partition(": ")[2] for line in told] == [
-        "not an inline TOML table, as in 'fedcac={beta=3, selection=\"random\"}'",
-        "the value must be a string, a number, true or false",
-        "the table is empty",
-        "the value must be a string, a number, true or false",
-    ]
+    assert each_mentions(
+        [line.partition(": ")[2] for line in told],
+        ("not an inline", "TOML table", "as in 'fedcac={beta=3", 'selection="random"}\''),
+        ("a number", "true or false"),
+        ("table is empty",),
+        ("a number", "true or false"),
+    )
 
 
 def write_npz(path: Path, num_train: int = 40, classes: int = 4, **replace: object) -> Path:
@@ -240,7 +242,7 @@ def test_exit_code_and_message_of_a_real_process(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "fedcac.tau: must be in [0, 1], got 2" in done.stderr
+    assert mentions(done.stderr, "fedcac.tau", "must be in [0, 1]", "got 2")
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -279,20 +281,20 @@ def test_a_misspelt_file_suggests_the_nearest(corolla, tmp_path: Path) -> None: 
 def test_preset_typo_suggests_the_nearest(corolla) -> None:  # type: ignore[no-untyped-def]
     code, _, err = corolla("run", "deno")
     assert code == 2
-    assert "did you mean demo?" in err
+    assert mentions(err, "did you mean", "demo?")
 
 
 @pytest.mark.parametrize("words", [["--set", "seed", "3"], ["demo", "--set", "seed", "3"], ["--set", "seed"]])
 @pytest.mark.parametrize("verb", ["run", "sweep"])
 def test_a_setting_without_an_equals_sign_is_explained(corolla, verb: str, words: list[str]) -> None:  # type: ignore[no-untyped-def]
     code, _, err = corolla(verb, *words)
-    assert code == 2 and err == "error: --set seed: expected KEY=VALUE in one word, as in --set seed=1"
+    assert code == 2 and mentions(err, "error", "--set seed", "expected KEY=VALUE", "--set seed=1")
 
 
 def test_a_robust_mean_of_too_few_to_outvote_anybody_is_warned_of(corolla) -> None:  # type: ignore[no-untyped-def]
     few = ("run", "--dry-run", "--clients", "10", "--set", "method=fedavg", "--set", "robust=krum", "--set")
     said = corolla(*few, "fraction-train=0.2")[2]
-    assert said == "warning: robust = krum cannot exclude an outlier among 2 clients a round; it needs 3 or more"
+    assert mentions(said, "warning", "robust = krum cannot", "exclude", "2 clients a round", "needs 3 or more")
     assert corolla(*few, "fraction-train=0.3")[2] == ""
 
 
@@ -309,7 +311,7 @@ def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # 
     dry = ("--dry-run", "--set", "fedcac.tau=0.3")
     code, _, err = corolla("run", *dry, "--set", "method=fedavg")
     assert code == 0
-    assert err == "warning: fedcac.tau has no effect: it is a key of method fedcac, not of fedavg"
+    assert mentions(err, "warning", "fedcac.tau has no", "effect", "key of method", "not of fedavg")
     assert corolla("run", *dry)[2] == ""
     # files may be for several methods
     (tmp_path / "all.toml").write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
@@ -318,33 +320,38 @@ def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # 
     assert corolla("sweep", "s.toml", *dry)[2] == ""
     code, _, err = corolla("sweep", "s.toml", *dry, "--set", "ditto.proximal-weight=1.0")
     assert (
-        code == 0 and err.count("warning:") == 1 and "ditto.proximal-weight" in err and "not of fedavg, fedcac" in err
+        code == 0
+        and err.count("warning:") == 1
+        and "ditto.proximal-weight" in err
+        and mentions(err, "not of fedavg", "fedcac")
     )
 
 
 def test_gpus_of_one_process_are_refused(corolla) -> None:  # type: ignore[no-untyped-def]
     code, _, err = corolla("run", "--in-process", "--gpus-per-client", "0.5")
-    assert code == 2 and err.startswith("error: --gpus-per-client: not with --in-process") and err.endswith("got 0.5")
+    assert (
+        code == 2 and mentions(err, "error", "--gpus-per-client", "not with --in-process") and err.endswith("got 0.5")
+    )
 
 
 def test_several_methods_are_a_sweep(corolla) -> None:  # type: ignore[no-untyped-def]
     code, _, err = corolla("run", "--set", "method=fedavg,local")
-    assert code == 2 and '[grid] and below it method = ["fedavg", "local"]' in err and "corolla sweep FILE" in err
+    assert (
+        code == 2 and mentions(err, "[grid] and below", 'method = ["fedavg", "local"]') and "corolla sweep FILE" in err
+    )
 
 
 def test_a_phase_that_is_never_reached_is_named(corolla) -> None:  # type: ignore[no-untyped-def]
     beta = ("run", "--dry-run", "--set", "fedcac.beta=9", "--set")
     code, _, err = corolla(*beta, "num-server-rounds=8")
     assert (
-        code == 0
-        and err.startswith("warning: fedcac.beta = 9 is above num-server-rounds = 8")
-        and err.count("warning") == 1
+        code == 0 and mentions(err, "warning", "fedcac.beta = 9", "num-server-rounds = 8") and err.count("warning") == 1
     )
     code, _, err = corolla(*beta, "num-server-rounds=9")
-    assert code == 0 and err.startswith("warning: fedcac.beta = 9 is not below num-server-rounds = 9")
+    assert code == 0 and mentions(err, "warning", "fedcac.beta = 9 is not", "below num-server-rounds = 9")
     assert corolla(*beta, "num-server-rounds=10")[2] == ""
     chosen = corolla("run", "--dry-run", "--set", "method=fedcac", "--set", "num-server-rounds=10")[2]
-    assert chosen.startswith("warning: fedcac.beta = 10 is not below num-server-rounds = 10")
+    assert mentions(chosen, "warning", "fedcac.beta = 10 is not", "below num-server-rounds = 10")
     # a region begins in that round, not after it
     region = ("--set", "method=floco", "--set", "floco.projection-round=9", "--set", "num-server-rounds=9")
     assert corolla("run", "--dry-run", *region)[2] == ""
@@ -366,12 +373,9 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     assert code == 0, err
     assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
     told = " ".join(out.split())
-    assert told.startswith("starting server and clients in this process")
-    assert (
-        "so it can be below final" in told
-        and "before and after, while it runs: the model that a client starts its training from" in told
-    )
-    assert "next: corolla report runs/one " in told
+    assert mentions(told, "starting server", "clients")
+    assert mentions(told, "below final") and mentions(told, "before and after", "while it runs", "model that a client")
+    assert mentions(told, "next", "corolla report runs/one")
     code, out, _ = corolla("export", "runs/one", "--client", "1")
     assert code == 0 and Path("one-client-1.pt").is_file()
     model = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
@@ -380,10 +384,10 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     words = [word for pair in again for word in ("--set", pair)]
     assert corolla("run", "--in-process", "--clients", "2", "--set", "local-epochs=1", *sets, *words)[0] == 0
     code, _, err = corolla("export", "runs/one", "--client", "7")
-    assert code == 2 and "client: must be one of 0 to 1, got 7" in err
+    assert code == 2 and mentions(err, "client", "0 to 1", "got 7")
     for how in (["--in-process"], []):  # by name and at once
         code, out, err = corolla("run", *how, "--clients", "2", *sets)
-        assert code == 2 and out == "" and "runs/one exists already; choose another name or remove it" in err
+        assert code == 2 and out == "" and mentions(err, "runs/one exists already", "choose another name", "remove")
 
 
 def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no-untyped-def]
@@ -402,7 +406,7 @@ def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no
     code, out, _ = corolla("state", "list")
     assert code == 0 and f"{experiment}" in out and "3 clients" in out and out.split()[-1] == "runs/two"
     assert corolla("state")[1] == out and "kB in all" in out
-    assert "no run under elsewhere" in corolla("state", "list", "--runs", "elsewhere")[1]
+    assert mentions(corolla("state", "list", "--runs", "elsewhere")[1], "no run under", "elsewhere")
     code, out, _ = corolla("state", "prune", "--older-than", "30d")
     assert code == 0 and "0 experiments removed" in out
     shutil.copytree(os.environ["COROLLA_STATE_DIR"], "kept")
@@ -410,7 +414,7 @@ def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no
     for path in Path(os.environ["COROLLA_STATE_DIR"]).rglob("*.state"):
         os.utime(path, (long_ago, long_ago))
     code, out, _ = corolla("state", "prune", "--older-than", "30d", "--dry-run")
-    assert code == 0 and "1 experiment would be removed" in out and experiment in out
+    assert code == 0 and mentions(out, "1 experiment", "removed") and experiment in out
     assert experiment in corolla("state", "list")[1]
     with Path("runs/two/.lock").open("a") as other:
         Path("runs/two/summary.json").rename("runs/two/moved")
@@ -421,7 +425,7 @@ def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no
     assert experiment not in corolla("state", "list")[1]
     for wrong in ("30", "-1d", "1y", "d"):
         code, _, err = corolla("state", "prune", "--older-than", wrong)
-        assert code == 2 and "hours, days or weeks" in err
+        assert code == 2 and mentions(err, "hours", "days or weeks")
     shutil.copytree("kept", os.environ["COROLLA_STATE_DIR"], dirs_exist_ok=True)
     assert corolla("state", "remove", experiment)[0] == 0
     assert experiment not in corolla("state", "list")[1]
@@ -435,7 +439,7 @@ def test_version_and_help_in_short(corolla) -> None:  # type: ignore[no-untyped-
         code, out, _ = corolla(*command)
         assert code == 0 and "Usage: corolla" in out
     assert "Personalized federated learning" in corolla("-h")[1]
-    assert "A preset's name or a .toml file" in corolla("run", "--help")[1], "help of arguments needs click<8.5"
+    assert mentions(corolla("run", "--help")[1], "preset's name", "toml file"), "help of arguments needs click<8.5"
 
 
 @pytest.mark.parametrize(("words", "completes"), [("run dem", "demo"), ("methods fedca", "fedcac"), ("stat", "state")])
@@ -544,7 +548,7 @@ def test_clients_and_metrics_of_the_runs_that_are_typed(words: str, completes: l
 
 
 def test_runs_lists_run_folders_with_their_state(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    assert "no runs in runs" in corolla("runs")[1]
+    assert mentions(corolla("runs")[1], "no runs", "runs")
     sets = ["--set", "method=fedavg", "--set", "num-server-rounds=2", "--set", "run-name=one"]
     assert corolla("run", "--in-process", "--clients", "2", *sets)[0] == 0
     shutil.copytree("runs/one", "runs/sweep/two")
@@ -579,13 +583,13 @@ def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type
     ]
     code, out, err = corolla("data", "show", *[w for o in options for w in ("--set", o)])
     assert code == 0, err
-    assert "40 training and 20 test images, 1 x 8 x 8, 4 classes" in " ".join(out.split())
+    assert mentions(" ".join(out.split()), "40 training and 20 test", "images", "1 x 8 x 8", "4 classes")
     sets = [w for o in options if "num-clients" not in o for w in ("--set", o)]
     code, out, _ = corolla("data", "show", "--clients", "4", *sets)
     assert code == 0 and [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0", "1", "2", "3"]
     assert "deviation per channel: 0." in out and "held by" not in out and "unused" not in out
     code, _, err = corolla("data", "show", "--clients", "4", *sets, "--set", "num-clients=3")
-    assert code == 2 and "--clients 4 and --set num-clients=3 contradict each other" in err
+    assert code == 2 and mentions(err, "--clients 4", "num-clients=3 contradict each", "other")
 
 
 def test_data_show_lists_both_mixes_and_how_far_apart_they_are(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -634,11 +638,11 @@ def test_data_show_tells_targets_that_are_numbers(corolla, tmp_path: Path) -> No
     assert code == 0, err
     told = " ".join(out.split())
     assert (
-        "20 training and 0 test samples, 1 feature, 1 output," in told
+        mentions(told, "20 training and 0 test", "samples", "1 feature", "1 output")
         and "classes" not in told
         and "per class" not in told
     )
-    assert "training targets, mean ± standard deviation: y: 9.5 ± 5.8" in told
+    assert mentions(told, "training targets", "mean ± standard deviation", "9.5 ± 5.8")
     assert "y: 9 ± 5.7" in told and "y: 10 ± 5.7" in told
     rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "│" in line]
     assert [row[1] for row in rows[-2:]] == ["a", "b"]
@@ -653,7 +657,7 @@ def test_data_show_takes_presets_and_files_as_run_does(corolla, tmp_path: Path) 
         assert [row for row in rows if row[0] != "│"] == [[str(i), "30"] for i in range(3)]
     assert corolla("data", "prepare", "my.toml", "--scale", "small")[0] == 0
     code, _, err = corolla("data", "show", "deno")
-    assert code == 2 and "did you mean demo?" in err
+    assert code == 2 and mentions(err, "did you mean", "demo?")
 
 
 def test_data_show_names_repeated_and_unused_images(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -664,13 +668,13 @@ def test_data_show_names_repeated_and_unused_images(corolla, tmp_path: Path) -> 
     words = ["--clients", "2", *[word for pair in sets for word in ("--set", pair)]]
     code, out, err = corolla("data", "show", *words)
     assert code == 0, err
-    assert "training: 1 of 5 images are held by several clients, each by 2 at most" in out
-    assert "training: images that one client holds repeatedly: client 0: 4 of 5" in out
-    assert "unused: 35 of 40 training and 16 of 20 test images" in out
-    assert "0.035 ± 0.000" in out and "warning: the data set is constant" in err
+    assert mentions(out, "training", "1 of 5", "several clients", "each by 2")
+    assert mentions(out, "training", "images", "client holds repeatedly", "client 0", "4 of 5")
+    assert mentions(out, "unused", "35 of 40", "16 of 20 test images")
+    assert "0.035 ± 0.000" in out and mentions(err, "warning", "data set")
     assert "held by several" in corolla("data", "show")[1]  # of the default partition
     code, _, err = corolla("run", "--in-process", "--set", "num-server-rounds=1", *words)
-    assert code == 0 and "warning: training: images that one client holds repeatedly: client 0: 4 of 5" in err
+    assert code == 0 and mentions(err, "warning", "training", "client holds repeatedly", "client 0", "4 of 5")
 
 
 @pytest.mark.parametrize(
@@ -692,11 +696,11 @@ def test_clients_that_are_not_of_one_class_as_a_tiny_alpha_says(  # type: ignore
     given = ["dirichlet-alpha=0.001", "method=local", "num-server-rounds=1", "local-epochs=1", *sets]
     words = ["--clients", str(clients), *[word for pair in given for word in ("--set", pair)]]
     code, out, err = corolla("data", "show", *words)
-    assert code == 0 and ("less skewed than dirichlet-alpha = 0.001" in " ".join(out.split())) == bool(told), err
+    assert code == 0 and (mentions(" ".join(out.split()), "less skewed", "dirichlet-alpha = 0.001")) == bool(told), err
     code, _, err = corolla("run", "--in-process", *words)
     assert code == 0
     if told:
-        assert "warning: training: 3 of 3 clients are less skewed than dirichlet-alpha = 0.001 makes them" in err
+        assert mentions(err, "warning", "training", "3 of 3", "dirichlet-alpha = 0.001 makes them")
         assert told in err
     else:
         assert "less skewed" not in err
@@ -725,5 +729,5 @@ def test_the_reference_is_written_into_clones_alone(corolla, tmp_path: Path, tex
         (tmp_path / "other" / "pyproject.toml").write_text(text)
     before = sorted(tmp_path.rglob("*"))
     code, _, err = corolla("reference", str(tmp_path / "other"))
-    assert code == 2 and "ROOT: must be a clone of Corolla" in err
+    assert code == 2 and mentions(err, "ROOT", "clone of Corolla")
     assert sorted(tmp_path.rglob("*")) == before

@@ -12,6 +12,7 @@ from fl_app.errors import UserError
 from fl_app.server.events import Event
 from fl_app.server.run_folder import ask_to_stop
 from tests.conftest import Command
+from tests.facts import mentions, rejected
 
 SMALL = ["method=ditto", "num-server-rounds=2", "local-epochs=1", "train-samples=20", "checkpoint-every=1"]
 STARTED = "starting server and clients"
@@ -48,11 +49,9 @@ def keywords() -> dict[str, object]:
 def test_what_a_resumed_run_does_not_take_is_named(corolla: Command, stopped: Path) -> None:
     Path("own.toml").write_text('method = "ditto"\n')
     code, _, err = corolla("run", "own.toml", "--in-process", "--resume", "k3", "--scale", "small")
-    assert (
-        code == 2 and "from the run folder runs/k3: leave out own.toml and --scale; keys can be changed (--set)" in err
-    )
+    assert code == 2 and mentions(err, "run folder runs/k3", "leave out own.toml", "--scale", "changed (--set)")
     code, _, err = corolla("run", "own.toml", "--in-process", "--resume", "k4")
-    assert code == 2 and "resume: k4 is not a run folder" in err
+    assert code == 2 and mentions(err, "resume", "k4 is not a run", "folder")
 
 
 @pytest.mark.parametrize("name", ["k3", "runs/k3", "runs/k3/"])
@@ -75,10 +74,8 @@ def test_a_folder_of_that_name_that_is_no_run_is_not_taken_for_one(corolla: Comm
 def test_a_name_that_no_run_has_is_refused_with_the_nearest(corolla: Command, stopped: Path) -> None:
     code, out, err = corolla("run", "--in-process", "--resume", "k33")
     assert code == 2 and out == ""
-    assert "resume: k33 is not a run folder, and runs/k33 is not a run either; did you mean k3?" in err
-    with pytest.raises(
-        UserError, match="k33: no such file or directory, and runs/k33 is not a run either; did you mean"
-    ):
+    assert mentions(err, "resume", "k33 is not a run", "runs/k33 is not a", "run either", "did you mean k3?")
+    with rejected(UserError, "", "k33", "no such file", "runs/k33 is not a", "run either", "did you mean"):
         api.load(Path("k33"))
 
 
@@ -86,13 +83,13 @@ def test_a_name_that_no_run_has_is_refused_with_the_nearest(corolla: Command, st
 def test_fewer_rounds_than_done_are_refused_before_the_start(corolla: Command, stopped: Path, how: list[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
     code, out, err = corolla("run", *how, "--resume", "k3", *sets("num-server-rounds=1"))
-    assert code == 2 and out == "" and "num-server-rounds: the run has 1 round already, got 1" in err
+    assert code == 2 and out == "" and mentions(err, "num-server-rounds", "run has 1 round", "already", "got 1")
     assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*")} == before
     assert corolla("run", "--in-process", "--resume", "k3")[0] == 0
     code, out, err = corolla("run", *how, "--resume", "k3", *sets("num-server-rounds=1"))
-    assert code == 2 and out == "" and "num-server-rounds: the run has 2 rounds already, got 1" in err
+    assert code == 2 and out == "" and mentions(err, "num-server-rounds", "run has 2 rounds", "already", "got 1")
     code, out, _ = corolla("run", *how, "--resume", "k3", *sets("num-server-rounds=2"))
-    assert code == 0 and "this run is complete; there is nothing to resume" in out
+    assert code == 0 and mentions(out, "run is complete", "nothing to resume")
 
 
 def test_removed_state_is_missed_before_the_start(corolla: Command, stopped: Path) -> None:
@@ -101,11 +98,14 @@ def test_removed_state_is_missed_before_the_start(corolla: Command, stopped: Pat
     for how in (["--in-process"], []):
         code, out, err = corolla("run", *how, "--resume", "k3")
         assert code == 2 and out == ""
-        assert "resume: the state of clients 0, 1 after round 1 is not under" in err and "`corolla state remove`" in err
+        assert (
+            mentions(err, "resume", "state of clients 0", "1 after round 1", "not under")
+            and "`corolla state remove`" in err
+        )
 
 
 def test_a_run_without_a_checkpoint_is_refused_before_the_start(corolla: Command, stopped: Path) -> None:
     for path in (stopped / "checkpoints").iterdir():
         path.unlink()
     code, out, err = corolla("run", "--in-process", "--resume", "k3")
-    assert code == 2 and out == "" and "has no sound checkpoint" in err
+    assert code == 2 and out == "" and mentions(err, "no sound checkpoint")

@@ -21,6 +21,7 @@ from fl_app.keys import closest
 from fl_app.server.run_folder import read_about
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
+from tests.facts import mentions
 
 
 def test_a_table_in_a_pipe_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +220,7 @@ def test_a_run_of_one_client_is_spoken_of_as_such(corolla: Command) -> None:
 def test_a_missing_path_has_one_error_everywhere(corolla: Command, words: tuple[str, ...]) -> None:
     Path("wards.toml").write_text("seed = 1\n")
     code, out, err = corolla(*words)
-    assert code == 2 and out == "" and "wards.tml.toml: no such file or directory" in err
+    assert code == 2 and out == "" and mentions(err, "wards.tml.toml", "no such file", "directory")
     if words[0] not in ("compare", "report", "summary", "export"):
         # these name runs, not files
         assert err.rstrip().endswith("wards.toml?")
@@ -262,8 +263,8 @@ def test_a_client_column_that_does_not_exist_is_one_problem(corolla: Command) ->
         keys = {"target": "outcome", "client": "hospital"} | {key: name}
         words = [word for pair in keys.items() for word in ("--set", "=".join(pair))]
         code, _, err = corolla("data", "show", "--set", "dataset=table:wards.csv", *words)
-        assert code == 2 and f"error: {key}: " in err and "wards.csv has no column" in err
-        assert "problems" not in err and "it has hospital, age, outcome" in err
+        assert code == 2 and f"error: {key}: " in err and mentions(err, "wards.csv has no", "column")
+        assert "problems" not in err and mentions(err, "it has hospital", "outcome")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_a_command_is_suggested_once(corolla: Command, wrong: list[str], meant: 
 @pytest.mark.parametrize("value", ["2.5", "0", "'x'"])
 def test_a_number_of_clients_is_refused_in_words(corolla: Command, value: str) -> None:
     code, _, err = corolla("run", "--clients", value.strip("'"))
-    assert code == 2 and f"'--clients': must be a whole number >= 1, got {value}" in " ".join(err.split())
+    assert code == 2 and mentions(" ".join(err.split()), "'--clients'", "whole number >= 1", f"got {value}")
 
 
 @pytest.mark.parametrize("words", [("--clients",), ("--set", "num-clients="), ("--set", "learning-rate=")])
@@ -286,4 +287,4 @@ def test_huge_integers_are_refused(corolla: Command, words: tuple[str, ...]) -> 
     number = "9" * 400
     arguments = [*before, last + number] if before else [last, number]
     code, _, err = corolla("run", "--in-process", *arguments)
-    assert code == 2 and "an integer must have at most 63 bits, got one of 1329" in " ".join(err.split()), err
+    assert code == 2 and mentions(" ".join(err.split()), "integer", "most 63 bits", "got one of 1329"), err

@@ -38,6 +38,7 @@ from fl_app.transport.inprocess import Answer, InProcessGrid, first
 from strategies import METHOD_PARAMS
 from tests.client_app.test_train import data_of, mlp, with_batchnorm
 from tests.conftest import config
+from tests.facts import mentions, rejected
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 
@@ -217,9 +218,9 @@ def test_messages_of_clients_that_take_turns_wait_for_each_other(
 
 
 def test_the_option_needs_one_process_and_a_number() -> None:
-    with pytest.raises(UserError, match="clients_at_once needs in_process, got 3 without it"):
+    with rejected(UserError, "", "clients_at_once needs in_process", "got 3 without it"):
         corolla.run(method="fedavg", clients_at_once=3)
-    with pytest.raises(UserError, match="clients_at_once: must be a whole number >= 0, got -1"):
+    with rejected(UserError, "clients_at_once", "whole number >= 0", "got -1"):
         corolla.run(method="fedavg", in_process=True, clients_at_once=-1)
 
 
@@ -227,9 +228,14 @@ def test_full_memory_of_a_gpu_is_said_in_one_line() -> None:
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 80.00 GiB. GPU 0 has a total capacity of 9 GiB"
     )
-    assert reason(error) == (
-        "the GPU's memory is full (CUDA out of memory. Tried to allocate 80.00 GiB); use a smaller batch-size, fewer clients on "
-        'the GPU at once, or precision = "bfloat16"'
+    assert mentions(
+        reason(error),
+        "GPU's memory",
+        "80.00 GiB",
+        "use a smaller batch-size",
+        "fewer clients",
+        "GPU at once",
+        'or precision = "bfloat16"',
     )
 
 
@@ -302,4 +308,4 @@ def test_an_objective_that_draws_on_the_cpu_is_noticed_and_draws_the_same() -> N
         draws[:] = [np.random.default_rng(0)]
         found.append(trained(mlp, lanes, said, objective=objective)[0])
     np.testing.assert_allclose(found[0].params, found[1].params, atol=1e-4)
-    assert len(said) == 1 and "a captured step differs from the step itself" in said[0]
+    assert len(said) == 1 and mentions(said[0], "captured step", "step itself")

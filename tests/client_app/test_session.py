@@ -23,13 +23,14 @@ from client_app.session import Network, Session
 from client_app.trainer import LocalTrainer
 from fl_app import checksums, models, server_app, trainable_tensors, weights
 from fl_app.config import parse
-from fl_app.errors import ConfigurationError, UserError
+from fl_app.errors import ConfigurationError, RoundFailed, UserError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.weights import save_safetensors
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Run, config
+from tests.facts import rejected
 
 DIGITS: dict[str, Any] = {"train-samples": 20, "test-samples": 8, "num-clients": 3, "model": "mlp"}
 
@@ -140,7 +141,7 @@ def test_a_weights_file_that_changes_during_a_run_is_noticed(tmp_path: Path) -> 
         "data-dir": str(tmp_path),
     }
     config = parse(raw, METHOD_PARAMS)
-    with pytest.raises(UserError, match="frozen tensors of model mlp differ from the server's"):
+    with rejected(RoundFailed, "", "frozen tensors", "model mlp differ", "server's"):
         server_app.run(Overwriting(app, raw, 3), config, lambda what, done, total: None)
 
 

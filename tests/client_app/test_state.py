@@ -11,13 +11,14 @@ import pytest
 from client_app.client import CorollaClient
 from client_app.session import Session
 from client_app.stored_state import StateStore, StoredState, missing_clients, remove, state_root, stored
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 from fl_app.layout import NOTHING
 from fl_app.run_secret import experiment_of
 from fl_app.site_directory import site_directory
 from fl_app.transport.wire import Download
 from strategies import METHODS
 from tests.conftest import config, f32
+from tests.facts import rejected
 
 STATE = StoredState({"local.params": f32(1, 2, 3), "mask": np.array([9, 2], np.uint8), "count": np.array(5)})
 
@@ -90,7 +91,7 @@ def test_clients_and_experiments_are_apart(tmp_path: Path) -> None:
 
 def test_missing(store: StateStore) -> None:
     store.save(numbered(1), 1, 0)
-    with pytest.raises(UserError, match=r"client 7: state of 000002-00 is missing: .*000002-00\.state"):
+    with rejected(UserError, "client 7", "state of 000002-00", "missing", "000002-00.state"):
         store.load("000002-00")
 
 
@@ -99,7 +100,7 @@ def test_truncated(store: StateStore, keep: int) -> None:
     version = store.save(STATE, 1, 0)
     path = file_of(store, version)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match=rf"client 7: state of {version} is damaged \(checksum\): .*\.state"):
+    with rejected(UserError, "", "client 7", f"state of {version}", "damaged (checksum)", "state"):
         store.load(version)
 
 
@@ -110,7 +111,7 @@ def test_bit_flipped(store: StateStore, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 4
     path.write_bytes(data)
-    with pytest.raises(UserError, match=f"client 7: state of {version} is damaged"):
+    with rejected(UserError, "", "client 7", f"state of {version}", "damaged"):
         store.load(version)
 
 
@@ -123,7 +124,7 @@ def test_the_generation_before_a_damaged_one_is_used(store: StateStore) -> None:
     assert store.load(versions[4]).version == versions[4]
     for version in versions[:2]:
         file_of(store, version).write_bytes(b"")
-    with pytest.raises(UserError, match=f"state of {versions[3]} is damaged"):  # not the one after it
+    with rejected(UserError, "", f"state of {versions[3]}", "damaged"):  # not the one after it
         store.load(versions[3])
 
 
@@ -174,9 +175,9 @@ def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypat
         client._open_store(Download("train", 1, 0, experiment, NOTHING))
 
     for root in (site, site / "runs", tmp_path / "site", tmp_path / "link", tmp_path / "site" / "x" / ".."):
-        with pytest.raises(UserError, match="state-dir: .* lies in the site's own directory, which no run may name"):
+        with rejected(DeploymentError, "state-dir", "lies", "site's own directory", "no run may", "name"):
             opened(state_dir=str(root))
-    with pytest.raises(UserError, match="data-dir: .* lies in the site's own directory, which no run may name"):
+    with rejected(DeploymentError, "data-dir", "lies", "site's own directory", "no run may", "name"):
         opened(data_dir=str(site / "x"))
     opened("other", state_dir=str(tmp_path / "site"))
     # what the machine says itself is no run's doing
@@ -185,7 +186,7 @@ def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypat
     opened(state_dir="", data_dir="")
     monkeypatch.delenv("COROLLA_STATE_DIR")
     monkeypatch.setenv("COROLLA_SITE_DIR", "relative")
-    with pytest.raises(UserError, match="COROLLA_SITE_DIR: must be an absolute path, got relative"):
+    with rejected(DeploymentError, "COROLLA_SITE_DIR", "absolute path", "got relative"):
         opened(state_dir=str(tmp_path))
     monkeypatch.delenv("COROLLA_SITE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "user"))
@@ -206,7 +207,7 @@ def test_only_the_server_with_a_runs_secret_reaches_its_state(tmp_path: Path) ->
 
     asked("train", "of A")._store.save(STATE, 1, 0)
     for guess in (experiment_of("of A"), "of B", "", "../of A"):
-        with pytest.raises(UserError, match="state of 000001-000000 is missing"):
+        with rejected(UserError, "client 7", "state of 000001-000000", "missing"):
             asked("collect", guess)._store.load("000001-000000")
         asked("forget", guess)
     assert asked("collect", "of A")._store.load("000001-000000").arrays["count"] == STATE.arrays["count"]
@@ -223,9 +224,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     # a file in its place: works for root too, whom permissions do not stop
     (tmp_path / "state").write_text("a file")
     store = StateStore(tmp_path / "state", "abc", 7)
-    with pytest.raises(
-        UserError, match=r"client 7: cannot write its state to .*/client-0007/.*\.state: Not a directory"
-    ):
+    with rejected(UserError, "client 7", "cannot write", "state to", "/client-0007/", "state", "Not a directory"):
         store.save(numbered(1), 1, 0)
 
 
@@ -238,7 +237,7 @@ def test_a_full_disk_leaves_the_old_generation_and_no_part_of_the_new(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="client 7: cannot write its state to .*: No space left on device"):
+    with rejected(UserError, "client 7", "cannot write", "state to", "No space left", "device"):
         store.save(numbered(2), 2, 0)
     assert names(store) == [f"{version}.state"]
     assert store.load(version).arrays["w"].tolist() == [1]
@@ -262,7 +261,7 @@ def test_stored_and_remove(tmp_path: Path) -> None:
     remove(tmp_path, "old")
     assert [e.experiment for e in stored(tmp_path)] == ["new"] and not (tmp_path / "old").exists()
     for unknown in ("old", "", "..", "empty"):
-        with pytest.raises(UserError, match=f"no client state of experiment '{unknown}' under"):
+        with rejected(UserError, "", "no client state", f"of experiment '{unknown}' under"):
             remove(tmp_path, unknown)
 
 

@@ -12,7 +12,8 @@ from PIL import Image
 
 from fl_app import data
 from fl_app.data import decode
-from fl_app.errors import UserError
+from fl_app.errors import DataError, UserError
+from tests.facts import each_mentions, mentions, rejected
 
 
 def write_folder(path: Path, sizes: dict[str, int], test_sizes: dict[str, int] | None = None, side: int = 8) -> Path:
@@ -77,7 +78,7 @@ def test_overwritten_files_are_noticed_by_who_looks(tmp_path: Path, caplog: pyte
     assert np.array_equal(data.prepare(source, root).x_train, old) and not caplog.records
     again = data.prepare(source, root, look=True)
     assert again.key == first.key and np.array_equal(again.x_train, old // 2)
-    assert "folder-images: files have changed since they were converted" in caplog.text
+    assert mentions(caplog.text, "folder-images", "files have changed", "they were converted")
     assert np.array_equal(data.prepare(source, root, look=True).x_train, old // 2) and len(caplog.records) == 1
 
 
@@ -120,7 +121,7 @@ def test_every_mode_has_its_rule(mode: str, tmp_path: Path, monkeypatch: pytest.
     # few formats can hold a given mode
     monkeypatch.setattr(Image, "open", lambda file: uniform(mode, value))
     if mode in REFUSED:
-        with pytest.raises(UserError, match=f"train/a/000.png cannot be read as an image .*{REFUSED[mode]}"):
+        with pytest.raises(DataError, match=f"train/a/000.png .*{REFUSED[mode]}"):
             data.prepare(f"folder:{folder}", tmp_path / "root")
         return
     prepared = data.prepare(f"folder:{folder}", tmp_path / "root")
@@ -148,7 +149,7 @@ def test_float_images_are_scaled_or_refused(tmp_path: Path) -> None:
         ("nan", ramp * np.nan, "floats must be in .0, 1."),
         ("long", (ramp * 1e6).astype(np.int32), "32-bit integers must be in .0, 65535., got 0 .. 1000000"),
     ):
-        with pytest.raises(UserError, match=f"a/000.tif cannot be read as an image .*{why}"):
+        with pytest.raises(DataError, match=rf"a/000\.tif .*{why}"):
             data.prepare(
                 f"folder:{write_tiff(write_folder(tmp_path / name, {'a': 1, 'b': 1}), pixels)}", tmp_path / "root"
             )
@@ -211,9 +212,9 @@ def test_folder_classes_errors(tmp_path: Path, classes: tuple[str, ...], message
 
 
 def test_missing_folder_and_single_class(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no such file or directory"):
+    with rejected(DataError, "dataset", "nowhere", "no such file", "directory"):
         data.prepare(f"folder:{tmp_path / 'nowhere'}", tmp_path)
-    with pytest.raises(UserError, match="at least two classes, got a"):
+    with rejected(DataError, "dataset", "least two classes", "got a"):
         data.prepare(f"folder:{write_folder(tmp_path / 'one', {'a': 1})}", tmp_path)
 
 
@@ -256,9 +257,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, where: str) -> None:
     folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
     (folder / where).unlink(missing_ok=True)
     (folder / where).symlink_to(tmp_path / "gone.png")
-    with pytest.raises(
-        UserError, match=f"dataset: {folder / where} is a link to {tmp_path / 'gone.png'}, which is not there"
-    ):
+    with rejected(DataError, "dataset", folder / where, f"link to {tmp_path / 'gone.png'}", "not there"):
         data.prepare(f"folder:{folder}", tmp_path / "root", look=True)
 
 
@@ -308,16 +307,16 @@ def test_all_damaged_images_are_named_or_counted_at_once(tmp_path: Path) -> None
             data.prepare(f"folder:{folder}", tmp_path / "root")
         first, *lines = str(caught.value).splitlines()
         if count == 1:
-            assert first.startswith(f"dataset: {files[0]} cannot be read as an image (") and not lines
+            assert mentions(first, "dataset", f"{files[0]} cannot be", "image") and not lines
             continue
-        assert first == f"dataset: {count} images cannot be read:"
+        assert mentions(first, "dataset", f"{count} images cannot be", "read")
         for line, file in zip(lines, files[: min(count, 5)], strict=False):
-            assert line.startswith(f"  {file} cannot be read as an image (")
+            assert mentions(line, f"{file} cannot be", "image")
         assert lines[5:] == (["  and 3 more"] if count == 8 else []) and len(lines) == min(count, 6)
     (folder / "test" / "b" / "000.png").write_bytes(b"")
-    with pytest.raises(UserError, match="9 images cannot be read"):
+    with rejected(DataError, "dataset", "9 images cannot be", "read"):
         data.prepare(f"folder:{folder}", tmp_path / "root")
-    with pytest.raises(UserError, match="2 images cannot be read:\n  row 0 cannot .*\n  row 2 cannot"):
+    with rejected(DataError, "dataset", "2 images cannot be", "read", "row 0 cannot", "row 2 cannot"):
         decode.as_array(["row 0", "row 1", "row 2"], [b"no", (folder / "test" / "a" / "001.png"), b"image"])
 
 
@@ -332,7 +331,7 @@ def test_images_with_several_frames_are_counted(tmp_path: Path) -> None:
     assert prepared.info.remarks == [said] and (prepared.x_train[2] == 50).all()
     rows, notes = decode.as_array(["column i, row 0 of train"], [files[1].read_bytes()])
     assert (rows == 50).all()
-    assert notes == ["1 image has several frames, such as column i, row 0 of train: its first frame is taken"]
+    assert each_mentions(notes, ("1 image has several", "such as column i", "row 0 of train", "first frame"))
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
@@ -344,7 +343,7 @@ def test_an_image_whose_later_frames_are_damaged_is_read(kind: str, part: float)
     whole = written.getvalue()
     rows, notes = decode.as_array(["x"], [whole[: int(len(whole) * part)]])
     np.testing.assert_array_equal(rows, decode.as_array(["x"], [whole])[0])
-    assert notes == ["1 image has several frames, such as x: its first frame is taken"]
+    assert each_mentions(notes, ("1 image has several", "such as x", "first frame"))
 
 
 @pytest.mark.parametrize(("largest", "bits"), [(200, 8), (1000, 10), (4095, 12), (4000, 12), (9000, 14), (40_000, 16)])
@@ -353,9 +352,10 @@ def test_sixteen_bit_images_use_the_bits_of_the_data(tmp_path: Path, largest: in
     prepared = data.prepare(f"folder:{folder}", tmp_path / "root")
     pixels = np.concatenate([prepared.x_train, prepared.x_test])
     assert pixels.max() == largest >> (bits - 8) and prepared.info.in_channels == 1
-    assert prepared.info.remarks == [
-        f"16-bit images: values up to {largest} use {bits} bits; the upper 8 are kept (divided by {2 ** (bits - 8)})"
-    ]
+    assert each_mentions(
+        prepared.info.remarks,
+        ("16-bit images", f"values up to {largest}", f"{bits} bits", "upper 8", f"(divided by {2 ** (bits - 8)})"),
+    )
 
 
 def test_few_bits_of_sixteen_in_colour_are_refused(tmp_path: Path) -> None:
@@ -375,9 +375,7 @@ def test_few_bits_of_sixteen_in_colour_are_refused(tmp_path: Path) -> None:
     (folder / "train" / "a" / "000.png").write_bytes(deep_rgb(0xC000))
     assert data.prepare(f"folder:{folder}", tmp_path / "root").x_train[0].max() == 0xC0
     (folder / "train" / "a" / "000.png").write_bytes(deep_rgb(4095))
-    with pytest.raises(
-        UserError, match="a/000.png cannot be read as an image .Pillow keeps the upper 8 of 16 bits a colour"
-    ):
+    with rejected(DataError, "dataset", "a/000.png cannot be", "read", "Pillow keeps", "8 of 16 bits a colour"):
         data.prepare(f"folder:{folder}", tmp_path / "root", force=True)
 
 
@@ -385,7 +383,5 @@ def test_a_single_image_of_few_bits_is_refused(tmp_path: Path) -> None:
     for largest in (60_000, 4000):
         Image.fromarray(np.full((8, 8), largest, np.uint16)).save(tmp_path / f"{largest}.png")
     assert decode.read_image(tmp_path / "60000.png", (1, 8, 8), resize=False).max() == 60_000 >> 8
-    with pytest.raises(
-        UserError, match="4000.png has 16 bits a pixel and uses 12, but the number that the training images used"
-    ):
+    with rejected(DataError, "", "4000.png has 16", "uses 12", "number", "training images used"):
         decode.read_image(tmp_path / "4000.png", (1, 8, 8), resize=False)

@@ -15,12 +15,13 @@ from PIL import Image
 from fl_app import data
 from fl_app.config import RunConfig
 from fl_app.data import named
-from fl_app.errors import UserError
+from fl_app.errors import DataError, UserError
+from tests.facts import mentions, rejected
 
 
 @pytest.mark.parametrize("key, value", [("classes", ("a", "b")), ("image_size", 32)])
 def test_named_sets_have_their_own_classes_and_size(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(UserError, match=f"{key.replace('_', '-')}: digits has its own"):
+    with rejected(DataError, key.replace("_", "-"), "digits"):
         data.prepare("digits", tmp_path, **{key: value})
 
 
@@ -115,11 +116,11 @@ def test_offline_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             name
         ]
         monkeypatch.setattr(getattr(datasets, factory), "__init__", offline)
-        with pytest.raises(
-            UserError, match=f"{name} is not complete in .*downloads .*Name or service not known"
+        with rejected(
+            DataError, "dataset", f"{name} is not complete", "downloads", "Name or service", "not known"
         ) as caught:
             data.prepare(name, tmp_path)
-        assert f"put there {told} or use your own copy of the images with dataset = folder:/path" in str(caught.value)
+        assert mentions(str(caught.value), f"put there {told}", "= folder:/path")
 
 
 def test_debian_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +190,12 @@ def test_medmnist_errors(tmp_path: Path, changes: dict[str, Any], message: str) 
 
 
 def test_a_missing_medmnist_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="medmnist-c needs the file organcmnist.npz .* no .*/organcmnist.npz.* package medmnist"
+    with rejected(
+        DataError, "dataset", "medmnist-c needs", "file organcmnist.npz", "/organcmnist.npz", "package medmnist"
     ):
         data.prepare("medmnist-c", tmp_path)
     (tmp_path / "organcmnist.npz").write_bytes(b"PK")
-    with pytest.raises(UserError, match="organcmnist.npz is not a readable npz file"):
+    with rejected(DataError, "dataset", "organcmnist.npz is not a", "npz file"):
         data.prepare("medmnist-c", tmp_path)
 
 
@@ -220,7 +221,7 @@ def test_tiny_imagenet_layout(tmp_path: Path) -> None:
     assert [int(x[0].mean()) // 50 for x in p.x_test] == [2, 0]
     assert data.prepare(f"tiny-imagenet:{folder}", tmp_path / "root", image_size=32).info.image_size == 32
     (folder / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn03\n")
-    with pytest.raises(UserError, match="class 'n03' of 'val_0.JPEG' is not in wnids.txt"):
+    with rejected(DataError, "dataset", "class 'n03' of 'val_0.JPEG'", "not in wnids.txt"):
         data.prepare(f"tiny-imagenet:{folder}", tmp_path / "root")
     (folder / "wnids.txt").unlink()
     with pytest.raises(UserError, match="no .*wnids.txt"):

@@ -21,12 +21,13 @@ from fl_app import data
 from fl_app.config import parse, parse_recorded
 from fl_app.data.columns import features_of
 from fl_app.data.parsing import Places
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, DataError
 from fl_app.keys import Scalar
 from fl_app.server.run_folder import read_clients, read_summary
 from strategies import METHOD_PARAMS
 from tests import hospitals
 from tests.conftest import Command
+from tests.facts import mentions, rejected
 
 ROWS = 400
 CATEGORICAL = "ward"
@@ -107,9 +108,7 @@ def test_client_implies_by_column(table: Path) -> None:
 @pytest.mark.parametrize("partition", ["iid", "dirichlet-client", "dirichlet", "pathological", "file:/p.npz"])
 def test_another_partition_beside_client_is_refused(partition: str) -> None:
     """The default's own value is a choice too, once somebody wrote it."""
-    with pytest.raises(
-        UserError, match=f"partition: must be by-column if client = 'hospital' is set, got '{partition}'"
-    ):
+    with rejected(ConfigurationError, "partition", "by-column if client =", "'hospital' is set", f"got '{partition}'"):
         parse(raw(partition=partition), METHOD_PARAMS)
     # reports read runs of earlier versions
     assert parse_recorded(raw(partition=partition), METHOD_PARAMS).partition == partition
@@ -135,19 +134,24 @@ def test_rows_left_unused_are_said_before_training_with_the_key(command: Command
         partition="iid",
     )
     assert code == 0
-    assert (
-        "unused: 240 of 300 training and 70 of 100 test samples of the data set; train-samples = 0 and test-samples = 0 "
-        "would give each client an equal share of all"
-    ) in err
+    assert mentions(
+        err,
+        "240 of 300",
+        "70 of 100",
+        "data set",
+        "train-samples = 0 and test-samples = 0",
+        "client an",
+        "share of all",
+    )
     code, out, err = run(command, partition="iid")
-    assert code == 2 and "partition: must be by-column" in err
+    assert code == 2 and mentions(err, "partition", "must be by-column")
 
 
 def test_keys_without_effect_under_the_partition_are_said(command: Command, table: Path) -> None:
     code, out, err = run(command, "train-samples=100", "dirichlet-alpha=0.5")
     assert code == 0
     for key in ("train-samples", "dirichlet-alpha"):
-        assert f"{key} has no effect with partition by-column" in err
+        assert mentions(err, f"{key} has no effect", "partition by-column")
 
 
 def test_the_partition_seed_draws_a_tables_test_rows(table: Path) -> None:
@@ -230,7 +234,7 @@ def test_sites_have_the_same_features_if_the_config_says_which(table: Path) -> N
     for k, part in enumerate((whole, ward)):
         part.to_csv(f"{k}.csv", index=False)
     keys = raw(exclude="patient_id")
-    with pytest.raises(UserError, match="column crp must have a number in every row.* name the column in impute"):
+    with rejected(DataError, "dataset", "column crp", "every row", "name the column"):
         site(keys, Path("1.csv"))
     assert "crp missing" not in site(keys, Path("0.csv")).info.facts.features
     keys |= {"impute": "crp", "categorical": "ward=icu|medicine|surgery"}
@@ -242,7 +246,7 @@ def test_sites_have_the_same_features_if_the_config_says_which(table: Path) -> N
     assert fills[0] != fills[1]
     given = [site(keys | {"impute": "crp=5"}, Path(f"{k}.csv")) for k in (0, 1)]
     assert all(e.fill == 5 for p in given for e in p.info.facts.encodings if e.column == "crp")
-    with pytest.raises(UserError, match="column ward must hold one of icu, medicine, got 'surgery' in row"):
+    with rejected(DataError, "dataset", "column ward", "hold", "medicine", "got 'surgery'"):
         site(keys | {"categorical": "ward=icu|medicine"}, Path("1.csv"))
 
 
@@ -266,7 +270,7 @@ def test_later_rows_are_encoded_as_the_training_rows_were(table: Path) -> None:
         [50, 130, 3, 0, 0, 0, 0, 0, 18628],
     ]
     frame["admitted"] = [1.0, 2.0]
-    with pytest.raises(UserError, match="column admitted must hold dates, got numbers"):
+    with rejected(DataError, "t.csv", "column admitted", "hold dates", "got numbers"):
         features_of(table, encodings, {name: np.asarray(frame[name]) for name in frame}, Places())
 
 

@@ -21,6 +21,7 @@ from fl_app.server_app import run
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.wire import IN_PROCESS, QUERY
 from strategies import METHOD_PARAMS
+from tests.facts import rejected
 
 
 def site(root: Path, classes: str, size: int = 8, count: int = 6) -> str:
@@ -83,7 +84,7 @@ def test_a_site_that_does_not_fit_fails_by_name_before_anything_is_written(
 
 
 def test_sites_with_other_image_sizes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"clients \[0\]: 1 channels, 3 classes, 8 pixels\n.*clients \[1\].*12 pixels"):
+    with rejected(UserError, "", "clients [0]", "1 channels", "3 classes", "8 pixels", "clients [1]", "12 pixels"):
         start(tmp_path, [site(tmp_path / "one", "abc"), site(tmp_path / "two", "abc", size=12)])
     folder = start(tmp_path, [site(tmp_path / "three", "abc"), site(tmp_path / "four", "abc", size=12)], image_size=8)
     assert read_summary(folder.path)["rounds"] == 2

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.facts import mentions
+
 CLONE = Path(__file__).resolve().parents[2]
 PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 
@@ -149,8 +151,8 @@ def test_what_is_wrong_with_it_is_said_before_anything_starts(clone: Path, data:
         ["run", "--dry-run", *sets(dataset="h5:mine.h5")],
         ["data", "show", *sets(dataset="h5:mine.h5", target="outcom")],
     )
-    assert f"target: h5:{data / 'mine.h5'} needs the name of the column to learn" in without
-    assert "has no column 'outcom'; it has age, dose, hospital, outcome" in other
+    assert mentions(without, "target", f"h5:{data / 'mine.h5'} needs", "column to learn")
+    assert mentions(other, "no column 'outcom'", "it has age", "dose")
 
 
 def test_a_sites_rules_and_a_nodes_own_data_know_it(clone: Path, data: Path) -> None:
@@ -168,7 +170,7 @@ part = data.open_client(parse(raw, {{"any": NoParams}}), 0, data_path={str(data 
 print(len(part.y_train), len(part.y_test), part.info.classes)
 """
     refused, allowed, node = python(clone, data, code).splitlines()
-    assert refused.startswith("readable-paths: dataset names a path")
+    assert mentions(refused, "readable-paths", "dataset names a path")
     assert (allowed, node) == ("''", "30 10 ('ill', 'well')")
 
 

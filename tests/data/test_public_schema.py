@@ -10,8 +10,9 @@ import pandas
 import pytest
 
 from fl_app import data
-from fl_app.errors import UserError
+from fl_app.errors import DataError, UserError
 from tests.conftest import config
+from tests.facts import rejected
 
 ROWS = 40
 G = np.random.default_rng(0)
@@ -93,5 +94,5 @@ def test_a_number_that_cannot_be_read_is_the_median_of_the_training_rows(
 
 
 def test_a_plain_run_still_refuses_an_unknown_word(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="column ward must hold one of"):
+    with rejected(DataError, "dataset", "column ward", "hold"):
         opened(tmp_path, changed("ward", "gynaecology"), dp_epsilon=0.0)

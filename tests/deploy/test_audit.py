@@ -9,7 +9,8 @@ import pytest
 
 from deploy import audit
 from deploy.audit import FILE, HEAD, Audit
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
+from tests.facts import rejected
 
 
 @pytest.fixture
@@ -81,12 +82,12 @@ def test_it_goes_on_where_it_ended_and_not_behind_damage(kept: Path) -> None:
     again = Audit(kept)
     again.append("start")
     assert len(audit.verify(kept).hashes) == 5
-    with pytest.raises(UserError, match="another SuperNode of this site is running"):
+    with rejected(DeploymentError, kept, "another SuperNode", "site is running"):
         Audit(kept)
     with (kept / FILE).open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match="it was changed"):
         again.append("run")
     del again
-    with pytest.raises(UserError, match="keep it as evidence"):
+    with rejected(DeploymentError, "", "keep", "evidence"):
         Audit(kept)

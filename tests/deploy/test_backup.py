@@ -18,9 +18,10 @@ import yaml
 from deploy import backup, inventory
 from deploy.audit import Audit, verify
 from deploy.backup import KeptPath
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 from fl_app.server.run_folder import read_summary
 from tests.conftest import Command, Run
+from tests.facts import each_mentions, rejected
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_a_site_keeps_its_own(machine: Path, tmp_path: Path, command: Command) -
     code, out, err = command("node", "backup", archive)
     assert code == 0, err
     kinds = [line.split(":")[0].strip() for line in out.splitlines()[1:]]
-    assert kinds == ["site", "rules", "notes of budgets and answers", "client state"]
+    assert each_mentions(kinds, ("site",), ("rules",), ("notes of budgets", "answers"), ("client state",))
     kept = contents(machine)
     shutil.rmtree(machine)
     code, _, err = command("node", "restore", archive)
@@ -130,17 +131,17 @@ def test_a_site_keeps_its_own(machine: Path, tmp_path: Path, command: Command) -
 
 
 def test_nothing_is_written_over_and_nothing_is_kept_of_nothing(machine: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing on this machine"):
+    with rejected(DeploymentError, "backup", "nothing on", "machine"):
         backup.write(tmp_path / "a.tar", backup.of_site())
     part = KeptPath("keys", machine)
     (tmp_path / "there.tar").touch()
-    with pytest.raises(UserError, match="there.tar exists already"):
+    with rejected(DeploymentError, "", "there.tar exists already"):
         backup.write(tmp_path / "there.tar", [part])
     with pytest.raises(UserError, match="lies in"):
         backup.write(machine / "a.tar", [part])
     found = inventory.read_inventory(cluster(machine))
     (machine / "superlink.db").write_text("no database, and long enough to be looked at" * 100)
-    with pytest.raises(UserError, match=r"superlink.database: .* cannot be copied"):
+    with rejected(DeploymentError, "superlink.database", "cannot be copied"):
         backup.write(tmp_path / "a.tar", backup.of_server(found, machine / "lab.yaml", []))
     assert not (tmp_path / "a.tar").exists()
 
@@ -411,7 +412,7 @@ def test_what_applications_write_is_no_part_of_the_servers_files(
     where.mkdir(parents=True)
     (where / "link").symlink_to(tmp_path / "id_ed25519")
     (tmp_path / "id_ed25519").write_text("secret")
-    with pytest.raises(UserError, match=r"lab-keys/more.* lies in .*lab-keys \(keys\), where links are followed"):
+    with rejected(DeploymentError, "backup", "lab-keys/more", "lies in", "lab-keys (keys)", "where links"):
         backup.of_server(inventory.read_inventory(file), file, [])
 
 
@@ -421,16 +422,16 @@ def test_a_link_that_cannot_be_kept_is_named(machine: Path, tmp_path: Path) -> N
     archive.parent.mkdir()
     (runs / "r1").symlink_to(machine / "away")
     found = inventory.read_inventory(cluster(machine))
-    with pytest.raises(UserError, match=r"runs/r1 is a link to .*away, which is not there"):
+    with rejected(DeploymentError, "backup", "runs/r1", "link", "away", "not there"):
         backup.write(archive, [KeptPath("run folders", runs)])
     (machine / "away").symlink_to(archive.parent)
-    with pytest.raises(UserError, match="a.tar: lies in .*runs/r1, which is kept"):
+    with rejected(DeploymentError, "a.tar", "lies in", "runs/r1", "which is kept"):
         backup.write(archive, [KeptPath("run folders", runs)])
     (machine / "more").symlink_to(machine / "not-there")
-    with pytest.raises(UserError, match=r"more is a link to .*not-there, which is not there"):
+    with rejected(DeploymentError, "backup", "more", "link", "not-there", "not there"):
         backup.of_server(found, machine / "lab.yaml", [machine / "more"])
     os.mkfifo(machine / "pipe")
-    with pytest.raises(UserError, match="inventory: .*pipe is neither a file nor a directory"):
+    with rejected(DeploymentError, "backup", "inventory", "pipe is neither a", "nor a directory"):
         backup.write(archive, [KeptPath("inventory", machine / "pipe")])
     assert list(archive.parent.iterdir()) == []
 

@@ -21,7 +21,8 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 
 from deploy import database, log_size
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
+from tests.facts import rejected
 
 SECRET = b"a site's upload " * 4096
 
@@ -102,7 +103,7 @@ def test_a_directory_of_the_system_stays_as_it_is(tmp_path: Path, monkeypatch: p
     assert str(tmp_path) in database.make_private(tmp_path / "flower.db")
     assert mode(shared) == 0o1777 and mode(tmp_path) == 0o755 and mode(shared / "flower.db") == 0o600
     (tmp_path / "a-directory.db").mkdir()
-    with pytest.raises(UserError, match="unable to open database file"):
+    with rejected(DeploymentError, "superlink.database", "unable to open", "database file"):
         database.make_private(tmp_path / "a-directory.db")
 
 

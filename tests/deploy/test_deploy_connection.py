@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from deploy import connection
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
+from tests.facts import rejected
 
 TABLE = {"address": "127.0.0.1:8000", "root-certificates": '/keys "x"/ca.crt'}
 MINE = """# my own notes
@@ -64,7 +65,7 @@ def test_remove_after_flower_rewrote_the_file(tmp_path: Path) -> None:
 def test_another_connection_of_that_name_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[superlink.lab]\naddress = "elsewhere:1"\n')
-    with pytest.raises(UserError, match="has a connection named 'lab' already"):
+    with rejected(DeploymentError, "", "connection named 'lab'", "already"):
         connection.add(path, "lab", TABLE)
     connection.remove(path, "lab", TABLE)
     assert "elsewhere" in path.read_text()
@@ -111,11 +112,11 @@ def test_any_path_can_be_in_a_table(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"config.toml: cannot be changed: "):
+    with rejected(DeploymentError, "config.toml", "cannot be changed"):
         connection.add(tmp_path / "file" / "config.toml", "lab", TABLE)
 
 
 def test_a_path_that_is_no_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config.toml: cannot be changed: 'utf-8' codec can't encode"):
+    with rejected(DeploymentError, "config.toml", "cannot be changed", "'utf-8' codec can't", "encode"):
         connection.add(tmp_path / "config.toml", "lab", TABLE | {"root-certificates": "/caf\udce9/ca.crt"})
     assert not (tmp_path / "config.toml").exists()

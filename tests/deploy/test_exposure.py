@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy import exposure
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
+from tests.facts import rejected
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -45,7 +46,7 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
 
 def test_a_superlink_that_others_reach_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exposure, "own_addresses", lambda: ["127.0.0.2"])
-    with pytest.raises(UserError, match=f"^--superlink lab: .* at 127.0.0.2, port {port}: .* run code on every node"):
+    with rejected(DeploymentError, "--superlink lab", "at 127.0.0.2", f"port {port}", "run code", "every node"):
         exposure.require_closed("lab")
     # one that answers on loopback alone
     monkeypatch.setattr(exposure, "own_addresses", list)

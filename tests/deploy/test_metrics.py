@@ -20,8 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy import certificates, commands, inventory, prometheus
 from deploy.commands import HostPlaces
 from deploy.prometheus import TABLE, Exporter, Watched
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.server import causes, events
+from tests.facts import mentions, rejected
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOWHERE = {"address": "127.0.0.1:1", "insecure": True}
@@ -227,7 +228,7 @@ def test_the_address_is_loopback_unless_named(given: str, at: tuple[str, int]) -
 
 @pytest.mark.parametrize("given", ["", "x", "70000", "host:"])
 def test_an_address_that_is_none(given: str) -> None:
-    with pytest.raises(UserError, match=f"--metrics: must be HOST:PORT, got '.*{given}'"):
+    with rejected(DeploymentError, "--metrics", "must be HOST:PORT", "got '", f"{given}'"):
         commands.listen_address(given)
 
 
@@ -237,8 +238,8 @@ def test_the_clusters_process(tmp_path: Path) -> None:
         inventory.parse(raw, "lab", tmp_path), HostPlaces("/d", "/s", ()), "0.0.0.0:9101", "/runs"
     )
     words = " ".join(process.command)
-    assert "-m deploy.prometheus --listen 0.0.0.0:9101 --runs /runs --control 127.0.0.1:8000" in words
-    assert "--root-certificates /d/keys/ca.crt" in words and "--database /db/f.db" in words
+    assert mentions(words, "-m deploy.prometheus --listen 0.0.0.0:9101", "/runs --control 127.0.0.1:8000")
+    assert mentions(words, "--root-certificates /d/keys/ca.crt") and "--database /db/f.db" in words
     assert process.health == "http://127.0.0.1:9101/health"
 
 

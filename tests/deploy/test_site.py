@@ -14,10 +14,11 @@ import pytest
 from deploy import site, supernode
 from deploy.site import Site
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 from fl_app.keys import specs
 from fl_app.paths import path_keys
 from fl_app.site_directory import site_directory
+from tests.facts import rejected
 
 HASH = "ab" * 32
 
@@ -67,7 +68,7 @@ def test_problems_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_a_file_that_others_may_change_is_no_rule(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="others may change it .mode 664."):
+    with rejected(DeploymentError, "site.toml", "others may change", "mode 664"):
         site.read_site(written(tmp_path, "", 0o664))
 
 
@@ -250,7 +251,7 @@ def test_a_supernode_does_not_start_with_other_things_in_the_sites_own_directory
     monkeypatch.setattr(supernode, "install", lambda *given: lambda: None)
     monkeypatch.setattr("fl_app.log_format.configure", lambda *given, **more: None)
     rules = written(tmp_path, f'site-dir = "{tmp_path}/srv"\n')
-    with pytest.raises(UserError, match=r"site-dir: .*/srv must hold nothing else, but .*, for example .*/srv/notes"):
+    with rejected(DeploymentError, "site-dir", "/srv must hold", "nothing else", "for example", "/srv/notes"):
         supernode.run("a", str(rules), [])
     monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "srv" / "notes"))
     supernode.run("a", str(rules), [])

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy import superlink
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError
 from fl_app.processes import free_ports
+from tests.facts import rejected
 
 PATH = "/v1/fleet/get-run"
 
@@ -170,7 +171,7 @@ def test_flowers_own_server_stays_on_loopback(host: str) -> None:
     (port,) = free_ports(1)
     module = SimpleNamespace(uvicorn=uvicorn)
     superlink.guard(module, ("127.0.0.1", port))
-    with pytest.raises(UserError, match="--host: Flower's control calls must stay on loopback"):
+    with rejected(DeploymentError, "--host", "Flower's control", "stay on loopback"):
         module.uvicorn.run(app=flower, host=host, port=0)
     with pytest.raises(OSError):  # nothing listens
         socket.create_connection(("127.0.0.1", port), timeout=1)
@@ -180,7 +181,7 @@ def test_flowers_own_server_stays_on_loopback(host: str) -> None:
     "module", [SimpleNamespace(), SimpleNamespace(uvicorn=None), SimpleNamespace(uvicorn=object())]
 )
 def test_a_flower_without_the_place_does_not_start(module: Any) -> None:
-    with pytest.raises(UserError, match=r"its SuperLink cannot be guarded \(.*uvicorn.run\)"):
+    with rejected(DeploymentError, "flwr 1.39.0", "SuperLink cannot be", "guarded", "uvicorn.run"):
         superlink.guard(module, ("127.0.0.1", 1))
 
 
@@ -188,7 +189,7 @@ def test_a_flower_without_the_place_does_not_start(module: Any) -> None:
 def test_an_unknown_way_to_start_is_refused(options: dict[str, Any]) -> None:
     module = SimpleNamespace(uvicorn=uvicorn)
     superlink.guard(module, ("127.0.0.1", free_ports(1)[0]))
-    with pytest.raises(UserError, match="in a way that is not known here"):
+    with rejected(DeploymentError, "flwr 1.39.0", "not known here"):
         module.uvicorn.run(app=flower, host="127.0.0.1", **options)
 
 
@@ -196,16 +197,16 @@ def test_addresses() -> None:
     assert superlink.address("0.0.0.0:9092") == ("0.0.0.0", 9092)
     assert superlink.address("[::]:9092") == ("::", 9092) and superlink.address("lab:1") == ("lab", 1)
     for wrong in ("9092", "lab:", "lab:0", "lab:65536", ":9092", "lab:x", "[::", "[:9092"):
-        with pytest.raises(UserError, match="--fleet: must be HOST:PORT"):
+        with rejected(DeploymentError, "--fleet", "must be HOST:PORT"):
             superlink.address(wrong)
-    with pytest.raises(UserError, match="--fleet-api-address: --fleet names the address of SuperNodes"):
+    with rejected(DeploymentError, "--fleet-api-address", "--fleet names", "address of SuperNodes"):
         superlink.run("lab:9092", ["--fleet-api-address=0.0.0.0:9092"])
 
 
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"--fleet: cannot listen on 127.0.0.1, port {port}: .*in use"):
+        with rejected(DeploymentError, "--fleet", "cannot listen on 127.0.0.1", f"port {port}", "in use"):
             superlink.listening("127.0.0.1", port)
 
 
@@ -217,7 +218,7 @@ def test_which_versions_serve_grpc() -> None:
 @pytest.mark.parametrize("variable", ["FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"])
 def test_variables_that_open_ports_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "0")
-    with pytest.raises(UserError, match=f"^{variable}: opens a port that is not guarded; unset it"):
+    with rejected(DeploymentError, variable, "opens a port", "not guarded", "unset it"):
         superlink.run("127.0.0.1:9092", [])
 
 

@@ -15,6 +15,7 @@ from fl_app.tasks import ACCURACY
 from strategies import METHOD_PARAMS
 from tests.conftest import Command
 from tests.experiments.test_significance import write_run
+from tests.facts import each_mentions, mentions
 
 RMSE = Metric("rmse", higher_is_better=False, low=0)
 
@@ -32,12 +33,13 @@ ROWS = [row("fedcac", 0.1, 0.9, 0.5), row("fedcac", 0.3, 0.8, 0.7), row("fedavg"
 
 
 def test_the_best_is_of_validation_data_where_there_are_any() -> None:
-    assert choosing.best_lines(ROWS) == [
-        "best of fedcac by validation accuracy: method fedcac, fedcac.tau 0.3 (70.00; on test data 80.00)",
-        "best of all by validation accuracy: method fedcac, fedcac.tau 0.3 (70.00; on test data 80.00)",
-        "compared with the next row, method fedavg, fedcac.tau 0.5: other data, clients or seeds",
-        "compared with the first row, method fedcac, fedcac.tau 0.1: other data, clients or seeds",
-    ]
+    assert each_mentions(
+        choosing.best_lines(ROWS),
+        ("best of fedcac", "validation accuracy", "method fedcac", "fedcac.tau 0.3 (70.00", "data 80.00"),
+        ("best of all", "validation accuracy", "method fedcac", "fedcac.tau 0.3 (70.00", "data 80.00"),
+        ("next row", "method fedavg", "fedcac.tau 0.5", "other data", "clients or seeds"),
+        ("first row", "method fedcac", "fedcac.tau 0.1", "other data", "clients or seeds"),
+    )
     assert choosing.best_lines(ROWS, "test")[1:] == [
         "best of all by test accuracy: method fedcac, fedcac.tau 0.1 (90.00)",
         "compared with the next row, method fedcac, fedcac.tau 0.3: other data, clients or seeds",
@@ -50,7 +52,7 @@ def test_the_best_is_of_validation_data_where_there_are_any() -> None:
 def test_the_lowest_is_the_best_where_low_is_good() -> None:
     rows = [row("a", 1, 3.0, 2.0, RMSE), row("a", 2, 1.0, 4.0, RMSE)]
     first, _ = choosing.best_lines(rows)
-    assert first == "best of all by validation RMSE: method a, fedcac.tau 1 (2; on test data 3)"
+    assert mentions(first, "best of all", "validation RMSE", "method a", "fedcac.tau 1 (2", "data 3")
 
 
 @pytest.mark.parametrize(
@@ -63,8 +65,8 @@ def test_the_best_row_is_compared_with_the_next(tmp_path: Path, gains: list[floa
         write_run(tmp_path, f"ditto{seed}", [0.5 + gain, 0.61 + gain, 0.72 + gain], method="ditto", seed=seed)
     groups = compare.group(compare.load([tmp_path], METHOD_PARAMS)[0])
     lines = choosing.best_lines(compare.result_rows(groups))
-    assert lines[-3].startswith("best of all by test accuracy: method ditto (")
-    assert lines[-2].startswith(f"compared with the next row, method local: {verdict}")
+    assert mentions(lines[-3], "best of all", "test accuracy", "method ditto")
+    assert mentions(lines[-2], "compared", "next row", "method local", verdict)
 
 
 SWEEP = """
@@ -90,15 +92,17 @@ def test_a_sweep_says_which_is_best(
     words = ["sweep", "s.toml", "--in-process", "--set", f"validation-ratio={ratio}", "--set", f"data-dir={tmp_path}"]
     if ratio == "0":
         code, _, err = command(*words, "--best-by", "validation")
-        assert code == 2 and "--best-by validation: needs validation-ratio above 0, which is 0 in " in err
+        assert code == 2 and mentions(err, "--best-by validation", "needs validation-ratio above 0", "which is 0 in")
         assert not (tmp_path / "runs").exists()
     code, out, err = command(*words, *(["--best-by", "validation"] if ratio != "0" else []))
     assert code == 0, err
     said, written = " ".join(out.split()), (tmp_path / "runs/s/results.md").read_text()
     by = "test" if ratio == "0" else "validation"
-    assert f"best of all by {by} accuracy: learning-rate " in said and f"best of all by {by} accuracy" in written
-    assert "next: corolla compare runs/s # which is better, tested over clients corolla report runs/s #" in said
-    assert "compared with the next row, learning-rate" in said
-    assert ("chosen on test data, so this figure is too good" in said) == (ratio == "0")
+    assert mentions(said, "best of all", f"{by} accuracy", "learning-rate") and mentions(
+        written, "best of all", f"{by} accuracy"
+    )
+    assert mentions(said, "next", "corolla compare runs/s #", "tested over", "runs/s #")
+    assert mentions(said, "compared", "next row", "learning-rate")
+    assert (mentions(said, "chosen on test", "figure is too")) == (ratio == "0")
     header = (tmp_path / "runs/s/results.csv").read_text().splitlines()[0]
     assert ("final-validation-accuracy-mean" in header) == (ratio != "0")

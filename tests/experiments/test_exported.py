@@ -27,6 +27,7 @@ from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
 from tests.disks import full_disk
+from tests.facts import mentions, rejected
 from tests.fl_app.test_tasks import OWN
 
 TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12}
@@ -149,7 +150,7 @@ def test_every_changed_byte_is_found(exported: Path) -> None:
         # of the card every byte, of the model some from all over it
         for at in range(0, len(content), 1 if path.suffix == ".json" else len(content) // 200):
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            with pytest.raises(UserError, match="has changed since it was (exported|written)"):
+            with rejected(UserError, "", "has changed since"):
                 model_card.read(exported)
         path.write_bytes(content[:-1])
         with pytest.raises(UserError):
@@ -157,7 +158,7 @@ def test_every_changed_byte_is_found(exported: Path) -> None:
         path.write_bytes(content)
     model_card.read(exported)
     model_card.beside(exported).unlink()
-    with pytest.raises(UserError, match=r"model.pt.json: no such file or directory; model.pt needs its card beside it"):
+    with rejected(UserError, "", "model.pt.json", "no such file", "directory", "model.pt needs", "card beside"):
         model_card.read(exported)
 
 
@@ -187,7 +188,7 @@ def test_a_client_that_uses_the_global_model_is_given_that_one(run: Run, tmp_pat
     assert theirs[1]["metrics"] == {"clients": 1, "accuracy": rows["1"]["accuracy"]}
     for method, said in (("ditto", "which only the client can make"), ("fedper", "holds no model of client 1")):
         other = run(method=method, run_name=method, **TINY).path
-        with pytest.raises(UserError, match=f"{said}.*; run with --set collect-personal-models=true"):
+        with rejected(UserError, "", said, "run with --set", "collect-personal-models=true"):
             export(other, METHODS, 1, tmp_path / "no.pt")
     assert not (tmp_path / "no.pt").exists()
 
@@ -232,7 +233,7 @@ def test_images_get_a_class_and_its_probability(corolla, run: Run, tmp_path: Pat
     Path("m.onnx").write_bytes(content)
     for words in (("verify", "m.onnx"), ("predict", "m.onnx", "0.png")):
         code, _, err = corolla(*words)
-        assert code == 2 and "m.onnx has changed since it was exported: its sha256 is" in err
+        assert code == 2 and mentions(err, "m.onnx has changed", "since", "exported", "its sha256 is")
 
 
 def test_numbers_get_their_value(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -287,7 +288,7 @@ def test_a_task_of_ones_own_goes_along(  # type: ignore[no-untyped-def]
     for end in ("pt", "onnx"):
         code, out, err = corolla("predict", f"m.{end}", "../rows.npz")
         assert code == 0 and "mae " in out and "on 20 samples" in out, err
-        assert f"running Python code of {elsewhere / f'm.{end}.plugins' / 'far.py'}" in err
+        assert mentions(err, "running Python code", elsewhere / f"m.{end}.plugins" / "far.py")
         # code that only lies beside a model, perhaps a downloaded one, does not run
         Path(f"m.{end}.plugins", "far.py").rename("far.py")
         monkeypatch.chdir(tmp_path)
@@ -315,19 +316,17 @@ def test_what_does_not_fit_is_named(corolla, exported: Path, tmp_path: Path) -> 
     np.savez("counts.npz", x=grey, y=[3])
     np.savez("names.npz", pixels=grey)
     np.savez("none.npz", x=grey[:0])
-    assert "size.png has 7x9 pixels, the model takes 8x8" in complaint("size.png")
-    assert "colour.png is in colour, the model takes grayscale images" in complaint("colour.png")
-    assert "text.png cannot be read as an image" in complaint("text.png")
-    assert "missing.png: no such file or directory" in complaint("missing.png")
-    assert "x holds samples uint8 [1, 9, 9], but the model takes uint8 [1, 8, 8]" in complaint("shape.npz")
-    assert "x holds samples float32 [1, 8, 8], but the model takes uint8 [1, 8, 8]" in complaint("dtype.npz")
-    assert "class 10 must be below 10, the number of classes" in complaint("labels.npz")
-    assert "y must have one target for each of the 2 samples, got 1" in complaint("counts.npz")
-    assert "names.npz: has no array x or x_test" in complaint("names.npz")
-    assert "x must hold samples, got none" in complaint("none.npz")
-    assert "one table or .npz file at a time, or image files, got shape.npz, size.png" in complaint(
-        "shape.npz", "size.png"
-    )
+    assert mentions(complaint("size.png"), "size.png has 7x9 pixels", "model takes 8x8")
+    assert mentions(complaint("colour.png"), "colour.png", "colour", "model takes grayscale", "images")
+    assert mentions(complaint("text.png"), "text.png cannot be", "read", "image")
+    assert mentions(complaint("missing.png"), "missing.png", "no such file", "directory")
+    assert mentions(complaint("shape.npz"), "x holds samples uint8 [1, 9, 9]", "model takes uint8 [1, 8, 8]")
+    assert mentions(complaint("dtype.npz"), "x holds samples float32 [1, 8, 8]", "model takes uint8 [1, 8, 8]")
+    assert mentions(complaint("labels.npz"), "class 10", "below 10", "number of classes")
+    assert mentions(complaint("counts.npz"), "target", "2 samples", "got 1")
+    assert mentions(complaint("names.npz"), "names.npz", "no array x", "x_test")
+    assert mentions(complaint("none.npz"), "x must hold samples", "got none")
+    assert mentions(complaint("shape.npz", "size.png"), "table or .npz", "or image files", "got shape.npz", "size.png")
 
 
 def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -368,9 +367,7 @@ def test_sixteen_bit_images_are_read_with_the_bits_of_the_runs(corolla, run: Run
     assert corolla("predict", file, *paths)[0] == 0
     Image.fromarray(np.full((8, 8), 4096, np.uint16)).save(tmp_path / "bright.png")
     code, _, err = corolla("predict", file, tmp_path / "bright.png")
-    assert (
-        code == 2 and "bright.png must have values below 4096, because the training images use 12 bits, got 4096" in err
-    )
+    assert code == 2 and mentions(err, "bright.png", "values below 4096", "because the training", "12 bits", "got 4096")
 
 
 def test_a_file_that_is_not_its_cards_model(exported: Path, tmp_path: Path) -> None:
@@ -392,12 +389,12 @@ def test_what_is_needed_and_not_there(
 ) -> None:
     folder = run(method="fedavg", normalize="mean-std", **TINY)
     code, _, err = corolla("export", folder.path, "--output", "m.pt", "--onnx")
-    assert code == 2 and ("must end in .onnx" in err or "is missing" in err)
+    assert code == 2 and (mentions(err, "end in .onnx") or "is missing" in err)
     code, _, err = corolla("export", folder.path, "--output", "nowhere/m.pt")
-    assert code == 2 and "--output: cannot write nowhere/m.pt: No such file or directory" in err
+    assert code == 2 and mentions(err, "--output", "cannot write nowhere/m.pt", "No such file")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     code, _, err = corolla("export", folder.path, "--onnx")
-    assert code == 2 and "onnx: onnxruntime is missing; pip install 'corolla[onnx]'" in err
+    assert code == 2 and mentions(err, "onnx", "onnxruntime is missing", "pip install 'corolla[onnx]'")
     nodes = tmp_path / "nodes"
     shutil.copytree(folder.path, nodes)
     site = {"dataset": "node", "classes": ",".join("0123456789"), "normalize-over": "site"}
@@ -407,13 +404,13 @@ def test_what_is_needed_and_not_there(
     del facts[DATA][NORMALIZED_BY]
     (nodes / "run.json").write_text(json.dumps(facts))
     code, _, err = corolla("export", nodes)
-    assert code == 2 and "normalize-over: mean and standard deviation are of each node's own data" in err
+    assert code == 2 and mentions(err, "normalize-over", "mean and standard", "node's own data")
     assert [p.name for p in tmp_path.glob("*.pt*")] == []
 
 
 def test_an_export_on_a_full_disk_ends_in_one_line(run: Run, tmp_path: Path) -> None:
     folder = run(**TINY)
     with full_disk(tmp_path, free=4096) as there:
-        with pytest.raises(UserError, match="No space left on device") as error:
+        with rejected(UserError, "--output", "No space left", "device") as error:
             export(folder.path, METHODS, None, there / "a.pt")
         assert "\n" not in str(error.value) and not [*there.iterdir()]

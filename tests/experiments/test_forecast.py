@@ -19,6 +19,7 @@ from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 from tests.conftest import Command, config
 from tests.experiments.test_sweep import SMALL, points, write
+from tests.facts import mentions
 
 
 def folder(path: Path, seconds: Sequence[dict[str, float]], clients: dict[str, Any] | None = None) -> RecordedRun:
@@ -103,7 +104,7 @@ def test_a_sweep_says_how_long_it_takes_from_rounds_that_it_keeps(
     assert RecordedRun(tmp_path / "plain" / run.name).about["starts"] == 0
     assert RecordedRun(run).summary["digest"] == RecordedRun(tmp_path / "plain" / run.name).summary["digest"]
     code, out, _ = command("sweep", "s.toml", "--in-process")
-    assert code == 0 and "1 finished before, 0 to do" in out and "about " not in out
+    assert code == 0 and mentions(out, "1 finished before", "0 to do") and "about " not in out
 
 
 def recorded(path: Path, cpu: str, seconds: float, **changes: Any) -> RecordedRun:
@@ -135,10 +136,10 @@ def test_presets_tell_what_a_column_costs_here(
     assert json.loads(command("presets", "demo", "--cost", "--json")[1])[0]["seconds"] == 15 * 240.0
     name = "fedcac/cifar10-pathological-2"
     code, out, _ = command("presets", f"{name}/fed[ap]*", "--cost")
-    assert f"  {name}  3 methods   not measured  CIFAR-10" in out
+    assert mentions(out, f"{name} 3 methods not measured", "CIFAR-10")
     how = f"to measure what is not measured, for example: corolla sweep --preset '{name}/*' --forecast (it runs"
     assert out.splitlines()[-1].startswith(how)
     changes = {**read_preset(f"{name}/fedper"), "num-server-rounds": 3}
     recorded(tmp_path / "runs" / "b", machine.cpu(), 7.2, **changes)
     # 500 rounds of 7.2 s are an hour; the other two cost as much
-    assert "about 3 h 0 min a seed (1 measured)" in command("presets", f"{name}/fed[ap]*", "--cost")[1]
+    assert mentions(command("presets", f"{name}/fed[ap]*", "--cost")[1], "about 3 h 0", "(1 measured)")

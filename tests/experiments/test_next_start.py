@@ -22,6 +22,7 @@ from fl_app.server.run_folder import RunFolder, read_about, read_config, read_me
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Run
 from tests.experiments.months import SETTING, WINE, cancer, diabetes, wine
+from tests.facts import rejected
 
 BACKWARDS = tuple(range(12, -1, -1))
 
@@ -365,7 +366,7 @@ def test_a_model_that_computes_with_the_order_is_refused(tmp_path: Path) -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.first(x).relu() + x[:, :1])  # type: ignore[no-any-return]
 
-    with pytest.raises(UserError, match="changes what the model computes"):
+    with rejected(ConfigurationError, "mixed.pt", "changes what", "model computes"):
         started(Mixed(), file_of(Mixed(), tmp_path / "mixed.pt"))
 
 

@@ -30,6 +30,7 @@ from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.wire import QUERY
 from strategies import METHOD_PARAMS
 from tests.conftest import PLUGINS, SMALL, Command
+from tests.facts import each_mentions, mentions, rejected
 
 CLIENTS = 4
 
@@ -107,7 +108,7 @@ def test_a_killed_worker_fails_its_own_message_and_is_replaced(
     first, second = list(read_metrics(folder.path))
     assert set(first["clients"]) == {"0", "2", "3"} and set(second["clients"]) == {"0", "1", "2", "3"}
     log = (folder.path / "log.txt").read_text()
-    assert "client 1 dropped: error 8: its process was killed (SIGKILL)" in log
+    assert mentions(log, "client 1 dropped", "error 8", "process was killed", "(SIGKILL)")
     # of the clients' own output each line, once
     assert [log.count(f"client {k}: at 1") for k in range(CLIENTS)] == [1, 0, 1, 1]
 
@@ -115,7 +116,7 @@ def test_a_killed_worker_fails_its_own_message_and_is_replaced(
 def test_a_breakpoint_in_a_worker_ends_the_run(own: str, tmp_path: Path) -> None:
     for name in ("stop", "killed-1"):
         (tmp_path / name).touch()
-    with pytest.raises(UserError, match=r"^breakpoint\(\) at own_killed.py:15: .*--in-process"):
+    with rejected(UserError, "", "breakpoint()", "at own_killed.py:15", "--in-process"):
         pooled(raw_config(tmp_path, "run", method=own))
 
 
@@ -204,7 +205,7 @@ def test_the_end_of_a_worker_is_nothing_to_a_later_warm_process() -> None:
 def test_a_message_that_kills_whoever_takes_it_is_answered_with_an_error() -> None:
     with small_pool(1, "asker.recv(9) and sys.exit(5)") as pool:
         pool.send(message(pool, 1, 10_000_000))
-        assert replies(pool, 1) == ["its process ended with exit code 5"]
+        assert each_mentions(replies(pool, 1), ("process ended", "code 5"))
 
 
 ASKER = """

@@ -16,12 +16,13 @@ from corolla.api.console import begin_warnings, console
 from corolla.api.settings import Scale, resolve, scaled
 from corolla.experiments import dry_run
 from fl_app.config import parse
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.toml import flatten
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.experiments.preset_settings import SETTINGS
+from tests.facts import mentions, rejected
 
 
 def paper_of(name: str) -> str:
@@ -103,7 +104,7 @@ def test_there_is_one_preset_per_cell_of_the_tables() -> None:
 
 def test_the_readme_counts_the_published_figures() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
-    assert f"{sum(p.published is not None for p in ALL.values())} published results come as presets" in text
+    assert mentions(text, f"{sum(p.published is not None for p in ALL.values())} published results come", "presets")
 
 
 def test_every_preset_resolves_and_dry_runs() -> None:
@@ -204,7 +205,7 @@ def test_the_cells_of_other_methods_say_so(method: str) -> None:
     cells = [p for name, p in ALL.items() if name.startswith("fedobp/") and p.settings["method"] == method]
     assert len(cells) in (16, 22)
     for preset in cells:
-        assert preset.ran and f"FedOBP's table ran another method under this name: {preset.ran}" in preset.notes
+        assert preset.ran and mentions(preset.notes, "FedOBP's table", "another method under", "name", preset.ran)
 
 
 def test_bytes_of_a_round_by_hand() -> None:
@@ -248,7 +249,7 @@ def test_small_scales_rounds_clients_samples_and_beta() -> None:
     assert (changes["partition"], changes["fraction-train"], changes["num-clients"]) == ("dirichlet-client", 0.5, 10)
     drawn = parse(ALL["fedobp/mnist-table8/no-norm"].settings, METHOD_PARAMS)
     assert drawn.partition == "dirichlet-fl-bench" and presets.small(drawn)["partition"] == "dirichlet-client"
-    with pytest.raises(UserError, match="cannot cut the clients"):
+    with rejected(ConfigurationError, "--scale small", "cannot cut", "clients"):
         presets.small(parse({"partition": "file:/x.npz"}, METHOD_PARAMS))
 
 
@@ -264,9 +265,9 @@ def test_a_preset_warns_of_nothing_that_its_notes_do_not_tell(scale: Scale, caps
     alpha = 200 if scale is Scale.full else 20
     assert sorted(warned) == ["feddac/cifar10-dirichlet-0.1-code", "feddac/cifar10-pathological-2-code"]
     for name, text in warned.items():
-        assert text.startswith(f"warning: feddac.alpha = {alpha} is not below num-server-rounds = {alpha}")
+        assert mentions(text, "warning", f"feddac.alpha = {alpha} is not", f"below num-server-rounds = {alpha}")
         assert text.count("warning:") == 1
-        assert any(note.startswith("feddac.alpha = 200 is the code's") for note in ALL[name].notes)
+        assert any(mentions(note, "feddac.alpha = 200", "code's") for note in ALL[name].notes)
 
 
 def test_notes_name_keys_of_their_presets_and_no_figure_that_does_not_exist() -> None:
@@ -290,7 +291,7 @@ def test_cutting_a_preset_takes_out_the_keys_of_its_former_partition() -> None:
 
 
 def test_a_wrong_name_suggests_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"did you mean fedcac/cifar10-dirichlet-0\.1\?"):
+    with rejected(ConfigurationError, "preset", "did you mean", "fedcac/cifar10-dirichlet-0.1?"):
         presets.read_preset("fedcac/cifar10-dirichlt-0.1")
     with pytest.raises(UserError, match="none matches"):
         presets.find("nothing-of-this-name")
@@ -316,7 +317,9 @@ def test_a_columns_pattern_has_the_papers_own_method_too() -> None:
         "fedobp/cifar10-dirichlet-0.5/fedala",
         "fedobp/cifar10-dirichlet-0.5/fedavg",
     ]
-    with pytest.raises(UserError, match=r"did you mean fedobp/fashion-mnist-dirichlet-0\.1/\* or fedobp/fashion-mnist"):
+    with rejected(
+        ConfigurationError, "preset", "did you", "fedobp/fashion-mnist-dirichlet-0.1/* or fedobp/fashion-mnist"
+    ):
         presets.find("fedobp/fashon-mnist-dirichlet-0.1/*")
 
 
@@ -347,12 +350,12 @@ def test_files_are_read_as_they_are(tmp_path: Path) -> None:
     path.write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
     assert presets.read_preset(str(path)) == {"method": "fedavg", "fedcac.tau": 0.3}
     path.write_text("[grid]\nseed = [0]\n")
-    with pytest.raises(UserError, match="is a sweep: use `corolla sweep"):
+    with rejected(ConfigurationError, "", "is a sweep", "use `corolla sweep"):
         presets.read_preset(str(path))
     path.write_text("method = fedavg")
     with pytest.raises(UserError, match="not valid TOML"):
         presets.read_preset(str(path))
-    with pytest.raises(UserError, match="none.toml: no such file"):
+    with rejected(ConfigurationError, "", "none.toml", "no such file"):
         presets.read_preset(str(tmp_path / "none.toml"))
 
 
@@ -453,7 +456,7 @@ def test_listing_is_one_name_a_line_when_piped(
     assert out.splitlines() == sorted(name for name in ALL if "fedpake/cifar10-pathological-2" in name)
     assert corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2", "--all") == (0, out, "")
     code, _, err = corolla(capsys, monkeypatch, "presets", "fedcak/cifar10-dirichlet-0.1")
-    assert code == 2 and "did you mean fedcac/cifar10-dirichlet-0.1?" in err
+    assert code == 2 and mentions(err, "did you mean", "fedcac/cifar10-dirichlet-0.1?")
 
 
 def test_a_scaled_run_says_so_in_its_results(

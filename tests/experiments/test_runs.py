@@ -10,6 +10,7 @@ import pytest
 
 from corolla.experiments.runs import RecordedRun, by_experiment, find, inside
 from fl_app.errors import UserError
+from tests.facts import each_mentions, mentions, rejected
 
 
 def folder(path: Path, experiment: str = "e", finished: bool = True) -> Path:
@@ -30,7 +31,7 @@ def test_a_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert not begun.finished
     with pytest.raises(UserError, match="did not finish"):
         begun.summary  # noqa: B018
-    with pytest.raises(UserError, match="is not a run folder"):
+    with rejected(UserError, "", "not a run folder"):
         RecordedRun(tmp_path).settings  # noqa: B018
 
 
@@ -43,11 +44,12 @@ def test_paths_and_folders_of_runs_are_found_each_once(tmp_path: Path, monkeypat
     with pytest.raises(UserError) as caught:
         find([a, tmp_path / "logs", tmp_path / "nowhere", tmp_path / "c"])
     *lines, bad = str(caught.value).splitlines()
-    assert f"{tmp_path / 'c' / 'bad'} is not a run folder" in bad and "not valid TOML" in bad
-    assert lines == [
-        f"{tmp_path / 'logs'}: this run folder holds no run (no config.toml), and neither do its folders",
-        f"{tmp_path / 'nowhere'}: no such file or directory",
-    ]
+    assert mentions(bad, f"{tmp_path / 'c' / 'bad'} is not a run", "folder") and "not valid TOML" in bad
+    assert each_mentions(
+        lines,
+        (tmp_path / "logs", "run folder", "no run (no", "config.toml", "neither do", "folders"),
+        (tmp_path / "nowhere", "no such file", "directory"),
+    )
 
 
 def test_runs_that_left_nothing_are_seen_too(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fl_app.server import checkpoint
 from strategies import METHOD_PARAMS
 from tests import slurm
 from tests.conftest import Command
+from tests.facts import mentions, rejected
 
 SWEEP = """
 [settings]
@@ -119,7 +120,7 @@ def test_a_run_without_a_checkpoint_is_set_aside(corolla: Callable[..., str], co
     assert "unfinished, set aside" in corolla("sweep", "s.toml", "--in-process", "--only", name)
     assert (tmp_path / "runs" / "s" / "unfinished" / name).is_dir() and digests(tmp_path / "runs" / "s")
     code, _, err = command("sweep", "s.toml", "--only", "fedprox")
-    assert code == 2 and "s.toml has no run 'fedprox'" in err
+    assert code == 2 and mentions(err, "s.toml has no", "run 'fedprox'")
 
 
 def test_a_run_goes_on_under_the_name_that_another_version_gave_it(
@@ -143,8 +144,8 @@ def test_a_run_goes_on_under_the_name_that_another_version_gave_it(
 
 def test_single_runs_share_a_directory_that_a_whole_sweep_has_alone(tmp_path: Path) -> None:
     with sweep.locked(tmp_path, shared=True), sweep.locked(tmp_path, shared=True):
-        with pytest.raises(UserError, match="another `corolla sweep` is running"), sweep.locked(tmp_path):
+        with rejected(UserError, "", "another `corolla sweep`", "running"), sweep.locked(tmp_path):
             pass
-    with sweep.locked(tmp_path), pytest.raises(UserError, match="another `corolla sweep` is running"):
+    with sweep.locked(tmp_path), rejected(UserError, "", "another `corolla sweep`", "running"):
         with sweep.locked(tmp_path, shared=True):
             pass

@@ -11,6 +11,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import ConfigurationError, UserError
 from fl_app.keys import Rule, specs
 from strategies import METHOD_PARAMS
+from tests.facts import mentions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,8 +165,8 @@ def test_a_file_of_the_users_own_is_meant(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("this is no Python")
     plugins.reset(tmp_path)
     try:
-        assert str(problems(method="mine")[0]).endswith("did you mean mine:OURS?")
-        assert str(problems(model="net")[0]).endswith("did you mean net:NAME?")
+        assert mentions(str(problems(method="mine")[0]), "did you mean", "mine:OURS?")
+        assert mentions(str(problems(model="net")[0]), "did you mean", "net:NAME?")
     finally:
         plugins.reset()
 
@@ -176,9 +177,9 @@ def test_a_name_is_meant_rather_than_a_folder_of_this_directory(
     (tmp_path / "digits-sweep").mkdir()
     monkeypatch.chdir(tmp_path)
     (problem,) = problems(dataset="digit")
-    assert str(problem).endswith("did you mean digits?")
+    assert mentions(str(problem), "did you mean", "digits?")
     (problem,) = problems(dataset="digits-sweeq/")
-    assert "did you mean folder:digits-sweep" in str(problem)
+    assert mentions(str(problem), "did you mean", "folder:digits-sweep")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from fl_app import debugging, plugins
 from fl_app.errors import Diverged, UserError
 from fl_app.tasks.scoring import aucs
+from tests.facts import mentions, rejected
 
 OWN = """
 def train(given):
@@ -53,9 +54,11 @@ def test_an_exception_is_told_from_the_users_frame_on(own: Callable[..., Callabl
 
 def test_the_cause_names_the_users_line_without_its_directory(own: Callable[..., Callable[..., object]]) -> None:
     error = raised(lambda: own("train")(None))
-    assert debugging.reason(error) == "TypeError: 'NoneType' object is not callable (own_debugged.py:6, in step)"
+    assert mentions(
+        debugging.reason(error), "TypeError", "'NoneType' object", "not callable (own_debugged.py:6", "step"
+    )
     elsewhere = debugging.reason(error, "the log of its SuperNode")
-    assert elsewhere.endswith("(own_debugged.py:6, in step; the traceback is in the log of its SuperNode)")
+    assert mentions(elsewhere, "own_debugged.py:6, in step", "SuperNode")
 
 
 def test_bad_input_needs_no_traceback_unless_the_users_code_made_it(own: Callable[..., Callable[..., object]]) -> None:
@@ -76,7 +79,7 @@ def test_a_refused_breakpoint_names_its_line(
 ) -> None:
     monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
     debugging.refuse_breakpoints()
-    with pytest.raises(UserError, match=r"^breakpoint\(\) at own_debugged.py:9: .*--in-process") as refused:
+    with rejected(UserError, "", "breakpoint()", "at own_debugged.py:9", "--in-process") as refused:
         own("stop")(None)
     assert debugging.is_refused_breakpoint(str(refused.value))
     assert not debugging.is_refused_breakpoint("breakpoint() at home")

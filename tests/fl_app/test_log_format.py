@@ -17,6 +17,7 @@ from fl_app.errors import UserError
 from fl_app.log_format import JsonFormatter, TextFormatter, about
 from fl_app.server import run_log
 from fl_app.server.events import JsonLines, LeftOut, Round, Started, Warned, read, tell
+from tests.facts import rejected
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "operations.md"
 
@@ -144,7 +145,7 @@ def test_other_loggers_write_the_same_lines(
 
 
 def test_a_format_that_there_is_not() -> None:
-    with pytest.raises(UserError, match="--log-format: must be text or json, got 'xml'"):
+    with rejected(UserError, "--log-format", "text or json", value="xml"):
         log_format.choose("xml")
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from fl_app import data, plain_pickle
-from fl_app.errors import UserError
+from fl_app.errors import DataError
+from tests.facts import rejected
 
 PRODUCT = ("client_app", "corolla", "deploy", "fl_app", "strategies")
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def test_cifars_files_are_read(batches: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_code_in_cifars_files_is_refused(batches: Path, tmp_path: Path, name: str, protocol: int) -> None:
     (batches / name).write_bytes(pickle.dumps({"data": X, "labels": Code(tmp_path / "ran")}, protocol))
-    with pytest.raises(UserError, match=r"mkdir is not read: it could run code"):
+    with rejected(DataError, "dataset", "mkdir is not", "read", "could run code"):
         data.prepare("cifar10", tmp_path)
     assert not (tmp_path / "ran").exists()
 

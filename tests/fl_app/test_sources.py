@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from fl_app.sources import NODE, SOURCES, Source, path_in, source_of
+from tests.facts import rejected
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -28,7 +29,7 @@ def test_paths_in_values() -> None:
     assert path_in("dataset", "npz:/a:b.npz") == "/a:b.npz" and path_in("partition", "file:p.npz") == "p.npz"
     for key, value in (("dataset", "digits"), ("dataset", "npz:"), ("dataset", "file:/x"), ("partition", "npz:/x")):
         assert path_in(key, value) == ""
-    with pytest.raises(UserError, match="dataset: 'nothing:/x' has no source; there are .*digits, .*, node"):
+    with rejected(ConfigurationError, "dataset", "'nothing:/x' has no", "source", "there are"):
         source_of("nothing:/x")
 
 

@@ -16,11 +16,12 @@ from torchmetrics.functional import classification as tmc
 from torchmetrics.functional import regression as tmr
 
 from fl_app import plugins, tasks
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.tasks import Classification, Metric, MultiLabel, Regression, scoring
 from strategies import METHODS
 from tests.conftest import Run, config
+from tests.facts import rejected
 
 OWN = """
 from fl_app.tasks import Metric, Task
@@ -210,9 +211,9 @@ def test_the_users_own_task(tmp_path: Path) -> None:
     try:
         task = tasks.of(config(task="own_task:Median", partition="iid"))
         assert task.headline == Metric("mae", higher_is_better=False, low=0) and not task.cross_entropy
-        with pytest.raises(UserError, match="task own_task:Nothing: needs metrics"):
+        with rejected(ConfigurationError, "task own_task:Nothing", "needs metrics"):
             tasks.named("own_task:Nothing")
-        with pytest.raises(UserError, match="task own_task:NOT_ONE: must be a class made of fl_app.tasks.Task, got 3"):
+        with rejected(ConfigurationError, "task own_task:NOT_ONE", "class made", "fl_app.tasks.Task", value=3):
             tasks.named("own_task:NOT_ONE")
     finally:
         plugins.reset()
@@ -227,9 +228,9 @@ def test_what_is_measured() -> None:
     assert names(metrics="auc") == ["accuracy", "auc"]
     assert names(task="regression") == ["rmse", "mae", "r2"]
     assert names(task="regression", metrics="r2") == ["rmse", "r2"]
-    with pytest.raises(UserError, match="metrics: must be all, or some of auc, f1, got 'rmse'"):
+    with rejected(ConfigurationError, "metrics", "must be all", "some of auc", "f1", value="rmse"):
         names(task="multi-label", metrics="rmse")
-    with pytest.raises(UserError, match="task: must be one of .*, got 'regresion'; did you mean regression"):
+    with rejected(ConfigurationError, "task", "must be one", "got 'regresion'", "did you mean"):
         names(task="regresion")
 
 

@@ -11,13 +11,14 @@ from safetensors.numpy import load_file
 
 from client_app.client import CorollaClient
 from fl_app import trainable_tensors
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, MethodError, RoundFailed, UserError
 from fl_app.layout import Layout
 from fl_app.models import build
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.transport.wire import Download
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
+from tests.facts import rejected
 
 HEAD = {"classifier.weight", "classifier.bias"}
 
@@ -54,20 +55,20 @@ def test_patterns() -> None:
     layout = Layout.of(mlp())
     assert trainable_tensors.travelling(config(), layout, layout.names) == layout.names
     assert trainable_tensors.travelling(config(share="*.bias"), layout, frozenset(HEAD)) == {"classifier.bias"}
-    with pytest.raises(UserError, match=r"share: no tensor of the model matches 'adapter.\*'; there are fc1.weight"):
+    with rejected(ConfigurationError, "share", "no tensor of", "model matches 'adapter", "*'", "there are fc1.weight"):
         trainable_tensors.travelling(config(share="adapter.*"), layout, layout.names)
-    with pytest.raises(UserError, match=r"share: no tensor that method fedavg sends matches 'fc1.\*'"):
+    with rejected(ConfigurationError, "share", "no tensor that", "method fedavg", "matches 'fc1", "*'"):
         trainable_tensors.travelling(config(share="fc1.*"), layout, frozenset(HEAD))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_parts(run: Run, method: str) -> None:
     if METHODS[method].compose is not None:
-        with pytest.raises(UserError, match=f"train: method {method} trains a network around the model"):
+        with rejected(MethodError, "train", f"method {method}", "around the model"):
             run(method=method, train="*classifier*", **IN_TWO_ROUNDS.get(method, {}))
         return
     if method == "heterofl":
-        with pytest.raises(UserError, match="train: heterofl narrows all layers, so all must train"):
+        with rejected(MethodError, "train", "heterofl narrows all", "all must train"):
             run(method=method, train="fc2.*,*classifier*")
     more = {"heterofl": {"heterofl": {"rates": "1"}}}.get(method, {})
     folder = run(method=method, train="fc2.*,*classifier*", num_clients=2, num_server_rounds=1, **more)
@@ -117,5 +118,5 @@ def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(CorollaClient, "_prepare", from_another)
-    with pytest.raises(UserError, match="train: the frozen tensors of model mlp differ from the server's"):
+    with rejected(RoundFailed, "", "train", "frozen tensors", "model mlp differ", "server's"):
         run(train="classifier.*", round_retries=0)

@@ -12,6 +12,7 @@ import pytest
 
 from fl_app.processes import script
 from tests.conftest import Command
+from tests.facts import mentions
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "flower" / "pytorch"
 
@@ -34,7 +35,7 @@ def test_another_method(command: Command, tmp_path: Path, method: str, cls: str,
     assert command("flower", "init", tmp_path / "mine", "--method", method)[0] == 0
     written = files(tmp_path / "mine")
     server, loop = written["pytorch_app/server_app.py"], written["pytorch_app/task.py"]
-    assert f"from corolla.flower import {cls}" in server and f"strategy = {cls}(fraction_train=" in server
+    assert mentions(server, f"from corolla.flower import {cls}") and f"strategy = {cls}(fraction_train=" in server
     assert loop.count("corolla.flower.") == lines and loop.count("import corolla.flower") == (lines > 0)
     for text in (server, loop):
         ast.parse(text)

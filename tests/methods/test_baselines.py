@@ -26,6 +26,7 @@ from fl_app.transport import exchange, wire
 from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import flat
+from tests.facts import each_mentions
 
 BASELINES = ("fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme")
 SETTING: dict[str, Any] = {
@@ -288,7 +289,9 @@ def test_fedbn_without_batchnorm_warns_and_is_fedavg(
 ) -> None:
     plain, result = run("fedavg", **model), run("fedbn", **model)
     assert result.numbers() == plain.numbers() and result.global_model == plain.global_model
-    assert warnings_logged == [f"fedbn: model {result.config.model} has no BatchNorm layer, so this run is FedAvg"]
+    assert each_mentions(
+        warnings_logged, ("fedbn", f"model {result.config.model} has no", "BatchNorm layer", "run is FedAvg")
+    )
 
 
 def test_fedbn_with_batchnorm_does_not_warn_and_keeps_it_personal(run: Any, warnings_logged: list[str]) -> None:
@@ -313,10 +316,11 @@ def test_pfedme_warns_once_of_steps_that_overshoot(run: Any, warnings_logged: li
     run("pfedme", momentum=0.0)
     assert not warnings_logged
     run("pfedme", momentum=0.5, pfedme={"inner_learning_rate": 0.15})
-    assert [m.split(" = ")[0] for m in warnings_logged] == [
-        "pfedme: inner-learning-rate * proximal-weight",
-        "pfedme: momentum 0.5 is not used, inner steps are plain gradient steps",
-    ]
+    assert each_mentions(
+        [m.split(" = ")[0] for m in warnings_logged],
+        ("pfedme: inner-learning-rate * proximal-weight",),
+        ("momentum 0.5 is not", "inner steps", "gradient steps"),
+    )
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedpake"])

@@ -16,13 +16,14 @@ from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.config import parse
 from fl_app.data import ClientData, DatasetInfo
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import RoundContext, Uploads
 from strategies.baselines import pfedme
 from tests.conftest import flat
+from tests.facts import rejected
 
 BASELINES = ("fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme")
 SETTING: dict[str, Any] = {
@@ -173,8 +174,8 @@ def test_pfedme_server_steps_towards_the_unweighted_mean(tmp_path: Path) -> None
 
 
 def test_pfedme_refuses_outer_steps_that_carry_w_past_theta() -> None:
-    with pytest.raises(
-        UserError, match=r"pfedme.outer-learning-rate: times pfedme.proximal-weight \(15\) must be below 1"
+    with rejected(
+        ConfigurationError, "pfedme.outer-learning-rate", "times pfedme.proximal-weight (15)", "must be below 1"
     ):
         small_client("pfedme", pfedme={"outer_learning_rate": 0.1})
 

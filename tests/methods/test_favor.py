@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from strategies import METHODS
 from strategies.base import State
 from strategies.baselines.favor import chosen, components_of, initial_network, learned, reward, targets, values_of
 from strategies.baselines.favor import network as network_of
 from tests.conftest import Run, config
+from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome
 
@@ -114,5 +115,5 @@ def test_the_state_has_the_model_that_is_sent(tmp_path: Path) -> None:
 
 
 def test_a_run_without_accuracies_is_refused() -> None:
-    with pytest.raises(UserError, match="report-accuracy: must be true for favor"):
+    with rejected(ConfigurationError, "report-accuracy", "true for favor"):
         METHODS["favor"].check(config(method="favor", report_accuracy=False))

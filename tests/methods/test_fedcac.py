@@ -17,6 +17,7 @@ from strategies.fedcac import (
 )
 from strategies.kernels import aggregate, masks
 from tests.conftest import bools, f32, flat_layout
+from tests.facts import rejected
 
 LAYOUT = flat_layout([8], [2])
 HALF = masks.num_selected(LAYOUT.sizes, 0.5)
@@ -93,7 +94,7 @@ def test_nobody_collaborates_after_beta(O: np.ndarray, round: int) -> None:  # n
 
 @pytest.mark.parametrize(("round", "beta"), [(0, 10), (1, 0), (-1, 5)])
 def test_collaborators_refuse_rounds_below_one(round: int, beta: int) -> None:
-    with pytest.raises(ValueError, match=f"round and beta must be at least 1, got round {round} and beta {beta}"):
+    with rejected(ValueError, "", "round and beta", "least 1", f"got round {round}", f"beta {beta}"):
         collaborators(np.eye(2), round, beta)
 
 
@@ -198,11 +199,11 @@ def test_overlap_of_masks_of_different_sizes() -> None:
 
 def test_personalize_refuses_what_does_not_fit() -> None:
     unequal = np.stack([masks.pack(bools(m)) for m in ("11110000", "11100000", "00001111")])
-    with pytest.raises(ValueError, match=r"masks must have equally many ones, got \[3, 4\]"):
+    with rejected(ValueError, "", "masks", "equally many ones", "got [3, 4]"):
         personalize(W, unequal, 1, beta=2)
-    with pytest.raises(ValueError, match=r"masks must be uint8 \(3, 1\) for W \(3, 8\), got uint8 \(2, 1\)"):
+    with rejected(ValueError, "", "masks", "uint8 (3, 1)", "for W (3, 8)", "got uint8 (2, 1)"):
         personalize(W, BITS[:2], 1, beta=2)
     with pytest.raises(ValueError, match="got int64"):
         personalize(W, BITS.astype(np.int64), 1, beta=2)
-    with pytest.raises(ValueError, match="weights must be 3 numbers"):
+    with rejected(ValueError, "", "weights", "3 numbers"):
         personalize(W, BITS, 1, beta=2, weights=np.ones(2))

@@ -20,6 +20,7 @@ from strategies.feddac import (
 )
 from strategies.kernels import aggregate, masks
 from tests.conftest import bools, f32, flat_layout
+from tests.facts import rejected
 
 LAYOUT = flat_layout([8], [2])
 
@@ -271,10 +272,10 @@ def test_personalize_refuses(changes: dict[str, Any], message: str) -> None:
 
 
 def test_personalize_refuses_masks_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="round and alpha must be at least 1, got round 0"):
+    with rejected(ValueError, "", "round and alpha", "least 1", "got round 0"):
         personalize(W, BITS, 0, alpha=4)
-    with pytest.raises(ValueError, match=r"masks must be uint8 \(3, 1\)"):
+    with rejected(ValueError, "", "masks", "uint8 (3, 1)"):
         personalize(W, BITS[:2], 1, alpha=4)
     unequal = np.stack([masks.pack(bools(m)) for m in ("11110000", "11100000", "00001111")])
-    with pytest.raises(ValueError, match=r"masks must have equally many ones, got \[3, 4\]"):
+    with rejected(ValueError, "", "masks", "equally many ones", "got [3, 4]"):
         personalize(W, unequal, 1, alpha=4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from corolla.experiments.exported.export import export
 from fl_app import models, weights
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.layout import NOTHING, Layout, Model
 from fl_app.server.run_folder import read_metrics
 from fl_app.transport.wire import Upload, WireError
@@ -23,6 +23,7 @@ from strategies.baselines import components
 from strategies.baselines.ifca import cluster_means, switch
 from tests.conftest import Run
 from tests.conftest import config as configured
+from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import same, small
 from tests.methods.runs import outcome, small_clients
@@ -146,7 +147,7 @@ def test_models_leave_a_run_as_the_users_own(run: Run, tmp_path: Path, share: bo
 def test_choices_that_cannot_be_are_refused(tmp_path: Path) -> None:
     server = Federation(tmp_path, "ifca").server
     for chosen in (-1, 4):
-        with pytest.raises(WireError, match=f"cluster must be in 0..3, got {chosen}"):
+        with rejected(WireError, "", "cluster", "0", "3", f"got {chosen}"):
             server.check(Upload(NOTHING, extras={"cluster": np.array([chosen], np.int32)}))
 
 
@@ -162,5 +163,5 @@ def test_models_start_from_different_draws_and_not_from_a_file(tmp_path: Path) -
     assert same(start(), start())
     file = tmp_path / "start.safetensors"
     weights.save_safetensors(file, components.alone(layout, 0), first)
-    with pytest.raises(UserError, match="initial-weights: ifca starts from several models"):
+    with rejected(MethodError, "initial-weights", "ifca starts", "several models"):
         start(initial_weights=str(file))

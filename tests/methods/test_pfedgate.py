@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from corolla.experiments.exported.export import export
 from fl_app import models, weights
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
 from strategies.base import ModelFactory
 from strategies.baselines.pfedgate import Blocks, select_blocks, sub_blocks
 from tests.conftest import Run, config
+from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import small_clients
@@ -191,7 +192,7 @@ def seeded(module: Any) -> Any:
 def test_a_share_below_that_of_the_first_blocks_is_refused() -> None:
     assert config(method="pfedgate", pfedgate={"sparsity": 0.2}).params.sparsity == 0.2
     for wrong in ({"sparsity": 0.19}, {"sparsity": 0.9, "blocks": 1}):
-        with pytest.raises(UserError, match=rf"pfedgate.sparsity: must be at least 1/.*, got {wrong['sparsity']}"):
+        with rejected(ConfigurationError, "pfedgate.sparsity", "least 1/", f"got {wrong['sparsity']}"):
             config(method="pfedgate", pfedgate=wrong)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from strategies.baselines.pfedsim import PFedSimParams, mixing_weights, similarity
 from tests.conftest import Run
+from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.runs import outcome
 
@@ -38,7 +39,7 @@ def test_similarity_beside_the_papers_formula() -> None:
             want = 1.0 if i == j else max(0.0, (a * b).sum() / lengths) if lengths else 0.0
             assert found[i, j] == pytest.approx(want, abs=1e-12)
     assert similarity(np.ones((1, 2))).tolist() == [[1]] == mixing_weights([[1]]).tolist()
-    with pytest.raises(ValueError, match=r"heads must be \[N, h\], got \[3\]"):
+    with rejected(ValueError, "", "heads", "[N, h]", "got [3]"):
         similarity(np.ones(3))
 
 

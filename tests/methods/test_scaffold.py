@@ -19,6 +19,7 @@ from strategies.base import LocalUpdate
 from strategies.baselines.scaffold import control_change, effective_steps, moved, round_rate
 from strategies.kernels.aggregate import mean_block
 from tests.conftest import Run, config
+from tests.facts import mentions, rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import small_clients
@@ -168,9 +169,7 @@ def test_steps_that_cannot_be_are_refused(tmp_path: Path) -> None:
     epochs, size = server.config.local_epochs, server.config.batch_size
     n = 2 * size + 1  # two batches, or three
     for steps in (0, -1, 2.5 * epochs, "3", True, None, 2 * epochs - 1, 3 * epochs + 1):
-        with pytest.raises(
-            WireError, match=f"steps must be an integer in {2 * epochs}..{3 * epochs} for {n} samples, got"
-        ):
+        with rejected(WireError, "", "steps", f"integer in {2 * epochs}", f"{3 * epochs} for {n} samples"):
             server.check(Upload(NOTHING, num_examples=n, metrics={} if steps is None else {"steps": steps}))
     for steps in (2 * epochs, 3 * epochs):
         server.check(Upload(NOTHING, num_examples=n, metrics={"steps": steps}))
@@ -181,7 +180,7 @@ def test_momentum_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "corolla"):
             Federation(tmp_path, "scaffold", momentum=momentum).server.summary()
-        assert ("the paper has none" in caplog.text) == warned
+        assert (mentions(caplog.text, "paper has none")) == warned
 
 
 @pytest.mark.parametrize("statistics", ["global", "local"])

@@ -21,6 +21,7 @@ from corolla.cli import build_command
 from deploy.inventory import read_inventory
 from fl_app.server.run_folder import read_summary
 from tests.conftest import Command
+from tests.facts import mentions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
@@ -91,7 +92,7 @@ def final(name: str) -> float:
 @of("first-run")
 def test_the_first_run(tutorial: Tutorial) -> None:
     outputs = tutorial.run()
-    assert f"FedCAC reaches about {final('mine'):.0f} %, FedAvg {final('base'):.0f} %" in tutorial.text
+    assert mentions(tutorial.text, f"FedCAC reaches about {final('mine'):.0f} %", f"FedAvg {final('base'):.0f} %")
     assert "undecided: needs 3 seeds" in outputs["corolla compare runs/mine runs/base"]
     *_, all_seeds = (words for words in outputs if words.startswith("corolla compare"))
     assert re.search(r"^fedcac +3 +\d+\.\d+ ± ", outputs[all_seeds], re.MULTILINE)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.errors import UserError
+from fl_app.errors import DeploymentError, UserError
 from fl_app.privacy.keyring import (
     PEERS,
     RunKeys,
@@ -15,6 +15,7 @@ from fl_app.privacy.keyring import (
     run_keys_from_seed,
 )
 from fl_app.transport.wire import SEED_KEYS
+from tests.facts import rejected
 from tests.privacy.keys import make
 
 
@@ -43,7 +44,7 @@ def test_keys_of_a_run_are_new_and_read_only_by_those_with_the_same_run_list_and
         "another client": c,
     }
     for why, keys in others.items():
-        with pytest.raises(UserError, match="client 1 has not signed the keys that it is said to use"):
+        with rejected(DeploymentError, "private", "client 1 has not", "signed", "said to use"):
             a.verified(1, keys.announced)
             raise AssertionError(why)
     for broken in ("", "!", b.announced[:-8], a.announced[:20] + b.announced[20:]):
@@ -57,14 +58,14 @@ def test_what_is_sealed_is_opened_by_each_and_by_no_other(tmp_path: Path) -> Non
     first, sealed = several[0], several[0].seal({i: keys.announced for i, keys in enumerate(several)})
     for i, keys in enumerate(several):
         assert keys.open(sealed[i], 0, first.announced) == first.secret
-        with pytest.raises(UserError, match=f"was not sealed by client 0 for client {i}"):
+        with rejected(UserError, "private", "not sealed", f"client 0 for client {i}"):
             keys.open(sealed[(i + 1) % 3], 0, first.announced)
-    with pytest.raises(UserError, match="was not sealed by client 1"):
+    with rejected(UserError, "private", "not sealed", "client 1"):
         several[2].open(sealed[2], 1, several[1].announced)
     for broken in ("", "!", sealed[1][:-8], sealed[1][:20]):
         with pytest.raises(UserError, match="was not sealed"):
             several[1].open(broken, 0, first.announced)
-    with pytest.raises(UserError, match="client 2 has not signed"):
+    with rejected(DeploymentError, "private", "client 2 has not", "signed"):
         first.seal({2: several[1].announced})
 
 
@@ -73,7 +74,7 @@ def test_a_thief_of_permanent_keys_opens_nothing_that_was_sealed_in_a_run(tmp_pa
     several, stolen = run_keys(paths), run_keys(paths)
     sealed = several[0].seal({1: several[1].announced})[0]
     assert several[1].open(sealed, 0, several[0].announced) == several[0].secret
-    with pytest.raises(UserError, match="was not sealed by client 0 for client 1"):
+    with rejected(UserError, "private", "not sealed", "client 0 for client 1"):
         stolen[1].open(sealed, 0, several[0].announced)
 
 
@@ -95,33 +96,33 @@ def test_a_list_somebody_has_changed_is_refused(tmp_path: Path) -> None:
     paths = make(tmp_path, 3)
     # a public half that its node key has not signed
     change(paths[0], 2, 4, 1)
-    with pytest.raises(UserError, match="client 2's key for private runs is not signed by its node key"):
+    with rejected(DeploymentError, "private", "client 2's key for", "not signed", "node key"):
         open_keyring(str(paths[0]), 0, 0, 3)
     change(paths[1], 2, 2, 1)  # another node key
-    with pytest.raises(UserError, match="client 2's key for private runs is not signed"):
+    with rejected(DeploymentError, "private", "client 2's key for", "not signed"):
         open_keyring(str(paths[1]), 0, 1, 3)
     for word in (2, 4, 5):  # one site twice
         change(paths[2], 0, word, 1)
-    with pytest.raises(UserError, match="the same key for two clients"):
+    with rejected(DeploymentError, "private", "same key for", "two clients"):
         open_keyring(str(paths[2]), 0, 2, 3)
 
 
 def test_what_is_missing_or_open_is_named(tmp_path: Path) -> None:
     paths = make(tmp_path, 3)
-    with pytest.raises(UserError, match="no key for private runs"):
+    with rejected(DeploymentError, "private", "no key for", "private runs"):
         open_keyring("", 0, 0, 3)
-    with pytest.raises(UserError, match=r"must have the clients 0 to 3, it has 3"):
+    with rejected(DeploymentError, "private", "clients 0 to 3", "it has 3"):
         open_keyring(str(paths[0]), 0, 0, 4)
-    with pytest.raises(UserError, match=r"is not the key that .* has for client 1"):
+    with rejected(DeploymentError, "private", "not the key", "has for client 1"):
         open_keyring(str(paths[0]), 0, 1, 3)
     paths[0].chmod(0o640)
-    with pytest.raises(UserError, match="must be its owner's alone"):
+    with rejected(DeploymentError, "private", "owner's alone"):
         open_keyring(str(paths[0]), 0, 0, 3)
     paths[1].write_text("nothing")
-    with pytest.raises(UserError, match="is no X25519 private key"):
+    with rejected(DeploymentError, "private", "no X25519 private key"):
         open_keyring(str(paths[1]), 0, 1, 3)
     (paths[2].parent / PEERS).write_text("0 a b c\n")
-    with pytest.raises(UserError, match="must have a line per client"):
+    with rejected(DeploymentError, "private", "line per client"):
         open_keyring(str(paths[2]), 0, 2, 3)
     (paths[2].parent / PEERS).unlink()
     with pytest.raises(UserError, match="cannot be read"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fl_app.config.privacy import LARGEST_PRIVATE_RANGE
 from fl_app.layout import Model
 from fl_app.privacy import masking
+from tests.facts import rejected
 
 # the keys' default
 RANGE = 8.0
@@ -103,7 +104,7 @@ def test_the_stream_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("keys", [{}, {1: b"a" * 32}, {0: b"a" * 32, 1: b"b" * 32}])
 def test_groups_that_hide_nothing_are_refused(keys: dict[int, bytes]) -> None:
-    with pytest.raises(ValueError, match="a sum needs 3 different members"):
+    with rejected(ValueError, "", "sum needs 3 different", "members"):
         masking.mask(np.zeros(3, np.uint64), 0, keys)
 
 

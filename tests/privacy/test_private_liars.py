@@ -15,7 +15,7 @@ from client_app import run_keys
 from client_app.client_app import app as client_app_
 from fl_app import server_app
 from fl_app.config import parse
-from fl_app.errors import UserError
+from fl_app.errors import RoundFailed, UserError
 from fl_app.privacy import masking
 from fl_app.privacy.keyring import Keyring, open_keyring
 from fl_app.server.run_folder import RunFolder, read_summary
@@ -23,6 +23,7 @@ from fl_app.transport import wire
 from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.conftest import Run, flat
+from tests.facts import mentions, rejected
 from tests.privacy.runs import PRIVATE, rounds
 
 
@@ -73,7 +74,7 @@ def test_who_goes_away_before_the_sum_is_opened_is_not_needed_unless_another_dro
     folder = run_without(raw_config, run_name="one")
     assert len(rounds(folder)[0]["clients"]) == 5
     assert read_summary(folder.path)["digest"] == read_summary(whole.path)["digest"]
-    with pytest.raises(UserError, match=r"failed in 1 attempts .*\n  client 2: error 0: gone\n  client 3: gone"):
+    with rejected(RoundFailed, "", "failed in 1 attempts", "client 2", "error 0", "gone", "client 3", "gone"):
         run_without(raw_config, (1, 0, 2), round_retries=0, run_name="two")
     first, _ = rounds(run_without(raw_config, (1, 0, 2), run_name="three"))
     assert list(first["clients"]) == ["0", "1", "4"]
@@ -98,7 +99,7 @@ def test_where_nobody_opens_the_sum_nobody_is_to_blame(
 
 def test_with_too_few_left_the_round_fails(raw_config: dict[str, Any]) -> None:
     gone = [(1, attempt, i) for attempt in (0, 1) for i in (0, 2, 4)]
-    with pytest.raises(UserError, match=r"round 1 failed in 2 attempts(.|\n)*client 4: error 0: gone"):
+    with rejected(RoundFailed, "", "round 1", "2 attempts", "client 4", "error 0", "gone"):
         run_without(raw_config, *gone, min_results=0.1)
 
 
@@ -123,7 +124,7 @@ def test_a_truncated_upload_is_dropped_and_the_others_go_on(run: Run, monkeypatc
     changing(monkeypatch, 1, lambda upload, download: shortened(upload) if download.round == 1 else upload)
     first, second = rounds(run(**PRIVATE))
     assert list(first["clients"]) == ["0", "2", "3", "4"] and len(second["clients"]) == 5
-    assert "array masked has shape" in first["failures"][0]["cause"] and first["failures"][0]["client"] == 1
+    assert mentions(first["failures"][0]["cause"], "array masked", "shape") and first["failures"][0]["client"] == 1
 
 
 def test_an_upload_of_another_attempt_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def test_an_upload_of_another_attempt_is_refused(run: Run, monkeypatch: pytest.M
     changing(monkeypatch, 1, replaying)
     first, second = rounds(run(**PRIVATE))
     assert len(first["clients"]) == 5 and list(second["clients"]) == ["0", "2", "3", "4"]
-    assert second["failures"][0]["cause"] == "its masks belong to attempt 000001-000000, not to 000002-000000"
+    assert mentions(second["failures"][0]["cause"], "masks belong", "attempt 000001-000000", "not to 000002-000000")
 
 
 def test_a_replayed_upload_that_lies_about_its_attempt_spoils_the_round_and_no_model(
@@ -149,9 +150,7 @@ def test_a_replayed_upload_that_lies_about_its_attempt_spoils_the_round_and_no_m
         return dataclasses.replace(upload, extras=kept[0].extras)
 
     changing(monkeypatch, 1, replaying)
-    with pytest.raises(
-        UserError, match=r"round 2 failed in 2 attempts .*\n  the masks of clients \[0, 1, 2, 3, 4\] do not cancel"
-    ):
+    with rejected(RoundFailed, "", "round 2", "2 attempts", "masks of clients [0, 1, 2, 3, 4]", "not cancel"):
         run(**PRIVATE)
 
 
@@ -173,7 +172,9 @@ def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(InProcessGrid, "_handle", twice)
     run(num_server_rounds=1, **PRIVATE)
     said = [reply.content.config_records["fitres.metrics"].get(wire.ERROR, "") for reply in answers]
-    assert len(said) == 5 and all("private: attempt 000001-000000 was answered before" in str(text) for text in said)
+    assert len(said) == 5 and all(
+        mentions(str(text), "private", "attempt 000001-000000 was answered", "before") for text in said
+    )
     assert all(
         not list(reply.content.array_records["fitres.parameters"]) or wire.payload_bytes(reply.content) < 100
         for reply in answers
@@ -187,7 +188,7 @@ def test_a_client_with_another_key_spoils_every_sum_it_is_in(run: Run, monkeypat
         honest(words, client_id, {j: key[::-1] for j, key in keys.items()} if client_id == 3 else keys)
 
     monkeypatch.setattr(masking, "mask", lying)
-    with pytest.raises(UserError, match="do not cancel: one of them has wrong keys"):
+    with rejected(RoundFailed, "", "do not cancel", "them has wrong", "keys"):
         run(**PRIVATE)
 
 
@@ -200,4 +201,4 @@ def test_a_client_with_another_list_is_left_out_by_name(
     monkeypatch.setattr(run_keys, "open_keyring", other)
     folder = run(min_available_clients=4, **PRIVATE)
     assert list(rounds(folder)[0]["clients"]) == ["0", "1", "2", "4"]
-    assert any("client 3" in line and "its list of all sites' keys is" in line for line in caplog.messages)
+    assert any("client 3" in line and mentions(line, "list of all", "sites' keys") for line in caplog.messages)

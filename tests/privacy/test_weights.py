@@ -10,11 +10,12 @@ from typing import Any, get_origin
 import numpy as np
 import pytest
 
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from strategies import METHODS
 from strategies.base import Uploads
 from strategies.fedcac import FedCAC
 from tests.conftest import Run, config
+from tests.facts import rejected
 from tests.privacy.runs import PRIVATE, rounds
 from tests.privacy.test_private_runs import global_model
 
@@ -74,7 +75,7 @@ def test_a_plug_in_that_says_it_as_nothing_asks_is_refused(tmp_path: Path, monke
         "METHOD = Method('alike', NoParams, Alike, LocalUpdate, all_tensors, sums=True)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="method alike:METHOD: strategy: counts_alike is never called; weights"):
+    with rejected(MethodError, "method alike:METHOD", "strategy", "counts_alike is never", "called"):
         config(method="alike:METHOD")
 
 
@@ -96,5 +97,5 @@ def test_what_sums_cannot_honour_is_refused_by_name_before_anything_is_sent(case
     weights, words = REFUSED[case]
     weighted = replace(METHODS["fedcac"], strategy=type("FedCAC", (FedCAC,), {"weights": weights}))
     weighted.check(config(method="fedcac", num_clients=5))
-    with pytest.raises(UserError, match=f"^private: method fedcac cannot run private: .*{words}"):
+    with rejected(MethodError, None, "method fedcac", words):
         weighted.check(config(method="fedcac", **PRIVATE))

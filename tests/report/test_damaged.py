@@ -13,6 +13,7 @@ from corolla.report import page as report
 from corolla.report.arrays import read_run
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_metrics
+from tests.facts import mentions
 from tests.report.builders import folder, record, write
 
 
@@ -28,8 +29,8 @@ def test_an_interrupted_run_reports_what_there_is(
         assert [r["round"] for r in read_metrics(run)] == [1, 3, 4, 5]
     assert [int(n) for n in re.findall(r"line (\d+) is not a round", caplog.text)] == [2, 6, 7]
     page, names = write(tmp_path / "out", run)
-    assert "is not finished: the last recorded round is 5 of 8" in page
-    assert "no readable record of round 2" in page and "round 4" in page
+    assert mentions(page, "is not finished", "last recorded round", "is 5 of 8")
+    assert mentions(page, "no readable", "round 2") and "round 4" in page
     assert {"accuracy", "clients", "overlap-1", "collaborators-1"} <= names
 
 
@@ -71,9 +72,9 @@ def test_a_record_that_lacks_everything_harms_nobody(tmp_path: Path) -> None:
 def test_a_run_without_any_round_has_no_pictures_and_says_so(fedavg: Path, tmp_path: Path) -> None:
     run = folder(tmp_path / "early", [], finished=False, num_server_rounds=5)
     page, names = write(tmp_path / "out", run)
-    assert "no round is recorded" in page and not names and "<figure" not in page
+    assert mentions(page, "no round is", "recorded") and not names and "<figure" not in page
     page, names = write(tmp_path / "out", fedavg, run)
-    assert "no round is recorded" in page and "accuracy" in names
+    assert mentions(page, "no round is", "recorded") and "accuracy" in names
 
 
 def test_paths_that_are_no_runs_are_all_named(fedavg: Path, tmp_path: Path) -> None:

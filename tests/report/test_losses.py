@@ -12,6 +12,7 @@ import pytest
 from corolla.report.arrays import read_runs
 from corolla.report.groups import grouped
 from corolla.report.losses import losses
+from tests.facts import each_mentions, mentions
 from tests.report.builders import folder, record, write
 from tests.report.read import encoding, frames_of
 from tests.report.test_pictures import assert_drawn_within
@@ -38,11 +39,12 @@ def test_training_and_test_losses_stand_side_by_side(tmp_path: Path) -> None:
     paths = [run(tmp_path / "a", [4.0, 2.0, 1.0]), run(tmp_path / "b", [4.0, 3.0, 2.0], method="local")]
     (panel,) = losses(grouped(read_runs(paths)))
     frame = frames_of(panel)[0]
-    assert list(dict.fromkeys(frame["part"])) == [
-        "Training loss",
-        "Test loss before local training",
-        "Test loss after local training",
-    ]
+    assert each_mentions(
+        list(dict.fromkeys(frame["part"])),
+        ("Training loss",),
+        ("Test loss", "local training"),
+        ("Test loss", "local training"),
+    )
     assert list(dict.fromkeys(frame["run"])) == ["1 fedavg", "2 local"]
     means = frame.groupby(["part", "run"], sort=False)["mean"].apply(list).tolist()
     assert means[:4] == [[5, 3, 2], [5, 4, 3], [6, 4, 3], [6, 5, 4]]
@@ -61,14 +63,14 @@ def test_a_band_over_seeds_is_not_cut_at_one_as_an_accuracy_is(tmp_path: Path) -
     # means over the clients: 3 and 5, then 2 and 2
     np.testing.assert_allclose(mean, [4, 2])
     np.testing.assert_allclose([low, high], [[4 - 2**0.5, 2], [4 + 2**0.5, 2]], rtol=1e-5)
-    assert "± one sample standard deviation" in panel.caption
+    assert mentions(panel.caption, "± one sample standard", "deviation")
 
 
 def test_losses_that_span_two_decades_have_a_logarithmic_axis(tmp_path: Path) -> None:
     (panel,) = losses(grouped(read_runs([run(tmp_path / "a", [900.0, 30.0, 1.0])])))
     scale = encoding(panel, "y")["scale"]
     assert scale["type"] == "log" and scale["domain"] == pytest.approx([2 / 1.5, 902 * 1.5])
-    assert panel.caption.endswith("The vertical axis is logarithmic.")
+    assert mentions(panel.caption, "vertical axis", "logarithmic")
 
 
 def test_without_losses_there_is_no_picture(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fl_app.server.run_folder import class_names_of, read_about, read_clients
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
 from tests.data.test_data_folder import write_folder
+from tests.facts import mentions, rejected
 from tests.report.builders import folder, record, write
 from tests.report.read import encoding, frame_with
 
@@ -101,14 +102,14 @@ def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(
 
     for runs, said in (([fedavg], False), ([fedavg, local], True)):
         code, out = corolla(*map(str, runs))
-        assert code == 0 and ("(replaces the report of fedavg-run)" in out) == said, out
+        assert code == 0 and (mentions(out, "replaces the report", "fedavg-run")) == said, out
     page, table = tmp_path / "out" / report.PAGE, tmp_path / "out" / "rounds.csv"
-    assert "(replaces the report of fedavg-run, local-run)" in corolla(str(fedavg))[1]
+    assert mentions(corolla(str(fedavg))[1], "replaces the report", "fedavg-run, local-run")
     for file, content in ((page, "<!doctype html>\n<html>my own"), (table, "a,b\n1,2\n")):
         before = file.read_text()
         file.write_text(content)
         code, out = corolla(str(fedavg))
-        assert code == 2 and f"{file.name} exists and is not a report" in out and file.read_text() == content
+        assert code == 2 and mentions(out, f"{file.name} exists", "not a report") and file.read_text() == content
         file.write_text(before)
     code, out = corolla(str(fedavg))
     assert code == 0 and "in place of" not in out, out
@@ -119,7 +120,7 @@ def test_without_class_counts_only_what_is_known_is_drawn(start: Callable[..., P
     assert all("class-counts" not in facts for facts in read_clients(run).values())
     page, names = write(tmp_path, run)
     assert "overlap-1" in names and not [name for name in names if name.startswith("partition")]
-    assert "Overlap of critical parameters</a></h3>" in page and "cosine" not in page
+    assert mentions(page, "Overlap of critical", "parameters</a></h3>") and "cosine" not in page
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     page, _ = write(tmp_path, folder(tmp_path / "<b>$x_1$&", rounds, model="my_model:make"))
     assert "<script>alert" not in page and "<b>$" not in page
     assert "\x1b" not in page and "\x9b" not in page
-    assert "&lt;b&gt;$x_1$&amp;" in page and "&lt;script&gt;alert(1)" in page and "my_model:make" in page
+    assert "&lt;b&gt;$x_1$&amp;" in page and mentions(page, "&lt;script&gt;alert(1)") and "my_model:make" in page
 
 
 def test_a_report_leaves_altair_as_it_is_and_needs_no_torch(fedavg: Path, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_the_command_writes_into_the_current_directory(fedavg: Path, tmp_path: P
     assert done.returncode == 0 and done.stdout.split() == ["report.html", "report-figures"], done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"report.html", "report-figures"}
     done = subprocess.run([*command, "nowhere"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "nowhere: no such file or directory" in done.stderr
+    assert done.returncode == 2 and mentions(done.stderr, "nowhere", "no such file", "directory")
 
 
 def test_a_report_needs_no_code_of_the_method(fedcac: Path, tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_what_was_tested_instead_of_the_received_model_is_said(
     assert "is an exception" not in page
     ditto = start("ditto-run", method="ditto", num_server_rounds=1)
     page, _ = write(tmp_path / "two", fedavg, ditto)
-    assert f"ditto is an exception: {escape(OWN_MODEL)}." in page
+    assert mentions(page, "ditto", "exception", escape(OWN_MODEL))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -194,7 +195,7 @@ def test_every_picture_comes_as_png_svg_and_pdf_too(fedavg: Path, tmp_path: Path
     for name, content in contents[0].items():
         assert content.startswith({"png": b"\x89PNG", "svg": b"<svg", "pdf": b"%PDF"}[name.rpartition(".")[2]])
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--figures: cannot write into"):
+    with rejected(UserError, "--figures", "cannot write"):
         report.write_report([fedavg], tmp_path / "out", figures=tmp_path / "file")
 
 

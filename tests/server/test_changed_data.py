@@ -24,6 +24,7 @@ from fl_app.server.run_folder import read_about, read_clients, read_hashes
 from fl_app.weights import save_safetensors
 from strategies import METHOD_PARAMS
 from tests.conftest import Command, Run
+from tests.facts import each_mentions, mentions, rejected
 
 EVERYTHING = ["--set", "partition=iid", "--set", "train-samples=0", "--set", "test-samples=0"]
 
@@ -89,7 +90,7 @@ def test_a_run_does_not_go_on_with_other_data(command: Command, tmp_path: Path, 
     metrics = (tmp_path / "one" / "metrics.jsonl").read_bytes()
     write_data(data, 1)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and f"resume: {data}: its data set (sha256 " in " ".join((out + err).split())
+    assert code == 2 and mentions(" ".join((out + err).split()), "resume", data, "data set (sha256")
     assert (tmp_path / "one" / "metrics.jsonl").read_bytes() == metrics
     write_data(data, 0)
     code, _, err = command(*again(tmp_path, 2))
@@ -106,7 +107,9 @@ def test_a_run_does_not_go_on_with_another_partition(command: Command, tmp_path:
     assert command(*arguments(tmp_path, data, "one", *mine))[0] == 0
     parts(10)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and f"resume: {tmp_path / 'mine.npz'}: its partition (sha256 " in " ".join((out + err).split())
+    assert code == 2 and mentions(
+        " ".join((out + err).split()), "resume", tmp_path / "mine.npz", "its partition (sha256"
+    )
 
 
 def test_a_run_does_not_go_on_with_other_initial_weights(run: Run, tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_a_run_does_not_go_on_with_other_initial_weights(run: Run, tmp_path: Pat
     folder = run(run_name="one", initial_weights=str(file), keep_state=True, num_server_rounds=1, **start)
     save(2.0)
     again = {"resume": str(folder.path), "run_name": "one", "initial_weights": str(file), "keep_state": True}
-    with pytest.raises(UserError, match="initial-weights: .* has changed since the run started"):
+    with rejected(UserError, "initial-weights", "changed since", "run started"):
         run(num_server_rounds=2, **again, **start)
     save(1.0)
     run(num_server_rounds=2, **again, **start)
@@ -207,9 +210,7 @@ def test_the_server_refuses_a_client_that_holds_another_data_set(run: Run, tmp_p
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(client.CorollaClient, "_data_hashes", other)
-        with pytest.raises(
-            UserError, match=r"client 2: its data set \(sha256 000000000000.*\) differs from the others'"
-        ):
+        with rejected(UserError, "", "client 2", "data set (sha256 000000000000", "differs", "others'"):
             run(method="fedavg", num_clients=3, available_timeout=1.0, run_name="one")
         folder = run(method="fedavg", num_clients=3, min_available_clients=2, available_timeout=1.0, run_name="two")
     assert set(read_clients(folder.path)) == {"0", "1"}
@@ -218,14 +219,13 @@ def test_the_server_refuses_a_client_that_holds_another_data_set(run: Run, tmp_p
 def test_which_hash_differs_is_said() -> None:
     a, b = DataHashes("a" * 64, "c" * 64), DataHashes("b" * 64, "c" * 64)
     assert a.difference(a) == ""
-    assert a.difference(b) == "data set (sha256 aaaaaaaaaaaa..., expected bbbbbbbbbbbb...)"
+    assert mentions(a.difference(b), "data set (sha256", "expected bbbbbbbbbbbb...")
     assert DataHashes("a" * 64, "d" * 64).difference(a).startswith("partition (sha256 dddddddddddd")
     # the first 16 digits of a keyed hash name the key: of another one nothing is known
     mine = DataHashes("a" * 64, "")
     assert mine.difference(DataHashes("b" * 64, "")) == ""
-    assert (
-        mine.difference(DataHashes("a" * 16 + "b" * 48, ""))
-        == "data set (sha256 aaaaaaaaaaaa..., expected bbbbbbbbbbbb...)"
+    assert mentions(
+        mine.difference(DataHashes("a" * 16 + "b" * 48, "")), "data set (sha256", "expected bbbbbbbbbbbb..."
     )
 
 
@@ -272,14 +272,14 @@ def test_a_sweep_runs_again_what_was_made_of_other_data(
     words = ["sweep", "--in-process", str(sweep), "--output-dir", str(tmp_path / "out")]
     assert command(*words)[0] == 0
     code, out, _ = command(*words)
-    assert code == 0 and "2 finished before, 0 to do" in out
+    assert code == 0 and mentions(out, "2 finished before", "0 to do")
     write_data(data, 1)
     code, out, _ = command(*words)
-    assert code == 0 and "0 finished before, 2 to do" in out
+    assert code == 0 and mentions(out, "0 finished before", "2 to do")
     assert out.count("the data have changed since this run started; set aside") == 2
     assert len(list((tmp_path / "out" / "other-data").iterdir())) == 2
     code, out, _ = command(*words)
-    assert code == 0 and "2 finished before, 0 to do" in out
+    assert code == 0 and mentions(out, "2 finished before", "0 to do")
 
 
 def test_compare_tells_runs_of_other_samples_apart(command: Command, tmp_path: Path, data: Path) -> None:
@@ -291,12 +291,13 @@ def test_compare_tells_runs_of_other_samples_apart(command: Command, tmp_path: P
     assert [[run.path.name for run in group] for group in groups] == [["a"], ["b"], ["c"], ["d"]]
     (header, *rows) = significance.differences_table(groups)
     assert "data-sha256" in header
-    assert [row[-1] for row in rows] == [
-        "(first)",
-        "undecided: needs 3 seeds",
-        "not the same samples",
-        "not the same samples",
-    ]
+    assert each_mentions(
+        [row[-1] for row in rows],
+        ("(first)",),
+        ("undecided: needs 3 seeds",),
+        ("not the same", "samples"),
+        ("not the same", "samples"),
+    )
     code, out, _ = command("compare", *(str(tmp_path / name) for name in "abcd"))
     assert code == 0 and out.count("not the same samples") == 2
     # without runs of other samples nothing is said of them

@@ -13,7 +13,7 @@ import pytest
 from corolla.report import page
 from fl_app import metrics, plugins
 from fl_app.config import parse
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.figures import Scalars
 from fl_app.metrics import Metric, Reports, admits
 from fl_app.server import record as records
@@ -21,6 +21,7 @@ from fl_app.server.run_folder import read_metrics
 from fl_app.transport.wire import WireError
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import PLUGINS, SMALL, Run
+from tests.facts import mentions, rejected
 from tests.server.test_record import upload
 from tests.tracking.test_tensorboard import read_events
 
@@ -57,7 +58,7 @@ def test_a_declared_client_metric_is_in_record_csv_report_and_tracker(run: Run, 
     assert [record["drift"] for record in records] == pytest.approx(means)
 
     html, pictures = page.write_report([folder.path], tmp_path, tables=tmp_path)
-    assert "How far clients move" in html.read_text(encoding="utf-8")
+    assert mentions(html.read_text(encoding="utf-8"), "How far clients", "move")
     assert "drift-1.png" in {path.name for path in pictures.iterdir()}
     with (tmp_path / "rounds.csv").open() as file:
         assert [float(line["drift"]) for line in csv.DictReader(file)] == pytest.approx(means)
@@ -89,7 +90,7 @@ def test_a_name_alone_stands_in_the_clients_entries(run: Run, plug_in: Path, log
 def test_a_metric_cannot_have_the_name_of_another(plug_in: Path, name: str) -> None:
     (plug_in / "drifting.py").write_text(DECLARED.replace('"drift"', repr(name)))
     config = parse({**SMALL, "method": "drifting:METHOD"}, METHOD_PARAMS)
-    with pytest.raises(UserError, match=f"method drifting:METHOD: reports: names must differ.*, got {name}$"):
+    with rejected(MethodError, "method drifting:METHOD", "reports", "names must differ", f"got {name}"):
         METHODS[config.method].check(config)
 
 

@@ -12,6 +12,7 @@ from fl_app.errors import UserError
 from fl_app.known_names import CLIENT_NAME
 from fl_app.transport import client_registry as registry_module
 from fl_app.transport.exchange import Exchange
+from tests.facts import mentions, rejected
 from tests.server.fake_grid import SILENT, UNDELIVERED, exchange, properties, three
 
 
@@ -60,7 +61,7 @@ def test_too_few_clients_fail_after_the_timeout() -> None:
     nodes = three()
     del nodes[77]
     text = refused(exchange(nodes))
-    assert text.startswith("min-available-clients: 3 clients must be connected, 2 were after 0 s (client ids [1, 2])")
+    assert mentions(text, "min-available-clients", "3 clients", "connected", "2 were after 0", "[1, 2]")
 
 
 def test_clients_may_come_later() -> None:
@@ -139,7 +140,7 @@ def test_a_run_without_some_clients_ends_at_once_if_all_others_refuse(monkeypatc
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     nodes = {k: properties(k, error="refused//methods", **{CLIENT_NAME: f"plant {k}"}) for k in range(2)}
     text = refused(exchange(nodes, available_timeout=1000.0, round_timeout=1.0, without="2"))
-    assert "client 0 (plant 0): refused by its site (methods)" in text
+    assert mentions(text, "client 0 (plant 0)", "refused", "site (methods)")
     assert next(clock) < 1000
 
 
@@ -160,13 +161,13 @@ def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     nodes[124] = properties(1)
     e.refresh()
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 91
-    assert "client 1 cannot take part: two SuperNodes carry this partition-id" in caplog.text
+    assert mentions(caplog.text, "client 1 cannot take", "part", "two SuperNodes carry", "partition-id")
     assert e.registry.left_out == [{"who": "client 1", "cause": "two SuperNodes carry this partition-id"}]
     del nodes[91]
     e.refresh()
     assert e.registry.left_out == []
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 124
-    assert "client 1 is now another SuperNode" in caplog.text
+    assert mentions(caplog.text, "client 1", "another SuperNode")
     assert e.grid.asked.count(124) == 1  # type: ignore[attr-defined]
 
 
@@ -178,9 +179,9 @@ def test_a_client_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.
     e.registry.wait()
     del nodes[50]
     e.refresh()
-    assert e.client_ids == [0, 1] and "client 2 (Bern) is gone" in caplog.text
+    assert e.client_ids == [0, 1] and mentions(caplog.text, "client 2 (Bern)", "is gone")
     del nodes[77]
-    with pytest.raises(UserError, match=r"2 clients must be connected, 1 were after .*\(client ids \[1\]\)"):
+    with rejected(UserError, "min-available-clients", "2 clients", "connected", "1 were after", "(client ids [1])"):
         e.refresh()
 
 
@@ -193,7 +194,7 @@ def test_a_refused_latecomer_does_not_stop_the_run(
     e.registry.wait()
     nodes[99] = properties(2, 7)
     e.refresh()
-    assert e.client_ids == [0, 1, 2] and "num-partitions must be the run's 3 clients, got 7" in caplog.text
+    assert e.client_ids == [0, 1, 2] and mentions(caplog.text, "num-partitions", "run's 3 clients", "got 7")
 
 
 # a start among nodes that lie
@@ -256,7 +257,7 @@ def test_a_silent_node_is_named_while_it_waits_to_be_asked_again(
         three() | {99: SILENT}, num_clients=3, round_timeout=0.28, available_timeout=0.3
     )  # asked again at 0.31
     e.registry.wait()
-    assert "has not answered within" in caplog.text
+    assert mentions(caplog.text, "not answered within")
 
 
 def test_how_many_clients_there_are_is_what_most_say() -> None:

@@ -17,6 +17,7 @@ from fl_app.server.record import evaluation_record
 from fl_app.server.run_folder import read_metrics, read_summary
 from tests.conftest import SMALL, Command, Run
 from tests.experiments.months import SETTING, wine
+from tests.facts import mentions, rejected
 
 
 def failing_at(*rounds: int) -> ClientApp:
@@ -44,7 +45,7 @@ def data(directory: Path, y_test: Any) -> dict[str, Any]:
 
 
 def test_a_final_evaluation_without_an_answer(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="evaluation after round 2: no client answered .client 0: .*out of memory"):
+    with rejected(UserError, "", "evaluation after round 2", "no client answered", "client 0", "out of memory"):
         run(app=failing_at(1))
     assert read_summary(tmp_path / "runs" / "run")["final-accuracy"] is None
 
@@ -52,23 +53,21 @@ def test_a_final_evaluation_without_an_answer(run: Run, tmp_path: Path) -> None:
 def test_clients_without_an_answer_are_named(run: Run, tmp_path: Path, command: Command) -> None:
     """By the run, and by whoever resumes it later."""
     keys = {**SETTING, "dataset": f"table:{wine(tmp_path / 'wine.csv')}"}
-    with pytest.raises(UserError, match=r"client 0 \(celle\): .*client 2 \(verden\): ") as first:
+    with rejected(UserError, "", "client 0 (celle)", "client 2 (verden)") as first:
         run(app=failing_at(1), **keys)
     code, _, err = command("run", "--resume", tmp_path / "runs" / "run")
     assert code == 2 and str(first.value).partition("\n")[0] in " ".join(err.split())
 
 
 def test_an_earlier_evaluation_without_an_answer(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^evaluation after round 1: no client answered .*\nthe rest of the run is in"):
+    with rejected(UserError, "", "evaluation after round 1", "no client answered", "rest"):
         run(app=failing_at(1), evaluate_every=1)
     assert read_summary(tmp_path / "runs" / "run")["final-accuracy"] > 0
 
 
 def test_a_figure_that_no_client_has(run: Run, tmp_path: Path) -> None:
     one_class = data(tmp_path, [[1]] * 9)
-    with pytest.raises(
-        UserError, match="final-auc: no client that trains has it .it is not defined on their test samples"
-    ):
+    with rejected(UserError, "", "final-auc", "no client that", "trains", "not defined", "test samples"):
         run(**one_class)
     summary = read_summary(tmp_path / "runs" / "run")
     assert summary["digest"] and summary["final-f1"] is not None
@@ -100,4 +99,4 @@ def test_the_command_ends_with_an_error(command: Command, tmp_path: Path, monkey
     words = [word for item in (SMALL | keys).items() for word in ("--set", "=".join(map(str, item)))]
     for again in (["run", "--in-process", *words], ["run", "--in-process", "--resume", "runs/run"]):
         code, _, err = command(*again)
-        assert code == 2 and "final-auc: no client that trains has it" in err, err
+        assert code == 2 and mentions(err, "final-auc", "no client that", "trains"), err

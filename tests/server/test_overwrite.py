@@ -16,14 +16,13 @@ from fl_app.server import run_folder
 from fl_app.server.run_folder import RunFolder, check_free
 from strategies import METHOD_PARAMS
 from tests.conftest import Command, Run
+from tests.facts import mentions, rejected
 
 
 def test_a_run_replaces_the_one_of_its_name(run: Run, tmp_path: Path) -> None:
     old = run(num_server_rounds=1)
     (old.path / "notes.txt").write_text("mine")
-    with pytest.raises(
-        UserError, match="exists already; choose another name or remove it; overwrite = true replaces it"
-    ):
+    with rejected(UserError, "", "exists already", "choose another name", "remove", "overwrite = true replaces"):
         run(num_server_rounds=2)
     new = run(num_server_rounds=2, overwrite=True)
     assert new.path == old.path and new.experiment != old.experiment
@@ -68,11 +67,11 @@ def test_what_is_no_run_is_never_removed(tmp_path: Path, run: Run) -> None:
 
     (runs / "x").mkdir(parents=True)
     (runs / "x" / "thesis.tex").write_text("all of it")
-    with pytest.raises(UserError, match="x is no run folder; choose another run-name, or remove it yourself"):
+    with rejected(UserError, "overwrite", "x is no run", "folder", "choose another run-name", "remove it yourself"):
         check()
     # another program's config.toml
     (runs / "x" / "config.toml").write_text('title = "mine"\n')
-    with pytest.raises(UserError, match="is no run folder"):
+    with rejected(UserError, "overwrite", "no run folder"):
         check()
     # a folder of runs
     one = run(run_name="one")
@@ -81,17 +80,17 @@ def test_what_is_no_run_is_never_removed(tmp_path: Path, run: Run) -> None:
     one.path.rename(sweep / "one")
     for name in ("config.toml", "run.json"):
         (sweep / name).write_bytes((sweep / "one" / name).read_bytes())
-    with pytest.raises(UserError, match="sweep is no run folder"):
+    with rejected(UserError, "overwrite", "sweep is no", "run folder"):
         check("sweep")
     (runs / "link").symlink_to(sweep / "one")
-    with pytest.raises(UserError, match="link is no run folder"):
+    with rejected(UserError, "overwrite", "link is no", "run folder"):
         check("link")
     file = runs / "file"
     file.write_text("a file")
-    with pytest.raises(UserError, match="file is no run folder"):
+    with rejected(UserError, "overwrite", "file is no", "run folder"):
         check("file")
     assert file.read_text() == "a file" and (runs / "x" / "thesis.tex").exists() and (sweep / "one").is_dir()
-    with pytest.raises(UserError, match="overwrite: needs the run-name of the run to remove"):
+    with rejected(UserError, "overwrite", "needs the run-name", "run to remove"):
         check("")
 
 
@@ -103,13 +102,13 @@ def test_a_run_that_goes_on_or_is_read_is_not_removed(tmp_path: Path, run: Run, 
         "data-dir": str(old.path),
     }.items():
         raw = {"run-name": "run", "output-dir": str(tmp_path / "runs"), "overwrite": True, key: value}
-        with pytest.raises(UserError, match=f"overwrite: {key} lies in {old.path}, which would be removed"):
+        with rejected(UserError, "overwrite", f"{key} lies in {old.path}", "removed"):
             check_free(parse(raw, METHOD_PARAMS))
     words = ["run", "--in-process", "--overwrite", "--output-dir", tmp_path / "runs", "--set", "run-name=run"]
     with (old.path / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         code, out, err = command(*words)
-        assert code == 2 and out == "" and "run is still being run by another process; end that first" in err
+        assert code == 2 and out == "" and mentions(err, "run is still", "another process", "end that first")
     assert json.loads((old.path / "run.json").read_text())["experiment"] == old.experiment
 
 
@@ -120,12 +119,12 @@ def test_the_option(command: Command, tmp_path: Path, monkeypatch: pytest.Monkey
     assert command(*words, *sets, "--set", "run-name=a")[0] == 0
     first = json.loads(Path("runs/a/run.json").read_text())["experiment"]
     code, out, err = command(*words, *sets, "--set", "run-name=a", "--overwrite")
-    assert code == 0 and "runs/a was overwritten: the earlier run is removed" in out, err
+    assert code == 0 and mentions(out, "runs/a was overwritten", "earlier run", "removed"), err
     assert json.loads(Path("runs/a/run.json").read_text())["experiment"] != first
     code, _, err = command(*words, *sets, "--overwrite")
-    assert code == 2 and "overwrite: needs the run-name of the run to remove" in err
+    assert code == 2 and mentions(err, "overwrite", "needs the run-name", "run to remove")
     code, _, err = command("run", "--in-process", "--resume", "runs/a", "--overwrite")
-    assert code == 2 and "--resume and --overwrite exclude each other" in err
+    assert code == 2 and mentions(err, "--resume and --overwrite", "each other")
 
 
 def test_a_run_that_another_process_began_meanwhile_is_not_removed(
@@ -141,9 +140,7 @@ def test_a_run_that_another_process_began_meanwhile_is_not_removed(
         make(path, **options)
 
     monkeypatch.setattr(run_folder, "make_directory", later)
-    with pytest.raises(
-        UserError, match="another process has made .*run meanwhile; the run that it should replace is in"
-    ):
+    with rejected(UserError, "run-name", "another process", "run meanwhile", "should replace"):
         run(num_server_rounds=1, overwrite=True)
     (other,) = others
     assert RecordedRun(other.path).summary["experiment"] == other.experiment

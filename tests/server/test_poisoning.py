@@ -27,6 +27,7 @@ from strategies import METHOD_PARAMS, METHODS
 from strategies.kernels import masks
 from strategies.kernels.averages import RULES
 from tests.conftest import IN_TWO_ROUNDS, Run, flat, flat_layout
+from tests.facts import each_mentions, mentions
 
 Attacked = Callable[..., RunFolder]
 
@@ -59,7 +60,8 @@ def test_the_liar_is_dropped_by_name_and_nobody_else(attacked: Attacked, method:
     folder = attacked(attack, method=method)
     assert [(r, client) for r, client, _ in failures(folder)] == [(1, LIAR), (2, LIAR)]
     assert all(
-        "parameters lie" in cause and "allowed are 3 times (max-update-norm" in cause for *_, cause in failures(folder)
+        "parameters lie" in cause and mentions(cause, "allowed are 3 times", "max-update-norm")
+        for *_, cause in failures(folder)
     )
     last = list(read_metrics(folder.path))[-1]
     assert list(last["clients"]) == ["0", "1", "2", "3"]
@@ -91,16 +93,18 @@ def test_the_panel_names_it(
     monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
     caplog.set_level(logging.INFO, "corolla")
     attacked("x 1e6", num_server_rounds=1)
-    assert f"round 1: client {LIAR} dropped: its parameters lie" in caplog.text and "; 1 failed" in caplog.text
+    assert (
+        mentions(caplog.text, "round 1", f"client {LIAR} dropped", "its parameters lie") and "; 1 failed" in caplog.text
+    )
 
 
 def test_without_the_bound_the_error_names_the_liar_and_not_its_victims_alone(attacked: Attacked) -> None:
     with pytest.raises(UserError) as info:
         attacked("x 1e6", max_update_norm=0.0, local_epochs=5)
     text = str(info.value)
-    assert "round 2 failed in 2 attempts" in text and "the model it was sent had a loss of" in text
-    assert f"the models came out of round 1, where client {LIAR} was used though its parameters lie" in text
-    assert text.endswith("it is the likely cause, and max-update-norm = 3 drops such uploads")
+    assert mentions(text, "round 2", "2 attempts") and mentions(text, "model it", "sent", "loss")
+    assert mentions(text, "models came", "round 1", f"where client {LIAR}", "parameters lie")
+    assert mentions(text, "likely cause", "max-update-norm = 3 drops such", "uploads")
 
 
 def test_by_default_it_is_used_counted_and_named(
@@ -120,10 +124,10 @@ def test_by_default_it_is_used_counted_and_named(
         assert list(record["clients"]) == [str(i) for i in range(CLIENTS)]
         ((client, cause),) = [(far["client"], far["cause"]) for far in record["far"]]
         assert client == LIAR and cause.startswith("its parameters lie ") and cause.endswith("as is usual")
-    assert f"round 1: client {LIAR} is used (max-update-norm is 0), but its parameters lie" in caplog.text
-    assert "; 1 far from the others" in caplog.text
+    assert mentions(caplog.text, "round 1", f"client {LIAR}", "(max-update-norm is 0)", "parameters lie")
+    assert mentions(caplog.text, "1 far", "others")
     table = results_warnings([read_run(folder.path)])
-    assert f"far uploads were used (max-update-norm = 0): 2 uploads of client {LIAR}." in table
+    assert mentions(table, "far uploads", "(max-update-norm = 0)", f"2 uploads of client {LIAR}")
     assert round_lines(read_run(folder.path))[0]["far-uploads"] == 1
     honest = run(num_clients=CLIENTS, run_name="honest")
     assert read_summary(honest.path)["far-uploads"] == 0 and "far" not in next(iter(read_metrics(honest.path)))
@@ -253,11 +257,12 @@ def test_the_adaptive_liar_is_not_caught() -> None:
 def test_the_table_by_hand() -> None:
     trials = [Trial("feddac", "x 1e6", 1, name) for name in poisoning.defences("feddac")]
     outcomes = dict(zip(trials, (Outcome(None), Outcome(0.8754, 2, 15, 0.5)), strict=True))
-    assert poisoning.outcomes_table("feddac", outcomes).splitlines() == [
-        "| `feddac` | Byzantine | none | bound |",
-        "|---|---|---|---|",
-        "| x 1e6 | 1 | ends | .875 (honest uploads dropped: 2) |",
-    ]
+    assert each_mentions(
+        poisoning.outcomes_table("feddac", outcomes).splitlines(),
+        ("| `feddac`", "bound |"),
+        ("|---|---|---|---|",),
+        ("| x 1e6 | 1", "875", "dropped: 2"),
+    )
     assert ".875, lowest .500 (" in poisoning.outcomes_table("feddac", outcomes, lowest=True)
 
 
@@ -275,7 +280,7 @@ def test_honest_uploads_are_counted_over_settings() -> None:
     found = honest.measure("fedavg", {**plain, "train-samples": 24, "test-samples": 8})
     assert found == honest.Measured(uploads=10)
     refused = honest.measure("scaffold", {**plain, "optimizer": "adamw"})
-    assert refused.uploads == 0 and "optimizer: must be sgd for scaffold" in refused.refused
+    assert refused.uploads == 0 and mentions(refused.refused, "optimizer", "sgd for scaffold")
 
 
 def test_what_lies_far_is_printed_with_its_setting(
@@ -288,4 +293,4 @@ def test_what_lies_far_is_printed_with_its_setting(
     honest.main(["fedavg"])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "fedavg: 6 of 480" and said[-1] == "all: 6 of 480" and len(said) == 8
-    assert said[1].startswith("  iid, all, adamw: round 1, client 3: its parameters lie 4 times")
+    assert mentions(said[1], "adamw", "round 1", "client 3", "parameters lie 4 times")

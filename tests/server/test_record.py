@@ -16,6 +16,7 @@ from fl_app.server import record as records
 from fl_app.tasks import Classification, MultiLabel, Regression
 from fl_app.transport.wire import Upload, WireError
 from tests.conftest import f32
+from tests.facts import rejected
 
 SAID = {"train-samples": 24, "test-samples": 10}
 
@@ -81,7 +82,7 @@ def test_an_evaluation_s_samples_are_those_the_client_told() -> None:
         "accuracy": 0.5,
         "sha256": sha,
     }
-    with pytest.raises(WireError, match="test-samples must be the 10"):
+    with rejected(WireError, "", "test-samples", "10"):
         records.check_evaluation({"accuracy": 0.5, "sha256": sha}, 11, SAID)
 
 

@@ -24,6 +24,7 @@ from fl_app.transport import fetched_reply
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.replies import Answer, Inbox
 from fl_app.transport.wire import WireError
+from tests.facts import mentions, rejected
 from tests.hostile.supernode import packed
 
 
@@ -132,7 +133,7 @@ def test_a_malformed_reply_is_its_own_affair(inbox: Inbox, client: Client) -> No
     answers = take(inbox, 3)
     assert answers["good"].content is not None and answers["bad"].kind == answers["worse"].kind == "malformed"
     assert answers["bad"].cause.startswith("malformed reply: JSONDecodeError")
-    assert answers["worse"].cause == "malformed reply: ValueError: Invalid protobuf response payload"
+    assert mentions(answers["worse"].cause, "malformed reply", "ValueError", "Invalid protobuf response")
     # what cannot be read is not kept either
     assert len(client.confirmed) == 2
 
@@ -145,7 +146,7 @@ def test_a_reply_that_is_never_complete_holds_nobody_up(inbox: Inbox, client: Cl
     inbox.expect("silent", 0.5)
     answers = take(inbox, 3)
     assert next(iter(answers)) == "quick"
-    assert answers["slow"].cause == "its reply was not complete within 0.5 s"
+    assert mentions(answers["slow"].cause, "reply was not", "complete within 0.5 s")
     assert answers["silent"].cause == "no reply within 0.5 s" and answers["silent"].kind == "late"
 
 
@@ -170,7 +171,7 @@ def test_too_many_objects_and_too_deep_ones_are_not_fetched() -> None:
     assert fetched_reply.object_ids(tree(fetched_reply.MAX_DEPTH)) == [
         str(k) for k in range(fetched_reply.MAX_DEPTH, 0, -1)
     ]
-    with pytest.raises(WireError, match="nested more than 8 deep"):
+    with rejected(WireError, "", "nested more than 8", "deep"):
         fetched_reply.object_ids(tree(fetched_reply.MAX_DEPTH + 1))
     wide = [message_pb2.ObjectTree(object_id="same")] * fetched_reply.MAX_OBJECTS
     with pytest.raises(WireError, match="more than 10000 objects"):
@@ -183,11 +184,11 @@ def test_objects_that_name_each_other_in_a_row() -> None:
         content = packed("RecordDict", b"{}", [name] if name else [])
         name = hashlib.sha256(content).hexdigest()
         contents[name] = content
-    with pytest.raises(WireError, match="nested more than 8 deep"):
+    with rejected(WireError, "", "nested more than 8", "deep"):
         fetched_reply.check_nesting(name, contents)
     del contents[next(iter(contents))]
     contents.pop(next(iter(contents)))
-    with pytest.raises(WireError, match="names 1 objects that it does not have"):
+    with rejected(WireError, "", "names 1", "does not have"):
         fetched_reply.check_nesting(name, contents)
 
 
@@ -199,7 +200,7 @@ def test_records_that_are_too_large_are_not_read(inbox: Inbox, client: Client) -
         inbox.expect(name, 30)
     answers = take(inbox, 3)
     assert answers["b"].content is not None and answers["c"].content is not None
-    assert answers["a"].kind == "malformed" and "bytes, at most 1000000 are read" in answers["a"].cause
+    assert answers["a"].kind == "malformed" and mentions(answers["a"].cause, "bytes", "most 1000000 are read")
 
 
 def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
@@ -209,9 +210,8 @@ def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
     caplog.set_level("WARNING", fetched_reply.log.name)
     monkeypatch.setattr(Client, "PullObject", lambda self, request, node: None)
     assert fetched_reply.connect(grid) is None
-    assert (
-        "fetches replies in another way" in caplog.text
-        and "takes ['request', 'node'], expected ['request']" in caplog.text
+    assert mentions(caplog.text, "fetches replies", "another way") and mentions(
+        caplog.text, "takes ['request', 'node']", "expected ['request']"
     )
     assert Inbox(grid).take(0) == []
 
@@ -232,7 +232,7 @@ def refused() -> httpx.ConnectError:
 def test_a_certificate_that_expires_is_named_and_no_client_is_blamed(inbox: Inbox, client: Client) -> None:
     client.replies["a"] = refused()
     inbox.expect("a", 10)
-    with pytest.raises(UserError, match="certificate cannot be trusted: certificate has expired"):
+    with rejected(UserError, "", "certificate cannot be", "trusted", "certificate has expired"):
         take(inbox, 1)
 
 

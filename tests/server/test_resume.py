@@ -20,6 +20,7 @@ from fl_app.machine import made_with
 from fl_app.server import checkpoint
 from strategies import METHOD_PARAMS
 from tests.conftest import Command, Run
+from tests.facts import mentions, rejected
 
 COROLLA = str(Path(sys.executable).parent / "corolla")
 COMMON = ["num-server-rounds=7", "checkpoint-every=2", "fraction-train=0.5", "local-epochs=1", "evaluate-every=3"]
@@ -92,7 +93,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(
     newest.write_bytes(newest.read_bytes()[:-1])
     code, out, err = command(*resume(tmp_path / "killed"))
     assert code == 0, err
-    assert "checkpoint of round 4 is damaged" in out
+    assert mentions(out, "checkpoint of round 4", "damaged")
     assert "resumed after round 2" in out
     assert read(tmp_path / "killed")[0]["digest"] == read(tmp_path / "whole")[0]["digest"]
 
@@ -111,7 +112,7 @@ def test_a_changed_key_is_refused_and_more_rounds_are_not(command: Command, tmp_
     assert command(*start(tmp_path / "one", *sets))[0] == 0
     code, _, err = command(*resume(tmp_path / "one", "--set", "learning-rate=0.2", "--set", "num-server-rounds=8"))
     assert code == 2
-    assert "learning-rate: 0.1 in the run, now 0.2" in err
+    assert mentions(err, "learning-rate", "0.1 in the run", "now 0.2")
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["rounds"] == 7
     code, _, err = command(*resume(tmp_path / "one", "--set", "num-server-rounds=9"))
     assert code == 0, err
@@ -124,7 +125,7 @@ def test_a_changed_key_is_refused_and_more_rounds_are_not(command: Command, tmp_
 def test_resuming_what_is_no_run_is_refused(command: Command, tmp_path: Path) -> None:
     code, _, err = command(*resume(tmp_path / "nothing"))
     assert code == 2
-    assert "is not a run folder" in err
+    assert mentions(err, "not a run folder")
 
 
 def test_a_run_that_is_still_going_is_not_resumed(command: Command, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_run_that_is_still_going_is_not_resumed(command: Command, tmp_path: Pa
         fcntl.flock(other, fcntl.LOCK_EX)
         code, _, err = command(*resume(tmp_path / "one", "--set", "num-server-rounds=9"))
     assert code == 2
-    assert "is still being run by another process" in err
+    assert mentions(err, "still being", "another process")
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["rounds"] == 7
 
 
@@ -141,7 +142,7 @@ def test_fewer_rounds_than_there_are_are_refused_and_change_nothing(command: Com
     kill_after(start(tmp_path / "killed", "method=fedavg"), "round 5/7: accuracy")
     before = (tmp_path / "killed" / "config.toml").read_text()
     code, _, err = command(*resume(tmp_path / "killed", "--set", "num-server-rounds=2"))
-    assert code == 2 and "the run has 4 rounds already, got 2" in err
+    assert code == 2 and mentions(err, "run has 4 rounds", "already", "got 2")
     assert (tmp_path / "killed" / "config.toml").read_text() == before
 
 
@@ -163,8 +164,8 @@ def test_a_cosine_schedule_is_not_stretched_over_more_rounds(run: Run) -> None:
     path = run(num_server_rounds=2, **cosine).path
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     for rounds in (3, 1):
-        with pytest.raises(
-            UserError, match=f"num-server-rounds: 2 in the run, now {rounds}; schedule = cosine was meant"
+        with rejected(
+            UserError, "resume", "num-server-rounds", "2 in the run", f"now {rounds}", "schedule = cosine", "meant"
         ):
             run(**{**cosine, "num_server_rounds": rounds, "resume": str(path)})
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
@@ -173,6 +174,6 @@ def test_a_cosine_schedule_is_not_stretched_over_more_rounds(run: Run) -> None:
 def test_the_command_refuses_it_before_anything_starts(command: Command, tmp_path: Path) -> None:
     assert command(*start(tmp_path / "one", "method=fedavg", "schedule=cosine", "num-server-rounds=2"))[0] == 0
     code, _, err = command(*resume(tmp_path / "one", "--set", "num-server-rounds=4"))
-    assert code == 2 and "num-server-rounds: 2 in the run, now 4; schedule = cosine was meant for 2 rounds" in err
+    assert code == 2 and mentions(err, "num-server-rounds", "2 in the run", "now 4", "schedule =", "2 rounds")
     code, out, _ = command(*resume(tmp_path / "one"))
     assert code == 0 and "nothing to resume" in out

@@ -14,6 +14,7 @@ from fl_app.layout import Layout
 from fl_app.server.run_folder import read_about, read_metrics, read_summary
 from tests.api.test_live import display, drawn
 from tests.conftest import Run
+from tests.facts import mentions
 from tests.report.builders import write
 from tests.tracking.test_tensorboard import read_events
 
@@ -63,7 +64,7 @@ def test_a_regression_is_told_by_its_headline(run: Run, tmp_path: Path) -> None:
 
     shown = "\n".join(drawn(panel))
     assert (
-        "rmse (mean ± std) before, after training" in shown
+        mentions(shown, "rmse (mean ± std)", "before", "after training")
         and f"{before[1]:.4g} ± " in shown
         and "accuracy" not in shown
     )

@@ -16,7 +16,7 @@ from client_app.client_app import app
 from corolla.method import FedAvg, NoParams
 from corolla.testing import federation
 from fl_app.config import parse
-from fl_app.errors import UserError
+from fl_app.errors import MethodError
 from fl_app.server import checkpoint
 from fl_app.server.run_folder import read_summary
 from fl_app.server_app import run
@@ -25,6 +25,7 @@ from strategies import METHOD_PARAMS, METHODS
 from strategies.engine.steps import server_optimizer
 from strategies.kernels.afo import KINDS, server_step
 from tests.conftest import config
+from tests.facts import rejected
 
 RATES = {"learning_rate": 0.5, "beta1": 0.5, "beta2": 0.75, "tau": 1.0}
 
@@ -75,7 +76,7 @@ def test_many_steps_by_loops(kind: str) -> None:
             own[k] += eta * m[k] / (1 if kind == "momentum" else v[k] ** 0.5 + tau)
         np.testing.assert_allclose(w, own, rtol=1e-9)
     assert w.dtype == np.float64
-    with pytest.raises(ValueError, match=r"w and mean must have one shape, got \[5\] and \[4\]"):
+    with rejected(ValueError, "", "w and mean", "shape", "got [5] and [4]"):
         server_step(w, w[:4], state, kind=kind, learning_rate=eta, beta1=b1, beta2=b2, tau=tau)
 
 
@@ -104,7 +105,7 @@ def test_limits() -> None:
     assert server_step(w, mean, None, kind="momentum", **plain)[0].tolist() == mean.tolist()
     # adam without any memory: eta delta / (|delta| + tau)
     assert server_step(w, mean, None, kind="adam", **plain)[0].tolist() == [1 + 2 / 3, -2 + 7 / 8]
-    with pytest.raises(UserError, match="server-optimizer: must be one of none, momentum, .*, got 'sgd'"):
+    with rejected(MethodError, "server-optimizer", "none", "momentum", value="sgd"):
         server_step(w, mean, None, kind="sgd", **plain)
 
 
@@ -129,7 +130,7 @@ def test_methods_without_a_mean_global_model_refuse_it_by_name() -> None:
     assert {"local", "fedcac", "feddyn", "scaffold", "ifca", "perfedmask"} <= refused
     assert not refused & {"fedavg", "fedprox", "fedper", "fedrep", "ditto", "pfedme", "apfl", "fedobp", "moon"}
     for name in ("fedcac", "scaffold"):
-        with pytest.raises(UserError, match=f"server-optimizer: method {name} sets no mean global model"):
+        with rejected(MethodError, "server-optimizer", f"method {name} sets no", "mean global model"):
             METHODS[name].check(config(method=name, server_optimizer="adam"))
 
     class Own(FedAvg[NoParams]):

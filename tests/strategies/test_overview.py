@@ -13,6 +13,7 @@ from corolla.cli.reference import pages_with_tables, with_table
 from fl_app.errors import UserError
 from strategies import METHODS
 from strategies.method_tables import COLUMNS, absent_table, groups, methods_table, of
+from tests.facts import rejected
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,5 +58,5 @@ def test_a_table_is_replaced_where_it_stands() -> None:
     page = "# A\n\n## B\n\nwords\n\n| x |\n| y |\n\nmore\n\n| z |\n"
     assert with_table(page, "B", "| new |") == page.replace("| x |\n| y |", "| new |")
     assert with_table("## B\n\n| x |", "B", "| new |") == "## B\n\n| new |\n"
-    with pytest.raises(ValueError, match="no table below 'C'"):
+    with rejected(ValueError, "", "no table below 'C'"):
         with_table(page, "C", "| new |")

@@ -16,6 +16,7 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.transport import wire
 from fl_app.transport.app_bundle import unpacked
+from tests.facts import mentions
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_a_run_imports_no_module_of_the_site(key: str, module: str) -> None:
     before = set(sys.modules)
     with plugins.only_from(unpacked()), pytest.raises(UserError) as raised:
         plugins.load(key, f"{module}:main")
-    assert str(raised.value) == f"{key}: names a module that is not the application's"
+    assert mentions(str(raised.value), key, "names a module", "not the application's")
     assert not {"this", "unittest.__main__", "of_the_site", "linked"} & (set(sys.modules) - before)
 
 

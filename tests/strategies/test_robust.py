@@ -21,6 +21,7 @@ from strategies.kernels import aggregate, averages, blocks, masks, robust, trimm
 from strategies.kernels.averages import RULES
 from strategies.kernels.robust import Averaging
 from tests.conftest import SMALL, bools, f32
+from tests.facts import mentions, rejected
 
 rules = st.sampled_from(sorted(RULES))
 
@@ -142,7 +143,7 @@ def test_assumed_liars_by_hand() -> None:
 def test_no_rows_and_no_columns() -> None:
     for rule in sorted(RULES):
         assert Averaging(rule).mean(np.ones((3, 0), np.float32)).shape == (0,)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="at least one row"):
+        with rejected(ValueError, "", "least one row"):
             Averaging(rule).mean(np.ones((0, 3), np.float32))  # type: ignore[arg-type]
 
 
@@ -242,4 +243,6 @@ def test_a_number_of_liars_has_an_effect_with_the_rules_that_count_them(
     W = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     has_effect = not np.array_equal(*(Averaging(rule, ratio).mean(W) for ratio in (0.2, 0.4)))
     assert averages.rule_of(rule).counts_byzantine or not has_effect
-    assert ("byzantine-ratio has no effect" in capsys.readouterr().err) != averages.rule_of(rule).counts_byzantine
+    assert (mentions(capsys.readouterr().err, "byzantine-ratio has no", "effect")) != averages.rule_of(
+        rule
+    ).counts_byzantine

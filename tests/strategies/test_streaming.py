@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_app.errors import UserError
+from fl_app.errors import MethodError, MethodFault
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder, read_summary
@@ -35,6 +35,7 @@ from strategies.kernels.aggregate import mean_block, weighted_mean
 from strategies.kernels.folded import RowSum, SummedRows
 from strategies.kernels.robust import PLAIN
 from tests.conftest import Run, config, flat_layout
+from tests.facts import rejected
 
 STREAMING = ("fedavg", "pfedme", "feddyn", "scaffold", "feddpa")
 
@@ -85,13 +86,13 @@ def test_what_is_not_there_any_more_is_refused() -> None:
     folded = SummedRows(3, 4096)
     for weight in (1.0, 2.0):
         folded.add(np.ones(3, np.float32), weight)
-    with pytest.raises(ValueError, match="added up as they came, with other weights"):
+    with rejected(ValueError, "", "added up", "they came", "with other weights"):
         folded.mean()
-    with pytest.raises(ValueError, match="weights must be 2 numbers"):
+    with rejected(ValueError, "", "weights", "2 numbers"):
         weighted_mean(folded, np.array([-1.0, 2.0]))
-    with pytest.raises(ValueError, match="at least one row"):
+    with rejected(ValueError, "", "least one row"):
         weighted_mean(SummedRows(3, 4096))
-    with pytest.raises(TypeError, match="no stack that has 'shape'"):
+    with rejected(TypeError, "", "no stack", "'shape'"):
         _ = folded.shape
 
 
@@ -271,7 +272,7 @@ def test_a_fault_of_the_methods_is_no_clients_fault(run: Run, monkeypatch: pytes
         return uploads.W[:, 0]
 
     monkeypatch.setattr(FedAvg, "weights", weights)
-    with pytest.raises(UserError, match=r"method fedavg: weights\(\) or `summed` failed \(IndexError: .*they get"):
+    with rejected(MethodFault, "method fedavg", "weights()", "`summed` failed (IndexError", "they get"):
         run()
 
 
@@ -281,5 +282,5 @@ def test_streams_is_true_or_false() -> None:
         def streams(self) -> bool:  # type: ignore[override]
             raise RuntimeError("not here")
 
-    with pytest.raises(UserError, match="method class Asking: streams must be True or False, got <property"):
+    with rejected(MethodError, "", "method class Asking", "streams", "True or False", "got <property"):
         streams(Asking)
