@@ -182,8 +182,8 @@ lint: install ## ruff
 types: install ## mypy
 	$(BIN)/mypy
 
-# the reference, and the tables and pictures of docs/results.md; what it writes into pyproject.toml is the run config's defaults, which need no new installation
-docs: install ## the reference of keys, and the tables and pictures of docs/results.md
+# the reference, and the tables and pictures of the results; what it writes into pyproject.toml is the run config's defaults, which need no new installation
+docs: install ## the reference of keys, and the tables and pictures of the results
 	$(BIN)/corolla reference
 	$(BIN)/python -m studies.results_page
 	touch $(INSTALLED) $(RUNNING)

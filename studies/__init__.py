@@ -1,1 +1,1 @@
-"""Replication of the papers' tables: collected runs, sweeps, and the scripts of docs/results.md; see README.md."""
+"""Replication of the papers' tables: collected runs, sweeps, and the scripts of studies/results.md; see README.md."""

@@ -1,4 +1,4 @@
-"""Distances between methods over all test samples, with intervals: the second table of a column of docs/results.md.
+"""Distances between methods over all test samples, with intervals: the second table of a column of studies/results.md.
 
 A row's figure is the best of its tests of all clients over all test samples, before fine-tuning or after it.
 Differences compare the same clients, which have the same samples in all runs of a column.

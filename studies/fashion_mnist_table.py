@@ -1,4 +1,4 @@
-"""The early stage's table of docs/results.md, from the folders of studies/sweeps/fashion-mnist-methods.toml.
+"""The early stage's table of studies/results.md, from the folders of studies/sweeps/fashion-mnist-methods.toml.
 
 python -m studies.fashion_mnist_table runs/fashion-mnist-methods
 """

@@ -1,10 +1,10 @@
-"""Tables and pictures of docs/results.md, made from the runs in studies/results (`make docs`).
+"""Tables and pictures of studies/results.md, and the table of docs/results.md, made from the runs in studies/results (`make docs`).
 
-python -m studies.results_page           # rewrite the blocks between the page's marks, and the pictures
+python -m studies.results_page           # rewrite the blocks between the pages' marks, and the pictures
 python -m studies.results_page NAME      # print the tables of the folder studies/results/NAME, write nothing
 python -m studies.results_page print     # likewise the short tables
 
-The page begins with a short table per column: print and ours. A column of a paper's table has a sweep file, sweeps/NAME.toml, and a
+docs/results.md has one row per column. The page here begins with a short table per column: print and ours. A column of a paper's table has a sweep file, sweeps/NAME.toml, and a
 folder with its collected runs, results/NAME. Three parts have their own tables: the early stage of training, the logs of FedOBP's
 authors, and the trials of FedCAC. The page names missing runs of a sweep with the command that makes them.
 """
@@ -40,7 +40,7 @@ from studies import differences, fashion_mnist_table
 STUDIES = Path(__file__).resolve().parent
 RESULTS, SWEEPS = STUDIES / "results", STUDIES / "sweeps"
 DOCS = STUDIES.parent / "docs"
-PAGE = DOCS / "results.md"
+PAGE, SHORT = STUDIES / "results.md", DOCS / "results.md"
 
 # by sweep: the data set that a folder of image files stands for
 COLUMNS = {
@@ -49,8 +49,8 @@ COLUMNS = {
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
-# the block with a short table per column
-PRINT = "print"
+# the blocks with a short table per column, and with a row per column
+PRINT, SUMMARY = "print", "summary"
 CUT = "fedcac-cifar10-cut"
 # runs of the cut column's own method, each with one changed setting
 TRIED = f"{CUT}-tried"
@@ -160,6 +160,23 @@ def print_block(text: str, results: Path) -> str:
             block += [f"**[{section}](#{anchor(section)})**: {column.title}", "", row(header), rule(len(header))]
             block += [*map(row, rows), "", *(f"- {note}" for note in column.notes), ""]
     return "\n".join(block)
+
+
+def summary_block(text: str, results: Path) -> str:
+    """Return the text between the marks of SUMMARY: a row per column, with a link to its section in the long page, whose text is given."""
+    header = ("column", "rounds, in print", "same method: rows", "ours - print", "another method: rows", "ours - print")
+    block = ["", row(header), rule(len(header))]
+    for name in COLUMNS:
+        for column in paper_table.columns(lines := lines_of(name, results / name), paper_table.reasons):
+            section = section_of(text, name)
+            same, others = ([r for r in column.table[1:] if r[4].startswith(word)] for word in ("yes", "no"))
+            rounds, of = lines[0].runs[0].config.num_server_rounds, lines[0].preset.settings["num-server-rounds"]
+            cells = [f"[{section}](../studies/results.md#{anchor(section)})", f"{rounds}, {of}"]
+            for found in (same, others):
+                differences = sorted((r[3] for r in found), key=float)
+                cells += [str(len(found)), f"{differences[0]} to {differences[-1]}" if found else ""]
+            block.append(row(cells))
+    return "\n".join([*block, ""])
 
 
 def section_of(text: str, name: str) -> str:
@@ -372,7 +389,7 @@ def made_block(name: str, results: Path, lines: Sequence[PaperLine]) -> Iterator
     if name in CURVES:
         yield from curves("method", [(method_of(line), line.runs) for line in lines], CURVES[name])
     if panel := accuracy_picture(name, results):
-        yield from (f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, "")
+        yield from (f"![{panel.title}, {len(lines)} methods](../docs/images/{PICTURES[name].name})", "", panel.caption, "")
     if len(lines) > 1:
         yield from differences.differences_table(lines)
     yield from settings_that_differ(lines)
@@ -386,26 +403,29 @@ def block(name: str, results: Path) -> str:
     return own_block(name, results) if name in OWN_TABLES else column_block(name, results)
 
 
-def page(text: str, results: Path) -> str:
-    """Return the page with new blocks."""
+def page(text: str, results: Path, long: str = "") -> str:
+    """Return a page with new blocks. long: the text of the page with the sections, where it is another one."""
 
     def made(found: re.Match[str]) -> str:
         start, name, end = found.groups()
-        return start + (print_block(text, results) if name == PRINT else block(name, results / name)) + end
+        over_all = {PRINT: print_block, SUMMARY: summary_block}.get(name)
+        return start + (over_all(long or text, results) if over_all else block(name, results / name)) + end
 
     return BLOCK.sub(made, text)
 
 
 def main() -> None:
-    """Rewrite docs/results.md and its pictures, or print one column's tables."""
+    """Rewrite both pages and the pictures, or print one column's tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=(PRINT, *COLUMNS, *OWN_TABLES))
     text = PAGE.read_text(encoding="utf-8")
     if name := parser.parse_args().name:
         print(print_block(text, RESULTS) if name == PRINT else block(name, RESULTS / name))
         return
-    if (new := page(text, RESULTS)) != text:
-        PAGE.write_text(new, encoding="utf-8")
+    for path in (PAGE, SHORT):
+        old = path.read_text(encoding="utf-8")
+        if (new := page(old, RESULTS, text)) != old:
+            path.write_text(new, encoding="utf-8")
     for name, path in PICTURES.items():
         if panel := accuracy_picture(name, RESULTS / name):
             path.write_bytes(small_png(panel))

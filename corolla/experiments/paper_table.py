@@ -1,6 +1,6 @@
 """The papers' columns beside our figures: method, print, ours, difference, and whether print is of the same method.
 
-`corolla compare --paper` ends with these tables, and docs/results.md begins with them. A footnote gives the reason why a row
+`corolla compare --paper` ends with these tables, and studies/results.md begins with them. A footnote gives the reason why a row
 is not the run that the paper describes: another method under its name, fewer rounds or seeds, other settings, and the preset's
 notes. What is true of all rows stands once below the table.
 """

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from corolla.experiments import paper_table
 from corolla.experiments.paper_metrics import CAPTION
 from fl_app import plugins
 from studies import results_page
@@ -22,6 +23,8 @@ from tests.experiments.test_paper_metrics import FASHION, run_tested
 def test_the_page_is_what_the_collected_runs_make_it() -> None:
     text = results_page.PAGE.read_text(encoding="utf-8")
     assert results_page.page(text, RESULTS) == text, "make docs"
+    short = results_page.SHORT.read_text(encoding="utf-8")
+    assert results_page.page(short, RESULTS, text) == short, "make docs"
     marks = {found[2] for found in results_page.BLOCK.finditer(text)}
     assert marks == {results_page.PRINT, *results_page.COLUMNS, *results_page.OWN_TABLES}
     there = {p.name for p in (RESULTS).glob("*") if p.is_dir()}
@@ -48,6 +51,20 @@ def test_the_page_begins_with_print_and_ours_of_every_column() -> None:
             # the three are rounded separately
             assert abs(ours - printed - float(row[3])) < 0.011, row
     assert sum(row[4].startswith("no") for row in rows) == 6 and sum(", cut" in row[4] for row in rows) == 4
+
+
+def test_the_short_page_says_of_columns_what_their_rows_show() -> None:
+    def differences(name: str) -> list[float]:
+        columns = paper_table.columns(results_page.lines_of(name, RESULTS / name), paper_table.reasons)
+        return [float(row[3]) for column in columns for row in column.table[1:] if row[4].startswith("yes")]
+
+    text = results_page.SHORT.read_text(encoding="utf-8")
+    assert "All rows of the same method are slightly below print. FLOCO misses more" in " ".join(text.split())
+    found = sorted(differences("fedobp-fashion-mnist"))
+    assert found[-1] < 0 and found[1] > -1 > found[0]
+    assert "within one point of print" in text and max(map(abs, differences("fedobp-cifar10"))) < 1
+    # figures stand in the table alone, which is made from the runs
+    assert not re.search(r"\d\.\d", results_page.BLOCK.sub("", text))
 
 
 def test_a_short_table_says_why_a_row_is_not_prints(tmp_path: Path) -> None:

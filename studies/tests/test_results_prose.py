@@ -1,4 +1,4 @@
-"""The figures in the prose of docs/results.md, against the runs in studies/results and the presets' published figures.
+"""The figures in the prose of studies/results.md, against the runs in studies/results and the presets' published figures.
 
 Every sentence with a figure is one of the `claims` below, with `{}` in place of the figure. A figure outside all claims
 that is not a setting fails the test.
@@ -608,7 +608,7 @@ def test_every_figure_of_the_prose_comes_from_the_runs() -> None:
     prose = " ".join(re.sub(r"```[\s\S]*?```|`[^`\n]*`|\]\([^)]*\)|^#+ .*$", "", text, flags=re.MULTILINE).split())
     for template, values in claims():
         sentence = template.format(*values)
-        assert sentence in prose, f"docs/results.md does not say: {sentence}"
+        assert sentence in prose, f"studies/results.md does not say: {sentence}"
         prose = prose.replace(sentence, "")
     prose = SETTINGS.sub("", prose)
     unchecked = [prose[max(0, found.start() - 60) : found.end() + 30] for found in FIGURE.finditer(prose)]
