@@ -40,6 +40,7 @@ def test_in_simulation(app: str) -> None:
     assert told[-1] > 0.85 and "0 failures" in done.stdout and "dropped" not in done.stdout
 
 
+@pytest.mark.long
 def test_on_superlink_and_supernodes(cluster: Cluster) -> None:
     cluster.start(2)
     done = subprocess.run(
