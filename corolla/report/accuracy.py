@@ -63,8 +63,8 @@ def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
 
 
 def _of(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
-    if any(_curves(metric, groups)):
-        yield from _curves(metric, groups)
+    if curves := [*_curves(metric, groups)]:
+        yield from curves
         yield from _spread(metric, groups)
     yield from _sorted(metric, groups)
     yield from _unseen(metric, groups)

@@ -225,8 +225,6 @@ def _class_mix(labels: Sequence[str], alike: _Likeness, order: Sequence[int], si
 
 def _agreement(name: str, values: Floats, alike: _Likeness) -> str:
     """Return sentences that compare the values with the similarity of the clients' data."""
-    from scipy.stats import spearmanr
-
     off = ~np.eye(len(values), dtype=bool)
     known, same, similarity = off & ~np.isnan(values), alike.same, alike.similarity
     text = "Middle: cosine similarity of the two clients' class counts. Right: each row's classes. "
@@ -237,6 +235,7 @@ def _agreement(name: str, values: Floats, alike: _Likeness) -> str:
             f"{values[known & ~same].mean():.3f} for all other pairs. "
         )
     if np.unique(similarity[known]).size > 1 and np.unique(values[known]).size > 1:
-        rank = spearmanr(values[known], similarity[known]).statistic
+        pairs = pandas.DataFrame({"value": values[known], "similarity": similarity[known]})
+        rank = pairs.corr(method="spearman").loc["value", "similarity"]
         text += f"Rank correlation of the two matrices: {rank:.2f} (1: the {name} orders all pairs as their data does)."
     return text
