@@ -131,7 +131,7 @@ $(NEWER)/.installed: constraints/flwr-$(lastword $(FLOWERS)).txt | install
 ALONE := test_same_bits test_security
 test-newer: $(NEWER)/.installed ## deployments with 1.39 and the newest Flower of constraints/
 	$(WITH_NEWER) $(BIN)/python -m pytest -m "long and not nightly" -rs tests/e2e/test_versions.py
-	$(NEWER)/bin/python -m pytest tests/deploy/test_gate.py tests/deploy/test_unanswered.py
+	$(NEWER)/bin/python -m pytest -n 2 tests/deploy/test_gate.py tests/deploy/test_unanswered.py tests/flower
 	$(NEWER)/bin/python -m pytest -n 2 --dist loadfile -rs -m "long and not nightly" $(ALONE:%=tests/e2e/%.py)
 
 # every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
