@@ -147,7 +147,7 @@ class Notes:
         """Read a file, unless it was read before and has not changed since."""
         stamp = stamp_of(path)
         if path not in self._read or self._read[path][0] != stamp:
-            self._read[path] = stamp, _read(path)
+            self._read[path] = stamp, read_notes(path)
         return self._read[path][1]
 
     def note(self, training: Training) -> None:
@@ -198,7 +198,7 @@ class Notes:
 
 def spent_on(site: Path, own: OwnData) -> list[Training]:
     """Return the trainings of all runs of a deployment on a site's own data. Raises UserError if unreadable."""
-    return [training for path in _files_on(site, own, {}) for training in _read(path)]
+    return [training for path in _files_on(site, own, {}) for training in read_notes(path)]
 
 
 def _files_on(site: Path, own: OwnData, shared: dict[Path, bool]) -> list[Path]:
@@ -216,7 +216,7 @@ def _files_on(site: Path, own: OwnData, shared: dict[Path, bool]) -> list[Path]:
     return [path for path in paths if shared[path]]
 
 
-def _read(path: Path) -> list[Training]:
+def read_notes(path: Path) -> list[Training]:
     """Read a file of trainings; [] if there is no file. Raises UserError if it cannot be read."""
     if not path.exists():
         return []

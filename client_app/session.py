@@ -86,7 +86,7 @@ class Session:
         because files may have changed in between.
         """
         # as JSON: 1, 1.0 and true are three values
-        return _session(json.dumps(dict(run_config)), num_clients, run, plugins.generation())
+        return session_of(json.dumps(dict(run_config)), num_clients, run, plugins.generation())
 
     def data(self, client_id: int, data_path: str) -> ClientData:
         """Return a client's samples, from data already open unless their files have changed. Raises UserError."""
@@ -215,7 +215,8 @@ class Session:
 
 
 @functools.lru_cache(maxsize=1)
-def _session(run_config: str, num_clients: int, run: int, plugins_generation: int) -> Session:
+def session_of(run_config: str, num_clients: int, run: int, plugins_generation: int) -> Session:
+    """Return the session of a run in this process. run_config: as JSON. plugins_generation: another one makes a new session."""
     raw: dict[str, Scalar] = json.loads(run_config)
     plugins.read(str(raw.get("plugins", "")))
     method = str(raw.get("method", RunConfig.method))

@@ -80,10 +80,10 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
                 key="node export",
                 rule=f"failed behind the walls of applications (exit code {code}), for the reason above",
             )
-        return _taken(fresh, "out", to)
+        return taken(fresh, "out", to)
 
 
-def _taken(root: Path, below: str, to: Path) -> list[Path]:
+def taken(root: Path, below: str, to: Path) -> list[Path]:
     """Copy an export's files from below a directory, and return their new paths.
 
     There is one model, a new one. Raises UserError for any other file, and if the model or a file of it exists already: the

@@ -136,7 +136,7 @@ def _prepare(cluster: Cluster, places: dict[str, HostPlaces], say: Say) -> None:
     host_checks.compare_versions({host: reply["versions"] for host, reply in replies.items()}, say)
     if note := host_checks.note_on_space(link.host, link.database, replies[link.host].get("free")):
         say(note)
-    _compare_clocks(cluster, (node.host for node in cluster.inventory.supernodes), say)
+    check_clocks(cluster, (node.host for node in cluster.inventory.supernodes), say)
 
 
 def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> Json:
@@ -145,7 +145,7 @@ def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> J
     paths = [node.data_path for node in inventory.supernodes if node.host == host and node.data_path]
     if host == inventory.superlink.host and inventory.superlink.database:
         paths += [str(Path(inventory.superlink.database).parent)]
-    files = _key_files(inventory, host) if inventory.secure else {}
+    files = key_files(inventory, host) if inventory.secure else {}
     ports = commands.num_ports(inventory, host)
     database = inventory.superlink.database if host == inventory.superlink.host else ""
     return cluster.ask(
@@ -157,7 +157,7 @@ def _place(reply: Json) -> HostPlaces:
     return HostPlaces(reply["directory"], reply["scripts"], tuple(reply["ports"]))
 
 
-def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
+def key_files(inventory: Inventory, host: str) -> dict[str, str]:
     """Return the contents of the key files that a host needs.
 
     These are the CA's certificate, its SuperNodes' keys, the list of all clients' keys, and on the SuperLink's host the
@@ -172,7 +172,7 @@ def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
     return {name: (Path(inventory.keys) / name).read_text() for name in names}
 
 
-def _compare_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
+def check_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
     """Compare hosts' clocks with the SuperLink's. Raises UserError if SuperNodes would be refused for theirs."""
 
     def ahead(host: str) -> float:
@@ -279,7 +279,7 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     node = nodes[name]
     if cluster.inventory.secure:
         certificates.require_usable(cluster.inventory, [node])
-    _compare_clocks(cluster, [node.host], say)
+    check_clocks(cluster, [node.host], say)
     before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
     if cluster.ask(node.host, "stop", names=[name])["left"]:
         raise DeploymentError(key=node.host, rule=f"{name} could not be ended")

@@ -4,9 +4,10 @@ python -m studies.results_page           # rewrite the blocks between the pages'
 python -m studies.results_page NAME      # print the tables of the folder studies/results/NAME, write nothing
 python -m studies.results_page print     # likewise the short tables
 
-docs/results.md has one row per column. The page here begins with a short table per column: print and ours. A column of a paper's table has a sweep file, sweeps/NAME.toml, and a
-folder with its collected runs, results/NAME. Three parts have their own tables: the early stage of training, the logs of FedOBP's
-authors, and the trials of FedCAC. The page names missing runs of a sweep with the command that makes them.
+docs/results.md has one row per column. The page here begins with a short table per column: print and ours. A column of a
+paper's table has a sweep file, sweeps/NAME.toml, and a folder with its collected runs, results/NAME. Three parts have
+their own tables: the early stage of training, the logs of FedOBP's authors, and the trials of FedCAC. The page names
+missing runs of a sweep with the command that makes them.
 """
 
 from __future__ import annotations
@@ -163,7 +164,10 @@ def print_block(text: str, results: Path) -> str:
 
 
 def summary_block(text: str, results: Path) -> str:
-    """Return the text between the marks of SUMMARY: a row per column, with a link to its section in the long page, whose text is given."""
+    """Return the text between the marks of SUMMARY: a row per column, with a link to its section in the long page.
+
+    text: the long page. results: the parent of the columns' folders.
+    """
     header = ("column", "rounds, in print", "same method: rows", "ours - print", "another method: rows", "ours - print")
     block = ["", row(header), rule(len(header))]
     for name in COLUMNS:
@@ -389,7 +393,12 @@ def made_block(name: str, results: Path, lines: Sequence[PaperLine]) -> Iterator
     if name in CURVES:
         yield from curves("method", [(method_of(line), line.runs) for line in lines], CURVES[name])
     if panel := accuracy_picture(name, results):
-        yield from (f"![{panel.title}, {len(lines)} methods](../docs/images/{PICTURES[name].name})", "", panel.caption, "")
+        yield from (
+            f"![{panel.title}, {len(lines)} methods](../docs/images/{PICTURES[name].name})",
+            "",
+            panel.caption,
+            "",
+        )
     if len(lines) > 1:
         yield from differences.differences_table(lines)
     yield from settings_that_differ(lines)

@@ -51,11 +51,11 @@ def spill(
     used = 0
     for client_id, own in sorted(personal.items()):
         used += sum(a.nbytes for a in own.values())
-        if used > limit > 0 and not any(map(_on_disk, own.values())):
+        if used > limit > 0 and not any(map(on_disk, own.values())):
             replace(client_id, to_disk(own, directory))
     for client_id, own in personal.items():
         if client_id not in taking_part or used > limit > 0:
-            bound = [name for name, a in own.items() if a.base is not None and not _on_disk(a)]
+            bound = [name for name, a in own.items() if a.base is not None and not on_disk(a)]
             if bound:
                 replace(client_id, own | {name: own[name].copy() for name in bound})
 
@@ -154,7 +154,7 @@ def _map_of(array: NDArray[Any]) -> mmap.mmap | _Map | None:
     return base if isinstance(base, (mmap.mmap, _Map)) else None
 
 
-def _on_disk(array: NDArray[Any]) -> bool:
+def on_disk(array: NDArray[Any]) -> bool:
     """Return whether an array lies in a memory-mapped file."""
     return _map_of(array) is not None
 

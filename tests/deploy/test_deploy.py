@@ -15,7 +15,7 @@ from deploy import commands, connection, inventory, lifecycle, node
 from deploy.cluster import Cluster, load, record_path, save_new
 from deploy.commands import HostPlaces
 from deploy.inventory import Inventory
-from deploy.lifecycle import _key_files
+from deploy.lifecycle import key_files
 from fl_app import files
 from fl_app.errors import DeploymentError, UserError
 from fl_app.keys import specs
@@ -387,7 +387,7 @@ def test_a_host_gets_its_own_keys_and_nothing_else(tmp_path: Path) -> None:
 
     lab = parsed(keys=str(tmp_path / "keys"))
     certificates.make(lab)
-    assert sorted(_key_files(lab, "user@node2")) == [
+    assert sorted(key_files(lab, "user@node2")) == [
         "ca.crt",
         "peers.txt",
         "supernode-3.key",
@@ -397,7 +397,7 @@ def test_a_host_gets_its_own_keys_and_nothing_else(tmp_path: Path) -> None:
     ]
     local = {"ca.crt", "server.crt", "server.key", "peers.txt"}
     local |= {f"supernode-{k}.{end}" for k in (0, 1, 2, 5) for end in ("key", "x25519")}
-    assert set(_key_files(lab, "local")) == local
+    assert set(key_files(lab, "local")) == local
 
 
 def test_a_record_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from deploy import host_checks, hosts, inventory, node
 from deploy.cluster import Cluster
-from deploy.lifecycle import _compare_clocks
+from deploy.lifecycle import check_clocks
 from fl_app.errors import DeploymentError, UserError
 from tests.disks import full_disk
 from tests.facts import mentions, rejected
@@ -68,11 +68,11 @@ def test_a_real_answer_holds_the_other_sides_clock(tmp_path: Path, monkeypatch: 
     lab = Cluster(inventory.parse(raw, "lab", tmp_path), "token", "", "now")
     assert abs(lab.ask("node2", "clock")["clock"] - time.time()) < 1
     said: list[str] = []
-    _compare_clocks(lab, ["node2"], said.append)
+    check_clocks(lab, ["node2"], said.append)
     assert said == []
     monkeypatch.setattr(node, "now", lambda: time.time() - 30)
     with pytest.raises(UserError, match=r"node2: its clock is (29\.|30\.)\d s ahead"):
-        _compare_clocks(lab, ["node2"], said.append)
+        check_clocks(lab, ["node2"], said.append)
     assert hosts.ask("local", "", {"action": "clock", "cluster": "lab", "token": ""})["clock"] < time.time() - 29
 
 

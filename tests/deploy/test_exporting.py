@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy import exporting
-from deploy.exporting import _taken
+from deploy.exporting import taken
 from fl_app.errors import UserError
 
 
@@ -22,7 +22,7 @@ def test_an_export_is_taken(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (out / "link.pt").symlink_to(tmp_path / "secret")
     os.mkfifo(out / "pipe.pt")
-    assert {path.relative_to(to).as_posix() for path in _taken(out.parent, "out", to)} == set(names)
+    assert {path.relative_to(to).as_posix() for path in taken(out.parent, "out", to)} == set(names)
     assert {str(path.relative_to(to)) for path in to.rglob("*") if path.is_file()} == set(names)
     assert all((to / name).read_text() == name for name in names)
 
@@ -32,7 +32,7 @@ def test_no_other_file_is_taken(tmp_path: Path, name: str) -> None:
     (tmp_path / "out" / name).parent.mkdir(parents=True)
     (tmp_path / "out" / name).touch()
     with pytest.raises(UserError):
-        list(_taken(tmp_path, "out", tmp_path / "to"))
+        list(taken(tmp_path, "out", tmp_path / "to"))
     assert not any(path.is_file() for path in tmp_path.glob("to/**/*"))
 
 
@@ -59,7 +59,7 @@ def test_one_new_model_is_taken_and_nothing_of_another(tmp_path: Path, there: li
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text("evil")
     with pytest.raises(UserError):
-        list(_taken(tmp_path, "out", to))
+        list(taken(tmp_path, "out", to))
     assert {path.relative_to(to).as_posix() for path in to.rglob("*") if path.is_file()} == set(there)
     assert all((to / name).read_text() == "the person's" for name in there)
 
@@ -71,11 +71,11 @@ def test_a_file_of_any_size_is_copied_with_little_memory(tmp_path: Path, monkeyp
         file.truncate(size)
     tracemalloc.start()
     try:
-        (written,) = _taken(tmp_path, "out", tmp_path / "to")
+        (written,) = taken(tmp_path, "out", tmp_path / "to")
         assert tracemalloc.get_traced_memory()[1] < size / 4
     finally:
         tracemalloc.stop()
     assert written.stat().st_size == size
     monkeypatch.setattr(exporting, "MOST_BYTES", size - 1)
     with pytest.raises(UserError, match=str(size)):
-        _taken(tmp_path, "out", tmp_path / "again")
+        taken(tmp_path, "out", tmp_path / "again")

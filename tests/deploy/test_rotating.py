@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from client_app.session import _session
+from client_app.session import session_of
 from deploy import certificates, cluster, joining, lifecycle, revoked, superlink_nodes
 from deploy.cluster import Cluster
 from deploy.superlink_nodes import public_bytes
@@ -249,7 +249,7 @@ def test_up_starts_a_superlink_that_has_ended(running: Cluster, monkeypatch: pyt
         return {"processes": {name: well | {"alive": lives, "healthy": lives} for name, lives in alive.items()}}
 
     monkeypatch.setattr(Cluster, "ask", ask)
-    monkeypatch.setattr(lifecycle, "_compare_clocks", lambda *given: None)
+    monkeypatch.setattr(lifecycle, "check_clocks", lambda *given: None)
     revived = lifecycle.up(running.inventory, lambda text: None, 5)
     assert all(alive.values()) and revived.token == running.token and done.count("start") == 2
     with pytest.raises(UserError, match="already up"):
@@ -262,5 +262,5 @@ def test_up_starts_a_superlink_that_has_ended(running: Cluster, monkeypatch: pyt
 
 def test_the_number_of_clients_is_the_runs() -> None:
     """A seventh site needs no new invitations for the six."""
-    assert _session(json.dumps({"method": "fedavg", "num-clients": 7}), 6, 1, 0).config.num_clients == 7
-    assert _session(json.dumps({"method": "fedavg"}), 6, 2, 0).config.num_clients == 6
+    assert session_of(json.dumps({"method": "fedavg", "num-clients": 7}), 6, 1, 0).config.num_clients == 7
+    assert session_of(json.dumps({"method": "fedavg"}), 6, 2, 0).config.num_clients == 6

@@ -135,7 +135,7 @@ def test_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_onnx_file_reads_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    from corolla.experiments.exported.loading import _session
+    from corolla.experiments.exported.loading import inference_session
 
     secret = tmp_path / "secret"
     secret.write_bytes(np.ones(4, np.float32).tobytes())
@@ -149,7 +149,7 @@ def test_an_onnx_file_reads_no_other_file(tmp_path: Path, monkeypatch: pytest.Mo
         graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["w"], ["y"])], "g", [], [output], [tensor])
         made = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
         with pytest.raises(UserError, match="ONNX Runtime cannot use it"):
-            _session(made.SerializeToString(), "stolen.onnx")
+            inference_session(made.SerializeToString(), "stolen.onnx")
 
 
 PATHS = ("../x", "/etc/passwd", "a/b", "..", "a\0b", "a\nb")

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from client_app.dp import Budget, NoisyTrainer, Plan, Spent, epsilon_of, replace_epsilon_of
 from client_app.draws import SecretDraws
-from client_app.notes import Notes, OwnData, _read
+from client_app.notes import Notes, OwnData, read_notes
 from client_app.stored_state import StateStore, StoredState
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
@@ -265,7 +265,7 @@ def test_a_message_reads_its_own_data_s_notes_once(tmp_path: Path, monkeypatch: 
         for round in (1, 2, 3):
             budget.spend(f"{round}", plan, plan.steps)
     read: list[Path] = []
-    monkeypatch.setattr("client_app.notes._read", lambda path, whole=_read: read.append(path) or whole(path))
+    monkeypatch.setattr("client_app.notes.read_notes", lambda path, whole=read_notes: read.append(path) or whole(path))
     before = budget_of(tmp_path, wanted, own=part(3))
     assert before.before().steps == {}
     before.spend("4", plan, plan.steps)

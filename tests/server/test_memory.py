@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.server.client_arrays import _on_disk, release, spill, stack, stack_like, to_disk
+from fl_app.server.client_arrays import on_disk, release, spill, stack, stack_like, to_disk
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.transport.wire import Expected
 from strategies import fedcac, feddac
@@ -27,7 +27,7 @@ def test_arrays_on_disk_are_the_same(tmp_path: Path) -> None:
     kept = to_disk(arrays, tmp_path)
     for name, array in arrays.items():
         assert kept[name].dtype == array.dtype and kept[name].shape == array.shape and (kept[name] == array).all()
-    assert _on_disk(kept["a"]) and not kept["a"].flags.writeable
+    assert on_disk(kept["a"]) and not kept["a"].flags.writeable
     assert list(tmp_path.iterdir()) == []
 
 
@@ -105,7 +105,7 @@ def test_rows_that_a_mapped_stack_is_kept_for_are_copied_out_of_it(tmp_path: Pat
     spill(personal, [0, 1], 1, tmp_path)
     assert [np.shares_memory(own["params"], W) for own in personal.values()] == [True, True, False]
     before, kept = dict(personal[2]), personal[2]["params"]
-    assert _on_disk(kept) and (kept == 2).all() and int(personal[2]["round"]) == 1
+    assert on_disk(kept) and (kept == 2).all() and int(personal[2]["round"]) == 1
     spill(personal, [0, 1], 1, tmp_path)
     assert personal[2]["params"] is before["params"]
 

@@ -273,7 +273,7 @@ def write_onnx(trained: Trained, facts: Entries, output: Path) -> None:
 
 def _compare(content: bytes, product: ExportedModel, inputs: Mapping[str, Any], model: str) -> None:
     """Raise UserError unless ONNX Runtime's outputs equal torch's within CLOSE."""
-    session = _session(content, model)
+    session = inference_session(content, model)
     for count in (1, 7):
         samples = examples(inputs, count)
         with torch.no_grad():
@@ -295,7 +295,8 @@ def examples(inputs: Mapping[str, Any], count: int) -> NDArray[Any]:
     return np.zeros(shape, np.int64) if inputs["dtype"] == "int64" else generator.standard_normal(shape, np.float32)
 
 
-def _session(source: bytes, name: str) -> Any:
+def inference_session(source: bytes, name: str) -> Any:
+    """Return ONNX Runtime's session of a model's bytes. Raises UserError for bytes that are none. name: in the error."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -343,7 +344,7 @@ def open_file(file: Path, card: Card, methods: Mapping[str, Any]) -> Answers:
 
 def _onnx(file: Path, card: Card) -> Answers:
     require_onnx()
-    session = _session(file.read_bytes(), str(file))
+    session = inference_session(file.read_bytes(), str(file))
 
     def predict(samples: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         answer = session.run(None, {SAMPLES: samples})
