@@ -408,7 +408,7 @@ def _told_scaling(registry: ClientRegistry) -> dict[str, list[float]] | None:
 def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> int:
     """Write the final models: the global one, and clients' models, collected or as the server holds them.
 
-    Return the number of clients that were evaluated with a model that is none of these.
+    Return the number of clients without a model here that were not evaluated with the global one.
     """
     config, form = strategy.config, strategy.form_of_exports
     if (model := strategy.exported()) is not None:
@@ -425,12 +425,9 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
         held |= _used(every, rows)
     for client_id, own in held.items():
         folder.save_model(f"client-{client_id}", layout, own)
-    lacking_models = 0
-    for i, row in rows.items():
-        used = held.get(int(i), model)
-        # clients of a run with a promise send no hashes
-        lacking_models += SHA256 in row and (used is None or not _used([used], {i: row}))
-    return lacking_models
+    # clients of a run with a promise send no hashes
+    others = {i: row for i, row in rows.items() if int(i) not in held and SHA256 in row}
+    return len(others) - len(_used([] if model is None else [model], others))
 
 
 def _used(models: Iterable[Model], rows: Mapping[str, Mapping[str, Any]]) -> dict[int, Model]:
