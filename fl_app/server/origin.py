@@ -141,7 +141,9 @@ def origin_of(
     if not lines and str(about.get("frozen-sha256", "")) != layout.constants:
         lines.append("train: the tensors that do not train have other values")
     if lines:
-        raise UserError(f"from: a run cannot go on from {path}:\n" + "\n".join(f"  {line}" for line in lines))
+        raise UserError(
+            key="from", rule="\n".join([f"a run cannot go on from {path}:", *(f"  {line}" for line in lines)])
+        )
     loaded = checkpoint.load_latest(path, read_summary(path).get("kept-round"))
     if about.get(STATE_REMOVED):
         raise UserError(
