@@ -686,22 +686,22 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
     Raises UserError, with the method's name, unless it is a positive number for each size.
     """
     method, n = server.config.method, len(uploads.sizes)
-    refused = f"private: method {method} cannot run private"
+    refused = f"method {method} cannot run private"
     broken = f"{refused}: its weights must be a positive number for each of the {n} uploads' sizes"
     try:
         weights = np.asarray(server.weights(uploads), np.float64)
     except MethodFault as fault:
-        raise MethodError(f"{broken}, got another result ({fault})") from None
+        raise MethodError(key="private", rule=f"{broken}, got another result ({fault})") from None
     except UserError:
         raise
     except Exception as error:
         raise MethodError(
-            key=refused,
-            rule="its weights must follow from the uploads' ids and sizes, config and params alone, got "
+            key="private",
+            rule=f"{refused}: its weights must follow from the uploads' ids and sizes, config and params alone, got "
             f"{type(error).__name__}: {error}",
         ) from error
     if weights.shape != (n,) or not (np.isfinite(weights).all() and (weights > 0).all()):
-        raise MethodError(f"{broken}, got {weights.tolist()}")
+        raise MethodError(key="private", rule=broken, value=weights.tolist())
     return weights
 
 

@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Weights, str]] = {
     "metrics": (lambda self, uploads: [m["loss"] for m in uploads.metrics], "its weights need the uploads' metrics"),
     "rounds": (
         lambda self, uploads: uploads.sizes**self.round,
-        "must follow from .* 'FedCAC' object has no attribute 'state'",
+        "'FedCAC' object has no attribute 'state'",
     ),
     "others": (lambda self, uploads: uploads.sizes + uploads.sizes.sum(), "depends on the other clients"),
     "ids": (lambda self, uploads: np.ones(len(uploads.ids)), "a positive number for each of the 1 uploads' sizes, got"),
@@ -97,5 +97,5 @@ def test_what_sums_cannot_honour_is_refused_by_name_before_anything_is_sent(case
     weights, words = REFUSED[case]
     weighted = replace(METHODS["fedcac"], strategy=type("FedCAC", (FedCAC,), {"weights": weights}))
     weighted.check(config(method="fedcac", num_clients=5))
-    with rejected(MethodError, None, "method fedcac", words):
+    with rejected(MethodError, "private", "method fedcac", words):
         weighted.check(config(method="fedcac", **PRIVATE))
