@@ -141,11 +141,11 @@ def test_each_step_has_one_line_in_the_log(
             done.set()
 
     options = ["--ssl-certfile", str(path), "--ssl-ca-certfile", str(tmp_path / "none"), "--insecure"]
+    others = set(threading.enumerate())  # those of other tests never end
     expiry.watch(expiry.named_by(options), sleep)
     assert done.wait(30)
-    for thread in threading.enumerate():
-        if thread.name == "certificates":
-            thread.join(30)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(30)
     told = [record.getMessage() for record in caplog.records if "server.crt" in record.getMessage()]
     assert len(told) == 4
     for text, words in zip(told, ("in 14 days", "in 47 hours", "in 54 minutes", "expired on"), strict=True):
