@@ -98,20 +98,15 @@ class SiteKeys:
         serve another experiment. members: those that are sent the same, who must be the client's whole aggregation group
         or more. splits: of this group so far.
         """
-        me, version = self.keys.ring.client_id, state_version(round, attempt)
+        version = state_version(round, attempt)
         with self._noting(experiment) as directory:
             self._check_served(directory, experiment)
             tried = [path.name for path in directory.glob(f"{round:06d}-*{_ANSWERED}")]
             if f"{version}{_ANSWERED}" in tried:
-                raise UserError(
-                    key=f"client {me}",
-                    rule=f"private: attempt {version} was answered before, and is answered only once",
-                )
+                raise self._refusal(f"attempt {version} was answered before, and is answered only once")
             if len(tried) > self.config.round_retries and not self.simulated:
-                raise UserError(
-                    key=f"client {me}",
-                    rule=f"private: it has answered {len(tried)} attempts at round {round}, and answers no more "
-                    "(round-retries)",
+                raise self._refusal(
+                    f"it has answered {len(tried)} attempts at round {round}, and answers no more (round-retries)"
                 )
             self._require_group(experiment, members, splits)
             if not (directory / _EXPERIMENT).exists():
@@ -140,7 +135,7 @@ class SiteKeys:
         sum of the attempt, if they are too few, or if they are not its whole aggregation group. splits: of this group so
         far.
         """
-        me, version, asked = self.keys.ring.client_id, state_version(round, attempt), sorted(survivors)
+        version, asked = state_version(round, attempt), sorted(survivors)
         with self._noting(experiment) as directory:
             self._check_served(directory, experiment)
             path = directory / f"{version}{_ANSWERED}"
@@ -148,17 +143,13 @@ class SiteKeys:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 noted = dict(json.loads(path.read_text(encoding="utf-8")))
             if not set(asked) <= set(noted.get("members", ())):
-                raise UserError(
-                    key=f"client {me}", rule=f"private: it has not answered attempt {version} with these members"
-                )
+                raise self._refusal(f"it has not answered attempt {version} with these members")
             mark = directory / f"{version}.{hashlib.sha256(repr(asked).encode()).hexdigest()}{_OPENED}"
             before = [*directory.glob(f"{version}.*{_OPENED}")]
             if before not in ([], [mark]):
-                raise UserError(key=f"client {me}", rule=f"private: another sum of attempt {version} was opened before")
+                raise self._refusal(f"another sum of attempt {version} was opened before")
             if len(asked) < (needed := threshold(len(noted["members"]))):
-                raise UserError(
-                    key=f"client {me}", rule=f"private: a sum needs {needed} of its members", value=len(asked)
-                )
+                raise self._refusal(f"a sum needs {needed} of its members", value=len(asked))
             self._require_group(experiment, asked, splits)
             if not before:
                 self._mark(mark)
@@ -174,9 +165,7 @@ class SiteKeys:
         """Raise UserError if the keys serve another experiment: its notes on sums would not be those of this one."""
         path = directory / _EXPERIMENT
         if path.exists() and path.read_text(encoding="utf-8") != experiment:
-            raise UserError(
-                key=f"client {self.keys.ring.client_id}", rule="private: its keys for this run serve another experiment"
-            )
+            raise self._refusal("its keys for this run serve another experiment")
 
     def require_start(self, experiment: str, names: str) -> None:
         """Note the names of the model that the run starts from. Raises UserError if they were others before.
@@ -189,10 +178,7 @@ class SiteKeys:
             if not path.exists():
                 publish_text(path, asked)
             elif path.read_text(encoding="utf-8") != asked:
-                raise UserError(
-                    key=f"client {self.keys.ring.client_id}",
-                    rule="private: the run's first model had other names before",
-                )
+                raise self._refusal("the run's first model had other names before")
 
     def sign_split(self, experiment: str, splits: Sequence[GroupSplit]) -> str:
         """Return the client's signature of the last of these splits. Raises UserError if it must not sign it.
@@ -232,7 +218,10 @@ class SiteKeys:
             with self._alone(experiment):
                 yield
         except ValueError as error:
-            raise UserError(key=f"client {self.keys.ring.client_id}", rule=f"private: {error}") from None
+            raise self._refusal(str(error)) from None
+
+    def _refusal(self, rule: str, value: object = None) -> UserError:
+        return UserError(key=f"client {self.keys.ring.client_id}", rule=f"private: {rule}", value=value)
 
     @property
     def _first(self) -> list[object]:
@@ -278,9 +267,7 @@ class SiteKeys:
                 self._note(experiment, count=samples, most=most)
                 known = {"count": samples, "most": most}
         if known["most"] != most:
-            raise UserError(
-                key=f"client {self.keys.ring.client_id}", rule="private: the bound on sample counts has changed"
-            )
+            raise self._refusal("the bound on sample counts has changed")
         count = float(known["count"])
         return max(1.0, min(count, most) if most else count)
 
