@@ -179,7 +179,7 @@ class OpenedData:
 
         once: a sample that the user's own partition gives the client twice is one. It always is with `dp-epsilon`, whose
         noise is that of one record.
-        In a private run the columns of a site's own table are in the order of their names: the server cannot put them in order.
+        In a private run a table's columns are in the order of their names: the server cannot put them in order.
         Raises UserError if the client has too few samples to have validation samples.
         """
         data = self.data
@@ -200,7 +200,7 @@ class OpenedData:
                 y_train=whole.y_train[kept],
                 validation=(whole.x_train[held_out], whole.y_train[held_out]),
             )
-        if self.config.dataset == NODE and self.config.private:
+        if self.config.private:
             whole = whole.with_columns(data.info.facts.by_column)
         return whole.of_known_labels() if hides_values(self.config) else whole
 

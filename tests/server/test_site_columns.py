@@ -162,6 +162,23 @@ def test_a_private_run_goes_on_with_the_columns_of_the_earlier_one(
     assert not (tmp_path / "runs" / "other" / "summary.json").exists()
 
 
+def test_a_private_simulation_goes_on_from_one_with_another_order_of_columns(run: Run, tmp_path: Path) -> None:
+    """Each run takes the columns in the order of their names, and the second is the first's next round."""
+    table = cancer(tmp_path / "may.csv", slice(None))
+    turned = sorted_in(table, tmp_path / "june.csv", np.random.default_rng(0).permutation(9))
+    more = {"method": "fedavg", "private": True, "private_left_out": "client", "num_clients": 3, "keep_state": True}
+    more |= SETTING | {"num_server_rounds": 1}
+    may = run(**more | {"dataset": f"table:{table}"}, run_name="may")
+    june = [
+        run(**more | {"dataset": f"table:{path}", "from_run": str(may.path)}, run_name=f"from-{path.stem}")
+        for path in (table, turned)
+    ]
+    assert read_summary(june[0].path)["digest"] == read_summary(june[1].path)["digest"]
+    (row,) = read_metrics(june[1].path)
+    before = list(read_metrics(may.path))[-1]["evaluation"]["loss"]
+    assert row["loss-before"] == pytest.approx(before, rel=1e-5)
+
+
 @pytest.mark.parametrize("over", ["sites", "site"])
 def test_every_site_may_have_its_own_order_and_columns(
     run: Run, tables: list[Path], tmp_path: Path, over: str, caplog: pytest.LogCaptureFixture

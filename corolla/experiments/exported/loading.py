@@ -210,7 +210,7 @@ def _in_the_runs_order(trained: Trained, info: DatasetInfo) -> DatasetInfo:
     about, config = trained.run.about, trained.config
     if config.private:
         started = (about.get(INITIAL) or {}).get("features")
-        names = tuple(started or (info.facts.by_column if config.dataset == NODE else ()))
+        names = tuple(started or info.facts.by_column)
     else:
         names = names_in(about.get(DATA, {}).get(READ_BY, {}))
     return info.with_columns(names) if names and info.facts.features else info
