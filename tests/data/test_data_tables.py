@@ -17,6 +17,7 @@ from fl_app.data.table import samples_of_rows
 from fl_app.data.table_files import places_in, read_rows
 from fl_app.errors import DataError, UserError
 from tests.conftest import Command, config
+from tests.facts import each_mentions, mentions, rejected
 from tests.hospitals import write
 
 ROWS = 60
@@ -65,9 +66,9 @@ def test_whole_numbers_with_gaps_or_repetitions_are_features(tmp_path: Path) -> 
     frame = FRAME.assign(c=np.arange(ROWS) % 7, d=np.arange(ROWS) * 3)
     info = opened(tmp_path, csv(frame)).info
     assert info.facts.features == ("a", "b", "c", "d")
-    assert info.remarks == ["column 'd' has a different whole number in every row: if these name the rows, set exclude"]
+    assert each_mentions(info.remarks, ("column 'd'", "whole number", "set exclude"))
     assert opened(tmp_path, csv(frame), exclude="d,a").info.facts.features == ("b", "c")
-    with pytest.raises(UserError, match="exclude: .* has no column 'e'; it has a, b, y, c, d"):
+    with rejected(UserError, "exclude", "t.csv", "'e'", "a, b, y, c, d"):
         opened(tmp_path, csv(frame), exclude="e")
 
 
@@ -92,14 +93,12 @@ def test_a_mistyped_column_is_one_problem(tmp_path: Path, slip: dict[str, str], 
 
 def test_a_column_without_a_name_is_refused_unless_it_is_the_first(tmp_path: Path) -> None:
     text = csv(FRAME.assign(c=1.5)).replace("a,b,y,c", "a,b,y,", 1)
-    with pytest.raises(UserError, match="column 4 must have a name"):
+    with rejected(UserError, "dataset", "column 4", "a name"):
         opened(tmp_path, text)
 
 
 def test_nothing_but_an_index_is_nothing_to_learn_from(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"no columns but y: nothing to learn from; left out: id \(it numbers the rows\)"
-    ):
+    with rejected(UserError, "dataset", "y", "nothing to learn from", "id (it numbers the rows)"):
         opened(tmp_path, csv(FRAME[["y"]].assign(id=np.arange(ROWS))))
 
 
@@ -112,18 +111,18 @@ def test_every_problem_of_a_file_is_named_in_one_error(tmp_path: Path) -> None:
     frame.loc[4, "y"] = None
     with pytest.raises(UserError) as caught:
         opened(tmp_path, csv(frame), impute="a", client="site", exclude="e,y")
-    text = str(caught.value)
-    assert "t.csv: 7 problems:\n" in text
-    assert "client: " in text and "has no column 'site'; it has a, b, y, day, sex, dose, ok" in text
-    assert "has no column 'e'" in text and "exclude: 'y' is the column of target" in text
     # the header is row 1, as a spreadsheet counts
-    assert "column y must have a value in every row, row 6 has none" in text
-    assert "column day must hold numbers, got the date '01.01.2024' in row 2; write dates as year-month-day" in text
-    assert "column sex must hold numbers, got 'm' in row 2; encode it (add 'sex' to categorical" in text
-    assert (
-        "column dose must have a number in every row, row 3 has none; 20 of 60 rows; fill them in, name the column"
-        in text
-    )
+    of_each = [
+        ("client: ", "'site'", "a, b, y, day, sex, dose, ok"),
+        ("exclude: ", "'e'"),
+        ("exclude: ", "'y'", "target"),
+        ("column y", "in every row", "row 6"),
+        ("column day", "'01.01.2024' in row 2", "year-month-day"),
+        ("column sex", "'m' in row 2", "'sex' to categorical"),
+        ("column dose", "row 3", "20 of 60 rows"),
+    ]
+    text = str(caught.value)
+    assert "t.csv: 7 problems:\n" in text and all(mentions(text, *facts) for facts in of_each)
 
 
 def test_rows_are_counted_as_a_spreadsheet_counts_them(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_rows_are_counted_as_a_spreadsheet_counts_them(tmp_path: Path) -> None:
     lines[5] = lines[5].replace(",n", ',"two\nlines"')
     lines.insert(3, "")
     lines[20] = "1,2,,n"
-    with pytest.raises(UserError, match="column y must have a value in every row, row 21 has none"):
+    with rejected(UserError, "dataset", "column y", "in every row", "row 21"):
         opened(tmp_path, "\n".join(lines) + "\n", exclude="note")
 
 
@@ -142,14 +141,11 @@ def test_words_become_features_of_0_and_1(tmp_path: Path) -> None:
     assert p.info.facts.features == ("a", "b", "sex=f", "sex=m", "ok")
     assert p.x_train[:3, 2:4].tolist() == [[0, 1], [1, 0], [0, 1]]
     assert p.x_train[:, 4].tolist() == (frame.a > 0).astype(float).tolist()
-    assert p.info.remarks == [
-        "column 'sex': one of 2 words, each a feature of 0 and 1: f, m",
-        "column 'ok': boolean, as 0 and 1",
-    ]
+    assert each_mentions(p.info.remarks, ("column 'sex'", "2 words", "f, m"), ("column 'ok'", "boolean", "0 and 1"))
     fixed = opened(tmp_path, csv(frame), categorical="sex=m|f|x", test_ratio=0.0)
     assert fixed.info.facts.features == ("a", "b", "sex=m", "sex=f", "sex=x", "ok")
     assert fixed.x_train[:3, 2:5].tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0]]
-    with pytest.raises(UserError, match="column sex must hold one of m, x, got 'f' in row 3"):
+    with rejected(UserError, "dataset", "column sex", "m, x", "'f' in row 3"):
         opened(tmp_path, csv(frame), categorical="sex=m|x")
 
 
@@ -165,7 +161,7 @@ def test_a_missing_word_is_none_of_the_words(tmp_path: Path) -> None:
     p = opened(tmp_path, csv(FRAME.assign(code=[1, None, 2] * (ROWS // 3))), categorical="code", test_ratio=0.0)
     assert p.info.facts.features == ("a", "b", "code=1", "code=2")
     assert p.x_train[:3, 2:].tolist() == [[1, 0], [0, 0], [0, 1]]
-    assert p.info.remarks[0].endswith("1, 2; missing in 20 of 60 rows: all are 0 there")
+    assert mentions(p.info.remarks[:1], "1, 2; missing in 20 of 60 rows", "0")
 
 
 def test_missing_numbers_are_the_median_of_the_training_rows(tmp_path: Path) -> None:
@@ -186,10 +182,9 @@ def test_missing_numbers_are_the_median_of_the_training_rows(tmp_path: Path) -> 
         gone = np.isnan(dose[rows])
         assert gone.any() and x[:, 3].tolist() == gone.astype(float).tolist()
         assert x[:, 2].tolist() == np.where(gone, median, dose[rows]).tolist()
-    assert p.info.remarks == [
-        f"column 'dose': number; missing in 20 of 60 rows: there {median:g}, the median of the training rows, and 'dose "
-        "missing' is 1"
-    ]
+    assert each_mentions(
+        p.info.remarks, ("column 'dose'", "20 of 60 rows", f"{median:g}, the median", "'dose missing'")
+    )
     given = opened(tmp_path, csv(FRAME.assign(dose=dose)), impute="dose=2.5,a", test_ratio=0.0)
     assert given.info.facts.features == ("a", "a missing", "b", "dose", "dose missing")
     assert set(given.x_train[np.isnan(dose), 3]) == {2.5} and not given.x_train[:, 1].any()
@@ -205,11 +200,11 @@ def test_booleans_and_dates_may_be_missing_too(tmp_path: Path) -> None:
 
 
 def test_an_empty_or_infinite_column_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="column c has no value in any row for training; leave it out"):
+    with rejected(UserError, "dataset", "column c", "no value", "for training"):
         opened(tmp_path, csv(FRAME.assign(c=np.nan)))
-    with pytest.raises(UserError, match="column a must have finite numbers, got inf in row 2"):
+    with rejected(UserError, "dataset", "column a", "finite", "inf in row 2"):
         opened(tmp_path, csv(FRAME.assign(a=[np.inf] + [1.0] * (ROWS - 1))))
-    with pytest.raises(UserError, match="impute: must be a column, or column=number, got a=high"):
+    with rejected(UserError, "impute", "column=number", "a=high"):
         opened(tmp_path, csv(), impute="a=high")
 
 
@@ -218,14 +213,12 @@ def test_dates_are_days(tmp_path: Path, form: str) -> None:
     when = pandas.date_range("1969-12-31", periods=ROWS, freq="36h" if "H" in form else "2D")
     p = opened(tmp_path, csv(FRAME.assign(day=when.strftime(form))), test_ratio=0.0)
     assert p.x_train[:, 2].tolist() == [-1 + k * (1.5 if "H" in form else 2) for k in range(ROWS)]
-    assert p.info.remarks == ["column 'day': date, as days since 1970-01-01"]
+    assert each_mentions(p.info.remarks, ("column 'day'", "date", "1970-01-01"))
 
 
 def test_a_date_that_is_none_is_named(tmp_path: Path) -> None:
     frame = FRAME.assign(day=["2024-02-28", "2024-02-29", "2024-02-30"] * (ROWS // 3))
-    with pytest.raises(
-        UserError, match="column day must hold numbers, got '2024-02-30' in row 4; correct these 20 rows"
-    ):
+    with rejected(UserError, "dataset", "column day", "'2024-02-30' in row 4", "20 rows"):
         opened(tmp_path, csv(frame))
 
 
@@ -234,9 +227,9 @@ def test_different_numbers_in_every_row_are_said_despite_gaps(tmp_path: Path) ->
     ids = [1000.0 + 7 * k for k in range(ROWS)]
     frame = FRAME.assign(id=[None, *ids[1:]], code=[f"P{k}" for k in range(ROWS)])
     lines = opened(tmp_path, csv(frame), categorical="code").info.remarks
-    assert "column 'id' has a different whole number in every row: if these name the rows, set exclude" in lines
-    assert "column 'code' has a different word in every row: if these name the rows, set exclude" in lines
-    with pytest.raises(UserError, match="column code .* 60 words in 60 rows"):
+    assert mentions(lines, "column 'id'", "whole number", "set exclude")
+    assert mentions(lines, "column 'code'", "word", "set exclude")
+    with rejected(UserError, "dataset", "column code", "60 words in 60 rows"):
         opened(tmp_path, csv(frame))
 
 
@@ -245,32 +238,28 @@ def test_odd_spellings_are_said(tmp_path: Path) -> None:
     frame = FRAME.assign(y=y, site=["Bern", "bern", "Zug"] * (ROWS // 3), ward=["icu", "ICU"] * (ROWS // 2))
     info = opened(tmp_path, csv(frame), client="site", categorical="ward").info
     assert info.classes == ("NO", "Yes", "maybe", "no", "no ", "yes")
-    assert info.remarks[1:] == [
-        "column 'ward': each spelling counts as a separate word: 'ICU' and 'icu'; use one spelling for one meaning",
-        "column 'y': each spelling counts as a separate class: 'NO' and 'no' and 'no ', 'Yes' and 'yes'; use one "
-        "spelling for one meaning",
-        "column 'site': each spelling counts as a separate client: 'Bern' and 'bern'; use one spelling for one meaning",
-    ]
+    assert each_mentions(
+        info.remarks[1:],
+        ("column 'ward'", "spelling", "word", "'ICU' and 'icu'"),
+        ("column 'y'", "spelling", "class", "'NO' and 'no' and 'no ', 'Yes' and 'yes'"),
+        ("column 'site'", "spelling", "client", "'Bern' and 'bern'"),
+    )
     plain = opened(tmp_path, csv(FRAME.assign(y=["1", "1.0", "two"] * (ROWS // 3)))).info
-    assert plain.remarks == [
-        "column 'y': each spelling counts as a separate class: '1' and '1.0'; use one spelling for one meaning"
-    ]
+    assert each_mentions(plain.remarks, ("column 'y'", "spelling", "class", "'1' and '1.0'"))
 
 
 def test_numbers_that_are_hardly_classes_are_said(tmp_path: Path) -> None:
-    (line,) = opened(tmp_path, csv(FRAME.assign(y=np.arange(ROWS) % 21))).info.remarks
-    assert line == (
-        "column 'y': it holds 21 numbers, and each counts as a class; to predict the number itself, set task = regression"
-    )
+    lines = opened(tmp_path, csv(FRAME.assign(y=np.arange(ROWS) % 21))).info.remarks
+    assert each_mentions(lines, ("column 'y'", "21 numbers", "class", "task = regression"))
     assert not opened(tmp_path, csv(FRAME.assign(y=np.arange(ROWS) % 20))).info.remarks
     words = [f"class {k % 21}" for k in range(ROWS)]
     assert not opened(tmp_path, csv(FRAME.assign(y=words))).info.remarks
 
 
 def test_labels_of_0_0_and_1_0_get_the_right_advice(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="float64; if 0, 1 are classes, write them as whole numbers, without a point"):
+    with rejected(UserError, "dataset", "float64", "0, 1", "whole numbers"):
         opened(tmp_path, csv(FRAME.assign(y=[0.0, 1.0] * (ROWS // 2))))
-    with pytest.raises(UserError, match="float64; numbers are learned with task = regression$"):
+    with rejected(UserError, "dataset", "float64", "task = regression"):
         opened(tmp_path, csv(FRAME.assign(y=FRAME.a)))
 
 
@@ -294,7 +283,7 @@ def test_dates_and_decimals_of_a_parquet_file(tmp_path: Path) -> None:
     frame.assign(day=pandas.date_range("2024-01-01", periods=ROWS)).to_parquet(path)
     p = data.prepare_for(config(**raw))
     assert p.x_train[:, 3].tolist() == [19723 + k for k in range(ROWS)]
-    with pytest.raises(UserError, match="separator: .* is no CSV file"):
+    with rejected(UserError, "separator", "no CSV file"):
         data.prepare_for(config(**raw, separator=";"))
 
 
@@ -325,12 +314,11 @@ def test_the_index_of_a_parquet_file_is_not_lost_without_a_word(
 @pytest.mark.parametrize("name", ["None", "NA", "null"])
 def test_words_for_missing_values_may_be_names(tmp_path: Path, name: str) -> None:
     text = csv(FRAME.assign(y=[name, "ok"] * (ROWS // 2), site=["x", name] * (ROWS // 2)))
-    message = f"column y must have a value in every row, row 2 has none .'{name}' in the file.*set na-values = empty"
-    with pytest.raises(UserError, match=message):
+    with rejected(UserError, "dataset", "column y", "row 2", f"'{name}' in the file", "set na-values = empty"):
         opened(tmp_path, text, client="site")
     info = opened(tmp_path, text, client="site", na_values="empty").info
     assert set(info.classes) == {name, "ok"} and set(info.groups) == {"x", name}
-    with pytest.raises(UserError, match="column y must have a value in every row, row 3 has none .'ok' in the file"):
+    with rejected(UserError, "dataset", "column y", "row 3", "'ok' in the file"):
         opened(tmp_path, text, na_values="ok,x")
 
 
@@ -339,9 +327,8 @@ def test_words_for_missing_values_may_be_names(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize(("sign", "key"), [(";", ";"), ("\t", "tab"), ("|", "|")])
 def test_another_separator_is_named_and_taken(tmp_path: Path, sign: str, key: str) -> None:
-    with pytest.raises(UserError, match="separator: .* pandas made one column of its header") as caught:
+    with rejected(UserError, "separator", "one column", f"set separator = {key!r}"):
         opened(tmp_path, csv(sep=sign))
-    assert f"set separator = {key!r}" in str(caught.value)
     assert opened(tmp_path, csv(sep=sign), separator=key).info.facts.features == ("a", "b")
     with pytest.raises(UserError, match="set separator = ','"):
         opened(tmp_path, csv(), separator=key)
@@ -351,37 +338,33 @@ def test_another_separator_is_named_and_taken(tmp_path: Path, sign: str, key: st
 def test_a_comma_may_separate_thousands(tmp_path: Path, of: int) -> None:
     """Most numbers of such a column may be below 1000, and have no comma."""
     text = csv(FRAME.assign(c=["1,153" if k % of == 0 else "222" for k in range(ROWS)]))
-    with pytest.raises(UserError) as caught:
+    with rejected(UserError, "dataset", "column c", "'1,153' in row 2", "thousands", "decimal comma"):
         opened(tmp_path, text)
-    assert str(caught.value).endswith(
-        "column c must hold numbers, got '1,153' in row 2, a number with a comma; remove the comma if it separates "
-        "thousands, or write a point if it is a decimal comma"
-    )
 
 
 def test_a_wrong_separator_is_named_before_rows_that_do_not_parse(tmp_path: Path) -> None:
     text = "a;note;y\n1;x;u\n2;x, y, z;v\n"
-    with pytest.raises(UserError, match="^separator: .* set separator = ';' if that separates them$"):
+    with rejected(UserError, "separator", "set separator = ';'"):
         opened(tmp_path, text)
     with pytest.raises(UserError) as caught:
         opened(tmp_path, "a,b,y\n1,2,u\n1,2,3,u\n")
-    assert "\n" not in str(caught.value) and "Expected 3 fields in line 3, saw 4); if commas" in str(caught.value)
+    assert "\n" not in str(caught.value) and mentions(str(caught.value), "3 fields in line 3, saw 4", "commas")
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("a,y\n1,k\xe4se\n".encode("latin-1"), "must be UTF-8 text, it has another encoding; save it as UTF-8"),
-        ("a,y\n1,u\n".encode("utf-16"), "must be UTF-8 text, it has another encoding; save it as UTF-8"),
-        (b"", "must have a header and rows, it is empty"),
-        (b"\n\n", "must have a header and rows, it is empty"),
+        ("a,y\n1,k\xe4se\n".encode("latin-1"), "UTF-8"),
+        ("a,y\n1,u\n".encode("utf-16"), "UTF-8"),
+        (b"", "empty"),
+        (b"\n\n", "empty"),
     ],
     ids=["latin-1", "utf-16", "empty", "empty lines"],
 )
 def test_files_without_a_readable_header_are_named(tmp_path: Path, content: bytes, told: str) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=f"dataset: {path} {told}$"):
+    with rejected(UserError, "dataset", path, told):
         data.prepare(f"table:{path}", tmp_path / "root", target="y")
 
 
@@ -397,17 +380,12 @@ def test_suffixes_of_tables_may_be_in_any_case(tmp_path: Path, suffix: str) -> N
 def test_decimal_commas_and_commas_at_the_ends_of_rows_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set separator = ';'"):
         opened(tmp_path, csv(sep=";", decimal=","))
-    with pytest.raises(
-        UserError,
-        match="column a must hold numbers, got .* a number with a comma; .* write a point if it is a decimal comma",
-    ):
+    with rejected(UserError, "dataset", "column a", "decimal comma"):
         opened(tmp_path, csv(sep=";", decimal=","), separator=";")
     header, *rows = csv().splitlines()
-    with pytest.raises(
-        UserError, match=r"more values than the 3 names of its header \(a, b, y\).*remove separators at the ends"
-    ):
+    with rejected(UserError, "dataset", "3 names", "(a, b, y)", "separators at the ends"):
         opened(tmp_path, "\n".join([header, *(f"{row}," for row in rows)]))
-    with pytest.raises(UserError, match="separator: must be one character or tab, got ';;'"):
+    with rejected(UserError, "separator", "one character or tab", "';;'"):
         opened(tmp_path, csv(), separator=";;")
 
 
@@ -434,7 +412,7 @@ def test_numbers_far_from_zero_keep_apart(tmp_path: Path, values: np.ndarray, so
     np.testing.assert_allclose(np.asarray(column, np.float32), exact, atol=1e-5 * exact.max())
     assert p.info.std[-1] == pytest.approx(exact.std(), rel=1e-5)
     (line,) = p.info.remarks
-    assert "is stored minus" in line and "float32 does not keep its values apart" in line
+    assert mentions(line, "stored minus", "float32")
 
 
 def test_ordinary_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
@@ -453,7 +431,7 @@ def test_tiny_numbers_and_lost_ones_are_named(tmp_path: Path) -> None:
     x[:, 1] = G.normal(size=ROWS)
     np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(ROWS) % 2, x_test=x[:9], y_test=np.arange(9) % 2)
     info = data.prepare(f"npz:{tmp_path / 'd.npz'}", tmp_path / "root").info
-    assert info.remarks[-1].startswith("feature 0 of x_train: the spread is below 4 steps of float32, so")
+    assert mentions(info.remarks[-1:], "feature 0 of x_train", "4 steps of float32")
 
 
 def test_constant_is_judged_by_a_columns_own_scale(tmp_path: Path) -> None:
@@ -462,7 +440,7 @@ def test_constant_is_judged_by_a_columns_own_scale(tmp_path: Path) -> None:
     assert info.std == (1.0, 1.0) and not info.constant and info.spread == (1.0, 1.0) and info.remarks == []
     info = opened(tmp_path, csv(FRAME.assign(a=1e-20 * FRAME.a, c=0.1)), test_ratio=0.0).info
     assert info.still == (False, False, True) and info.spread[0] == pytest.approx(1e-20 * FRAME.a.std(ddof=0))
-    assert info.remarks == ["constant in the training part: c"]
+    assert each_mentions(info.remarks, ("constant", ": c"))
     assert opened(tmp_path, csv(FRAME[["y"]].assign(c=1e9)), test_ratio=0.0).info.constant
 
 
@@ -476,7 +454,7 @@ def test_targets_far_from_zero_keep_apart(tmp_path: Path) -> None:
 def test_a_site_whose_numbers_lie_far_off_needs_mean_std(tmp_path: Path) -> None:
     FRAME.assign(t=1709251200 + G.random(ROWS)).to_csv(tmp_path / "site.csv", index=False)
     raw = {"dataset": "node", "classes": "u,v", "target": "y", "data_dir": str(tmp_path / "root"), "num_clients": 1}
-    with pytest.raises(UserError, match="normalize: must be mean-std, because .*site.csv holds numbers far from zero"):
+    with rejected(UserError, "normalize", "mean-std", "site.csv"):
         data.open_client(config(**raw, normalize="unit"), 0, data_path=str(tmp_path / "site.csv"))
     part = data.open_client(config(**raw), 0, data_path=str(tmp_path / "site.csv"))
     assert part.x_train[:, 2].max() < 1.1
@@ -493,8 +471,8 @@ def test_lists_and_maps_are_named_by_column_and_row(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         data.prepare_for(config(dataset=f"hf:{tmp_path / 'd'}", target="y", data_dir=str(tmp_path / "root")))
     text = str(caught.value)
-    assert "column a must hold numbers, got a list of shape [2] in row 0 and a list of shape [1] in row 1" in text
-    assert "column m must hold numbers, got a map of k in row 0" in text
+    assert mentions(text, "column a", "shape [2] in row 0", "shape [1] in row 1")
+    assert mentions(text, "column m", "map of k in row 0")
 
 
 def test_an_empty_test_split_is_named(tmp_path: Path) -> None:
@@ -502,9 +480,7 @@ def test_an_empty_test_split_is_named(tmp_path: Path) -> None:
 
     whole = Dataset.from_dict({"a": [1.0, 2.5, 3.0], "y": ["u", "v", "u"]})
     DatasetDict(train=whole, test=whole.select([])).save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(
-        UserError, match="has no rows in its split test; remove this split, and test-ratio divides train"
-    ):
+    with rejected(UserError, "dataset", "no rows", "split test", "test-ratio"):
         data.prepare_for(config(dataset=f"hf:{tmp_path / 'd'}", target="y", data_dir=str(tmp_path / "root")))
 
 
@@ -531,8 +507,8 @@ def test_data_show_lists_every_column(command: Command, tmp_path: Path, monkeypa
     shown = {row[0]: row[1:] for row in rows}
     assert shown["a"] == ["feature", "number"] and shown["y"][0] == "target" and shown["site"][0] == "client"
     assert shown["b"] == ["left out", "exclude"] and shown["id"] == ["left out", "it numbers the rows"]
-    assert shown["sex"][0] == "feature" and shown["sex"][1].startswith("one of 2 words")
-    assert "warning: column 'id' is left out: it numbers the rows" in err
+    assert shown["sex"][0] == "feature" and "2 words" in shown["sex"][1]
+    assert mentions(err, "warning", "column 'id'", "left out")
 
 
 @pytest.mark.parametrize("others", [["a", "b"], []])
@@ -567,7 +543,7 @@ BYTES = [bytes([255, k % 3]) for k in range(ROWS)]
 
 def test_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     frame = FRAME.assign(c=BYTES)
-    with pytest.raises(UserError, match=r"column c must hold numbers, got '\\\\xff\\x00' in row 2; encode it"):
+    with rejected(UserError, "dataset", "column c", r"'\\xff\x00' in row 2"):
         in_parquet(tmp_path, frame)
     assert len(in_parquet(tmp_path, frame, categorical="c").info.facts.features) == 5
     assert len(in_parquet(tmp_path, FRAME.assign(y=BYTES)).info.classes) == 3
@@ -578,10 +554,7 @@ def test_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["client", "target"])
 def test_a_list_is_no_client_and_no_target(tmp_path: Path, role: str) -> None:
     frame = FRAME.assign(c=[[1, 2] if k % 2 else [3] for k in range(ROWS)])
-    must = (
-        r"column c must hold one value per row, got a list of shape \[1\] in row 2 and a list of shape \[2\] in row 3"
-    )
-    with pytest.raises(UserError, match=must):
+    with rejected(UserError, "dataset", "column c", "shape [1] in row 2", "shape [2] in row 3"):
         in_parquet(tmp_path, frame, **{role: "c"})
 
 
@@ -592,12 +565,12 @@ def test_an_index_that_is_not_in_the_file(tmp_path: Path) -> None:
         {b"pandas": b'{"index_columns": ["zz"], "columns": [], "column_indexes": []}'}
     )
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    with pytest.raises(UserError, match=r"t\.parquet is not a readable table \(KeyError: 'zz'\)"):
+    with rejected(UserError, "dataset", "t.parquet", "KeyError: 'zz'"):
         opened(tmp_path, "", dataset=f"table:{tmp_path / 't.parquet'}")
 
 
 def test_rows_of_one_quoted_empty_cell_count(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"column y must have a value in every row, row 62 has none \(3 of 63 rows\)"):
+    with rejected(UserError, "dataset", "column y", "row 62", "3 of 63 rows"):
         opened(tmp_path, csv() + '""\n\n""\n  \nNA\n', exclude="a,b")
 
 
@@ -607,9 +580,7 @@ def test_a_missing_value_is_shown_as_written_beside_long_and_odd_cells(tmp_path:
     frame.loc[0, "ä\n1"] = "é" * 200_000 + '"\n,'
     frame.loc[5, "y"] = "NA"
     text = mark + csv(frame[["ä\n1", "a", "y"]]).replace("\n0.", "\n\n0.")
-    with pytest.raises(
-        UserError, match=r"column y must have a value in every row, row \d+ has none \('NA' in the file"
-    ):
+    with rejected(UserError, "dataset", "column y", "'NA' in the file"):
         opened(tmp_path, text, categorical="ä\n1")
 
 
