@@ -43,7 +43,7 @@ ABSENT = (
     ("pFedGF (Wu et al., IPDPS 2022)", "FedCAC", "Neither its text nor its code was found."),
 )
 """The systems that are cited and not here: the system, the paper that cites it, and why."""
-_COSTS = ("travels", "stays", "server", "disk", "epochs")
+_COSTS = ("travels", "stays", "server", "disk", "epochs", "use")
 
 
 def groups() -> dict[str, list[str]]:
@@ -65,7 +65,7 @@ def of(method: str) -> Overview:
 
 
 def cost_table(method: str) -> str:
-    """Return one method's costs as a Markdown table."""
+    """Return one method's costs, and when to use it, as a Markdown table."""
     overview = of(method)
     return _markdown([[COLUMNS[name] for name in _COSTS], [getattr(overview, name) for name in _COSTS]])
 

@@ -66,8 +66,8 @@ def generated() -> dict[str, str]:
 
 
 def docstring_page(method: str) -> str:
-    """Return the page of a method that docs/methods/ has none for: its module's docstring, its parameters and its costs."""
-    return f"# {method}\n\n{METHODS.doc(method)}\n\n## Parameters\n\n## Cost\n\n{cost_table(method)}\n"
+    """Return the page of a method that docs/methods/ has none for: its module's docstring, and the headings of the tables."""
+    return f"# {method}\n\n{METHODS.doc(method)}\n\n## Parameters\n\n## Cost\n"
 
 
 def _text(path: Path) -> str:
@@ -93,18 +93,19 @@ def method_navigation() -> list[str]:
 def method_page(page: str, text: str) -> str:
     """Return a method page's text with the tables that the code declares. Other pages' text is unchanged.
 
-    The table of keys follows the heading "Parameters", the table of presets is at the end. Raises ValueError if the
-    method has keys but the page no heading for them.
+    The table of keys follows the heading "Parameters", that of costs the heading "Cost"; the table of presets is at the
+    end. Raises ValueError if the page lacks a heading.
     """
     method = next((name for name in METHOD_PARAMS if page == f"methods/{slug(name)}.md"), None)
     if method is None:
         return text
     declared = specs(METHOD_PARAMS[method], method)
-    if declared:
-        heading = "\n## Parameters\n"
-        if heading not in text:
-            raise ValueError(f'docs/{page} has no section "Parameters"')
-        text = text.replace(heading, f"{heading}\n{key_table(declared)}\n", 1)
+    for title, table in (("Parameters", key_table(declared) if declared else ""), ("Cost", cost_table(method))):
+        heading = f"\n## {title}\n"
+        if table and heading not in text:
+            raise ValueError(f'docs/{page} has no section "{title}"')
+        if table:
+            text = text.replace(heading, f"{heading}\n{table}\n", 1)
     cells = [preset for preset in all_presets().values() if preset.settings.get("method") == method]
     return f"{text.rstrip()}\n\n## Presets\n\n{preset_table(cells)}\n" if cells else text
 

@@ -20,8 +20,7 @@ from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.toml import nest, value_to_toml
 from fl_app.transport import outgoing
-from strategies import METHODS
-from strategies.method_tables import absent_table, cost_table, methods_table, names_table
+from strategies.method_tables import absent_table, methods_table, names_table
 
 _INTRO = """# Run configuration
 
@@ -106,7 +105,6 @@ def pages_with_tables(root: Path) -> dict[Path, str]:
     pages[root / "docs" / "flower-app.md"] = {"Methods": abilities.table()}
     pages[docs / "index.md"] = {"Methods": names_table("[{0}]({0}.md)"), "Side by side": methods_table()}
     pages[docs / "index.md"]["Cited, and not here"] = absent_table()
-    pages |= {docs / f"{name}.md": {"Cost": cost_table(name)} for name in METHODS}
     found = {}
     for path, tables in pages.items():
         if path.is_file():

@@ -22,7 +22,7 @@ from tests.facts import rejected
 from website import assets, hooks, pages
 
 METHOD_PAGES = pages.ROOT / "docs" / "methods"
-SECTIONS = ["How it works", "Equations", "Parameters", "Deviations", "Limits", "Cost", "When to use it"]
+SECTIONS = ["How it works", "Equations", "Parameters", "Deviations", "Limits", "Cost"]
 
 
 def test_every_page_is_a_methods_and_the_first_one_links_to_it() -> None:
@@ -57,12 +57,17 @@ def test_a_methods_page_gets_its_keys_and_presets() -> None:
     keys, deviations, presets = (text.index(f"\n## {heading}\n") for heading in ("Parameters", "Deviations", "Presets"))
     assert keys < text.index("| `fedcac.tau` | float |") < deviations < presets
     assert "| `fedcac/cifar10-dirichlet-0.1` | " in text[presets:]
+    costs = text.index("\n## Cost\n")
+    assert (
+        deviations < costs < text.index("model; up + ⌈d/8⌉") < text.index("unknown groups of similar clients") < presets
+    )
     assert pages.method_page("methods/index.md", "text") == "text"
 
 
 def test_a_method_without_keys_or_presets_gets_no_table_of_them() -> None:
-    text = "# Local\n\n## Parameters\n\nNone.\n"
-    assert "| key |" not in pages.method_page("methods/local.md", text)
+    text = "# Local\n\n## Parameters\n\nNone.\n\n## Cost\n"
+    local = pages.method_page("methods/local.md", text)
+    assert "| key |" not in local and "| travels |" in local
     assert pages.method_page("methods/ifca.md", text).count("| `ifca.") > 1
     assert "## Presets" not in pages.method_page("methods/ifca.md", text)
 
