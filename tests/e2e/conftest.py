@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,8 +108,13 @@ class Cluster:
         assert self.processes["superlink"].poll() is None, self.log("superlink")
 
     def _answers(self) -> bool:
-        code = f"import urllib.request; urllib.request.urlopen('http://127.0.0.1:{self.port}/health', timeout=1)"
-        return subprocess.run([*self.inside, sys.executable, "-c", code], capture_output=True).returncode == 0
+        url = f"http://127.0.0.1:{self.port}/health"
+        if self.inside:
+            code = f"import urllib.request; urllib.request.urlopen({url!r}, timeout=1)"
+            return subprocess.run([*self.inside, sys.executable, "-c", code], capture_output=True).returncode == 0
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(url, timeout=1).status == 200)
+        return False
 
     def start_supernode(
         self, client_id: int, num_clients: int, inside: Sequence[str] | None = None, **config: str
@@ -234,7 +240,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def warm_cluster(cluster: Cluster) -> Cluster:
     """The cluster, where a client's process starts in a fraction of a second."""
-    cluster.warm = "own"
+    cluster.warm = "shared"
     return cluster
 
 
