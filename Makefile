@@ -94,10 +94,13 @@ test-processes: install ## test-long, test-faults and test-hostile
 test-faults: install ## deployments whose processes are killed and whose network is cut
 	$(WAITING) -m "faults and not nightly" tests/e2e
 
-# the rest of both: every method in simulation, every preset, longer cuts, leaks; more than an hour
-test-nightly: $(NEWER)/.installed ## the rest of both, more than an hour
+# the rest of both: every method in simulation, every preset, longer cuts, leaks, twelve months; with the newer Flower alone: equal bits,
+# who must not get in; hours
+ALONE := test_same_bits test_security
+test-nightly: $(NEWER)/.installed ## the rest of both, hours
 	$(UNIT) -m nightly --ignore tests/e2e
 	$(WITH_NEWER) $(BIN)/python -m pytest -m nightly -rs tests/e2e
+	$(NEWER)/bin/python -m pytest -m "long or nightly" -rs $(ALONE:%=tests/e2e/%.py)
 	$(BIN)/python -m tests.matrix
 
 # the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, a deployment, what another
@@ -127,12 +130,10 @@ $(NEWER)/.installed: constraints/flwr-$(lastword $(FLOWERS)).txt | install
 	$(NEWER)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# deployments with both versions, and from one to the other; then with the newer one alone: equal bits, who must not get in
-ALONE := test_same_bits test_security
+# a cluster that goes from one version to the other and back, with equal bits; then the newer one alone
 test-newer: $(NEWER)/.installed ## deployments with 1.39 and the newest Flower of constraints/
 	$(WITH_NEWER) $(BIN)/python -m pytest -m "long and not nightly" -rs tests/e2e/test_versions.py
 	$(NEWER)/bin/python -m pytest -n 2 tests/deploy/test_gate.py tests/deploy/test_unanswered.py tests/flower
-	$(NEWER)/bin/python -m pytest -n 2 --dist loadfile -rs -m "long and not nightly" $(ALONE:%=tests/e2e/%.py)
 
 # every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
 # table of them

@@ -7,7 +7,7 @@ import pytest
 from deploy import certificates, inventory
 from tests.e2e.conftest import BackgroundRun, Lab, rounds, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 # enough to bring the cluster up and to finish a round on a busy machine
 LASTS = 240

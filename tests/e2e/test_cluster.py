@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SSHD = "/usr/sbin/sshd"
 
 
+@pytest.mark.nightly
 def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
     lab.write(tls=True, hosts=[{"host": "local", "supernodes": 2, "gpus": [], "warm": True}])
     missing = lab.cluster("up")

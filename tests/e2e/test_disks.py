@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 # three runs of real processes
 @pytest.mark.timeout(1200)
+@pytest.mark.nightly
 def test_full_disk_under_the_superlinks_database_is_named_and_the_run_goes_on_after_it(
     warm_cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 @pytest.mark.usefixtures("warm_cluster")
+@pytest.mark.nightly
 def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it_returns(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_killed_client_process(cluster: Cluster, tmp_path: Path, repeated: bool)
 
 
 @pytest.mark.usefixtures("warm_cluster")
+@pytest.mark.nightly
 def test_killed_and_restarted_supernode(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     cluster.hold(0, training=2)

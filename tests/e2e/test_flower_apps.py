@@ -23,7 +23,7 @@ def accuracies(printed: str) -> list[float]:
     return [float(found) for found in re.findall(r"Aggregated MetricRecord: \{'accuracy': ([\d.e-]+)\}", printed)]
 
 
-@pytest.mark.parametrize("app", ["pytorch", "sklearn"])
+@pytest.mark.parametrize("app", ["pytorch", pytest.param("sklearn", marks=pytest.mark.nightly)])
 def test_in_simulation(app: str) -> None:
     with SimulationSuperLink() as link:
         done = subprocess.run(
@@ -52,11 +52,11 @@ def test_on_superlink_and_supernodes(cluster: Cluster) -> None:
             "test",
             "--stream",
             "--run-config",
-            "num-server-rounds=2",
+            "num-server-rounds=1",
         ],
         env={**os.environ, **cluster.environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
-    assert len(accuracies(done.stdout)) == 2 and "dropped" not in done.stdout, done.stdout + done.stderr
+    assert len(accuracies(done.stdout)) == 1 and "dropped" not in done.stdout, done.stdout + done.stderr

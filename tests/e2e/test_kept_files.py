@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import Lab, corolla, settings, summary, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def test_the_database_is_closed_and_empty_and_up_starts_a_dead_superlink(lab: Lab) -> None:

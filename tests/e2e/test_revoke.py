@@ -76,6 +76,7 @@ def test_a_run_goes_on_with_the_others(lab: Lab) -> None:
     assert lab.cluster("down").returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_rotated_and_then_revoked_site_has_one_key_and_then_none(lab: Lab) -> None:
     """A SuperLink with TLS and a database: the node of an old key cannot join, the new one's trains until it is revoked."""
     database = lab.directory / "kept" / "flower.db"

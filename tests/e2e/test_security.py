@@ -65,6 +65,7 @@ class Intruders:
         return self.logs[name].read_text(errors="replace")
 
 
+@pytest.mark.nightly
 def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: Lab) -> None:
     fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": [], "warm": True}])
     other = lab.directory / "other.yaml"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import BackgroundRun, Cluster, rounds, runs, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 CONFIG = {
     "method": "fedper",
