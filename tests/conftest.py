@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +56,8 @@ IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {
 }
 """What methods of several phases need set to reach their last in a run of two rounds, and others to send all clients as much."""
 
+built_command = functools.cache(cli.build_command)
+
 Run = Callable[..., RunFolder]
 Command = Callable[..., tuple[int, str, str]]
 
@@ -94,6 +98,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def unhurried_disk() -> Iterator[None]:
+    """Wait for no disk in this process: no test cuts its power, and a small run would spend half of its time on that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def site_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what a site notes for good out of the user's directory, of what outlasts a test too."""
     with pytest.MonkeyPatch.context() as patch:
@@ -122,6 +134,8 @@ def own_logging() -> Iterator[None]:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """The command in this process: its exit code, its output, and its errors on one line."""
+    # Typer would build all commands anew at every call
+    monkeypatch.setattr(cli, "build_command", built_command)
 
     def invoke(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["corolla", *map(str, arguments)])
