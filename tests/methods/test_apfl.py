@@ -19,9 +19,10 @@ from strategies import METHODS
 from strategies.baselines.apfl import APFLUpdate, mixture, next_alpha
 from tests.conftest import Run, f32
 from tests.methods.one_client import client, same, samples, small
+from tests.small_models import BATCHNORM
 
 FIXED = {"alpha_updates": "none"}
-MODELS = [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17, "num_clients": 2}]
+MODELS = [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17, "num_clients": 2}]
 
 
 # Kernels ----------------------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def test_mixture_is_exact_at_both_ends_and_where_both_are_equal() -> None:
 # What travels is FedAvg's ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "resnet8"])
+@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
 def test_uploads_are_fedavgs_bit_for_bit_for_every_alpha(run: Run, model: dict[str, Any]) -> None:
     setting = {**model, "momentum": 0.5, "weight_decay": 0.01, "fraction_train": 0.7}
     plain = run(method="fedavg", run_name="plain", **setting)

@@ -22,8 +22,9 @@ from strategies.baselines.fedala import FedALAUpdate, mix, mixed_from, settled, 
 from tests.conftest import Run
 from tests.methods.runs import small_clients
 from tests.methods.trials import CLASSES, Small, another, client, copied, outcome
+from tests.small_models import BATCHNORM, GROUP
 
-MODELS = [{"model": "mlp"}, {"model": "resnet8"}]
+MODELS = [{"model": "mlp"}, BATCHNORM]
 
 
 def doubles(*values: float) -> Tensor:
@@ -222,7 +223,7 @@ def test_what_the_users_model_holds_fixed_and_what_is_equal_keeps_its_weight() -
 # Limits, evaluation, and clients with little ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["model"])
+@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
 @pytest.mark.parametrize("layers", [1, 0])
 def test_without_a_rate_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], layers: int) -> None:
     setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
@@ -247,7 +248,7 @@ def test_evaluating_twice_gives_one_hash(run: Run) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 0])
-@pytest.mark.parametrize("model", [*MODELS, {"model": "resnet8", "norm": "group"}], ids=["mlp", "batchnorm", "group"])
+@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
 def test_one_sample_and_missing_classes(run: Run, tmp_path: Path, model: dict[str, Any], layers: int) -> None:
     setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3}
     records, _ = outcome(run, "fedala", fedala={"layers": layers, "max_epochs": 12}, **setting)

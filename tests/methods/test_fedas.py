@@ -25,6 +25,7 @@ from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
 from tests.methods.runs import small_clients
+from tests.small_models import BATCHNORM
 
 
 def test_weights_by_hand() -> None:
@@ -149,6 +150,6 @@ def test_information_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_small_clients(run: Run, tmp_path: Path) -> None:
-    setting = {**small_clients(tmp_path), "model": "resnet8"}
+    setting = {**small_clients(tmp_path), **BATCHNORM}
     records = list(read_metrics(run(method="fedas", **setting).path))
     assert not any(record["failures"] for record in records)

@@ -20,6 +20,7 @@ from strategies.baselines.fedbabu import METHOD
 from strategies.kernels.aggregate import weighted_mean
 from tests.conftest import Run
 from tests.methods.runs import client, outcome, small_clients
+from tests.small_models import BATCHNORM, GROUP
 
 HARD = {"momentum": 0.9, "weight_decay": 0.1, "learning_rate": 0.05}
 
@@ -29,7 +30,7 @@ def initial(model: str, seed: int = 0) -> tuple[Layout, Model]:
     return Layout.of(module), weights.read(module)
 
 
-@pytest.mark.parametrize("model", ["mlp", "resnet8"])
+@pytest.mark.parametrize("model", ["mlp", BATCHNORM["model"]], ids=["mlp", "batchnorm"])
 def test_every_untuned_classifier_is_the_initial_one_for_ever(run: Run, model: str) -> None:
     small = {"train_samples": 12, "num_server_rounds": 3, "fraction_train": 0.7, "collect_personal_models": True}
     folder = run(method="fedbabu", model=model, finetune_epochs=1, seed=3, **HARD, **small)
@@ -157,7 +158,7 @@ def test_a_run_without_fine_tuning_is_warned_of(run: Run) -> None:
         log.removeHandler(handler)
 
 
-@pytest.mark.parametrize("model", [{"model": "resnet8"}, {"model": "resnet8", "norm": "group"}], ids=["batch", "group"])
+@pytest.mark.parametrize("model", [BATCHNORM, GROUP], ids=["batch", "group"])
 def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     records, _ = outcome(run, "fedbabu", finetune_epochs=1, **small_clients(tmp_path), **model)
     assert [record["failures"] for record in records] == [[], []] and records[1]["evaluation"]["failures"] == []

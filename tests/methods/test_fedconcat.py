@@ -25,10 +25,11 @@ from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import same, small
 from tests.methods.runs import outcome
+from tests.small_models import BATCHNORM
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 MODELS = pytest.mark.parametrize(
-    "model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"]
+    "model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"]
 )
 KINDS = pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}], ids=["plain", "batchnorm"])
 

@@ -25,8 +25,9 @@ from strategies.kernels import masks
 from tests.conftest import Run, bools, config, f32, flat_layout
 from tests.methods.runs import small_clients
 from tests.methods.trials import Small, another, client, outcome
+from tests.small_models import BATCHNORM, GROUP
 
-MODELS = [{"model": "mlp"}, {"model": "resnet8"}]
+MODELS = [{"model": "mlp"}, BATCHNORM]
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def test_shares_that_are_none_are_refused() -> None:
 # Limits, and clients with little ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["model"])
+@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
 @pytest.mark.parametrize("free", [{"shared_weight": 0}, {"constraint": "none"}], ids=str)
 @pytest.mark.parametrize("meaning", ["value", "quantile"])
 def test_with_nothing_personal_it_is_fedavg(
@@ -263,7 +264,7 @@ def test_with_nothing_personal_it_is_fedavg(
 @pytest.mark.parametrize(
     "extreme", [{}, {"threshold": 0.4, "threshold_meaning": "quantile", "constraint": "none"}], ids=str
 )
-@pytest.mark.parametrize("model", [*MODELS, {"model": "resnet8", "norm": "group"}], ids=["mlp", "batchnorm", "group"])
+@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
 def test_one_sample_and_missing_classes(
     run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import small_clients
+from tests.small_models import BATCHNORM
 
 
 def test_weights_by_hand() -> None:
@@ -89,6 +90,6 @@ def test_guidance_is_trained_on_from_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("guidance", ["trained", "extrapolated"])
 def test_small_clients(run: Run, tmp_path: Path, guidance: str) -> None:
-    setting = {**small_clients(tmp_path), "model": "resnet8", "feddwa": {"guidance": guidance}}
+    setting = {**small_clients(tmp_path), **BATCHNORM, "feddwa": {"guidance": guidance}}
     records = list(read_metrics(run(method="feddwa", **setting).path))
     assert not any(record["failures"] for record in records)

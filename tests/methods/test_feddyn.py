@@ -22,6 +22,7 @@ from tests.conftest import Run, f32
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
 from tests.methods.runs import small_clients
+from tests.small_models import BATCHNORM
 
 A, B, ALPHA = np.array([1.0, 3.0]), np.array([0.0, 4.0]), 0.5
 
@@ -117,6 +118,6 @@ def test_the_first_training_is_fedprox_bit_for_bit(n: int, kinds: dict[str, Any]
 
 @pytest.mark.parametrize("statistics", ["global", "local"])
 def test_small_clients(run: Run, tmp_path: Path, statistics: str) -> None:
-    setting = {**small_clients(tmp_path), "model": "resnet8", "feddyn": {"batchnorm_statistics": statistics}}
+    setting = {**small_clients(tmp_path), **BATCHNORM, "feddyn": {"batchnorm_statistics": statistics}}
     records = list(read_metrics(run(method="feddyn", **setting).path))
     assert not any(record["failures"] for record in records)

@@ -24,6 +24,7 @@ from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import outcome, small_clients
+from tests.small_models import BATCHNORM
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 
@@ -128,7 +129,7 @@ def test_equal_components_in_equal_batch_order_stay_equal(tmp_path: Path, monkey
             close(state.arrays["local.buffers"], np.full(3, 1 / 3))
 
 
-@pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
+@pytest.mark.parametrize("model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"])
 def test_one_component_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any]) -> None:
     setting = {**model, "momentum": 0.5, "fraction_train": 0.7, "evaluate_every": 1}
     plain, _ = outcome(run, "fedavg", **setting)
@@ -141,14 +142,14 @@ def test_one_component_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any]) ->
 
 
 def test_models_leave_a_run_as_mixtures(run: Run, tmp_path: Path) -> None:
-    setting = {**small_clients(tmp_path), "collect_personal_models": True, "finetune_epochs": 1, "model": "resnet8"}
+    setting = {**small_clients(tmp_path), "collect_personal_models": True, "finetune_epochs": 1, **BATCHNORM}
     folder = run(method="fedem", fedem={"components": 2}, **setting)
     records = list(read_metrics(folder.path))
     assert not any(record["failures"] or record.get("evaluation", {}).get("failures") for record in records)
     for client, pi in ((None, [0.5, 0.5]), (0, None)):
         state = torch.load(export(folder.path, METHODS, client, tmp_path / f"{client}.pt")[0])
-        network = mixture([models.build("resnet8", **SHAPE) for _ in range(2)])
+        network = mixture([models.build(BATCHNORM["model"], **SHAPE) for _ in range(2)])
         network.load_state_dict(state, strict=True)
         assert float(network.pi.sum()) == pytest.approx(1)
         assert pi is None or network.pi.tolist() == pi
-    assert Layout.of(network).d == 2 * Layout.of(models.build("resnet8", **SHAPE)).d
+    assert Layout.of(network).d == 2 * Layout.of(models.build(BATCHNORM["model"], **SHAPE)).d

@@ -20,6 +20,7 @@ from tests.facts import mentions
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
 from tests.methods.runs import small_clients
+from tests.small_models import BATCHNORM
 
 
 def offered_to(server: Any, client_id: int) -> list[int]:
@@ -193,7 +194,7 @@ def test_sending_models_to_others_is_warned_of(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_small_clients(run: Run, tmp_path: Path) -> None:
-    setting = {**small_clients(tmp_path), "model": "resnet8", "num_server_rounds": 3, "collect_personal_models": True}
+    setting = {**small_clients(tmp_path), **BATCHNORM, "num_server_rounds": 3, "collect_personal_models": True}
     folder = run(method="fedfomo", **setting)
     assert not any(record["failures"] for record in read_metrics(folder.path))
     assert {p.stem for p in (folder.path / "models").iterdir()} == {"client-0", "client-1", "client-2"}

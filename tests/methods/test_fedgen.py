@@ -43,6 +43,7 @@ from strategies.baselines.fedgen import (
 from tests.conftest import Run, config
 from tests.facts import rejected
 from tests.methods.runs import outcome, small_clients
+from tests.small_models import BATCHNORM, GROUP
 
 TINY = {"noise_dim": 3, "hidden": 4, "batch": 5, "generator_steps": 6}
 
@@ -257,7 +258,7 @@ def test_without_steps_the_first_generator_is_lent(tmp_path: Path) -> None:
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8"}], ids=lambda m: m["model"])
+@pytest.mark.parametrize("model", [{"model": "mlp"}, BATCHNORM], ids=["mlp", "batchnorm"])
 def test_without_weights_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any]) -> None:
     setting = {**model, "momentum": 0.5, "num_server_rounds": 3, "evaluate_every": 1}
     plain = outcome(run, "fedavg", **setting)
@@ -285,7 +286,7 @@ def test_the_order_of_replies_does_not_matter(raw_config: dict[str, Scalar]) -> 
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("model", [{"model": "resnet8"}, {"model": "resnet8", "norm": "group"}], ids=["batch", "group"])
+@pytest.mark.parametrize("model", [BATCHNORM, GROUP], ids=["batch", "group"])
 @pytest.mark.parametrize("fedgen", [{}, {"teacher": "ensemble", "noise": "gaussian"}], ids=["defaults", "others"])
 def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any], fedgen: dict[str, Any]) -> None:
     records, _ = outcome(run, "fedgen", fedgen={**fedgen, "generator_steps": 3}, **small_clients(tmp_path), **model)

@@ -20,8 +20,9 @@ from fl_app.layout import Layout
 from strategies.baselines.fedntd import METHOD, FedNTDParams, not_true_distillation
 from tests.conftest import Run
 from tests.methods.runs import arrays, client, outcome, small_clients
+from tests.small_models import BATCHNORM, GROUP
 
-MODELS = [{"model": "mlp"}, {"model": "resnet8"}]
+MODELS = [{"model": "mlp"}, BATCHNORM]
 
 
 def naive(logits: np.ndarray, reference: np.ndarray, y: np.ndarray, temperature: float) -> tuple[float, np.ndarray]:
@@ -87,7 +88,7 @@ def test_large_logits_stay_finite() -> None:
     assert value == pytest.approx(1000) and np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["model"])
+@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
 def test_beta_0_is_fedavg_bit_for_bit(run: Run, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]) -> None:
     setting = {**model, "momentum": 0.5}
     plain, some = outcome(run, "fedavg", **setting), outcome(run, "fedntd", **setting)
@@ -96,7 +97,7 @@ def test_beta_0_is_fedavg_bit_for_bit(run: Run, monkeypatch: pytest.MonkeyPatch,
     assert outcome(run, "fedntd", fedntd={"beta": 0}, **setting) == plain
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["model"])
+@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
 def test_two_classes_are_fedavg_bit_for_bit(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     data = {"dataset": arrays(tmp_path, num_classes=2), "partition": "iid", "train_samples": 12, "test_samples": 6}
     setting = {**model, **data, "momentum": 0.5}
@@ -165,7 +166,7 @@ def test_two_steps_by_hand_on_a_model_without_a_linear_layer() -> None:
     assert ctx.trainer.last_loss == pytest.approx(loss, abs=1e-6)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("model", [{"model": "resnet8"}, {"model": "resnet8", "norm": "group"}], ids=["batch", "group"])
+@pytest.mark.parametrize("model", [BATCHNORM, GROUP], ids=["batch", "group"])
 def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     records, _ = outcome(run, "fedntd", **small_clients(tmp_path), **model)
     assert [record["failures"] for record in records] == [[], []]
@@ -173,12 +174,12 @@ def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
 
 
 def test_local_statistics_do_not_travel(run: Run) -> None:
-    setting = {"model": "resnet8", "fedntd": {"batchnorm_statistics": "local"}, "train_samples": 12}
+    setting = {**BATCHNORM, "fedntd": {"batchnorm_statistics": "local"}, "train_samples": 12}
     records, _ = outcome(run, "fedntd", **setting)
-    whole, _ = outcome(run, "fedntd", model="resnet8", train_samples=12)
+    whole, _ = outcome(run, "fedntd", **BATCHNORM, train_samples=12)
     saved = [whole[0][f"{way}-bytes"] - records[0][f"{way}-bytes"] for way in ("upload", "download")]
     # three clients; running means and variances
-    assert saved == [3 * 4 * 2688] * 2
+    assert saved == [3 * 4 * 2 * (8 + 16)] * 2
 
 
 def test_a_classifier_of_one_class_is_refused() -> None:

@@ -23,8 +23,9 @@ from tests.conftest import Run, bools, config, f32, flat_layout
 from tests.facts import rejected
 from tests.methods.runs import small_clients
 from tests.methods.trials import another, client, copied, outcome
+from tests.small_models import BATCHNORM, GROUP
 
-MODELS = [{"model": "mlp"}, {"model": "resnet8"}]
+MODELS = [{"model": "mlp"}, BATCHNORM]
 
 
 # Growth ---------------------------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def test_changes_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatc
 # Limits, and clients with little ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["model"])
+@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
 @pytest.mark.parametrize("nothing", [{"limit": 0}, {"rate": 0}], ids=str)
 def test_without_growth_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], nothing: dict[str, float]) -> None:
     setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
@@ -243,14 +244,14 @@ def test_without_growth_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any]
 
 @pytest.mark.parametrize("limit", [0.1, 0.3, 1.0])
 def test_the_first_round_is_fedavg(run: Run, limit: float) -> None:
-    setting = {"model": "resnet8", "num_server_rounds": 1}
+    setting = {**BATCHNORM, "num_server_rounds": 1}
     assert outcome(run, "fedselect", fedselect={"limit": limit}, **setting) == outcome(run, "fedavg", **setting)
 
 
 @pytest.mark.parametrize(
     "extreme", [{}, {"limit": 1.0, "rate": 1.0, "biases": True}], ids=["default", "everything personal"]
 )
-@pytest.mark.parametrize("model", [*MODELS, {"model": "resnet8", "norm": "group"}], ids=["mlp", "batchnorm", "group"])
+@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
 def test_one_sample_and_missing_classes(
     run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]
 ) -> None:

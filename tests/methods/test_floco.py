@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
@@ -38,6 +38,7 @@ from strategies.baselines.floco import (
 from tests.conftest import Run, f32
 from tests.conftest import config as configured
 from tests.methods.one_client import client, same, samples, small
+from tests.small_models import BATCHNORM
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 EARLY: dict[str, Any] = {"projection_round": 2, "endpoints": 3}
@@ -64,6 +65,7 @@ def test_projection_is_on_the_simplex_and_nothing_on_it_is_nearer(v: np.ndarray,
         assert ((v - projected) * (corner - projected)).sum(axis=1).max() <= 1e-9
 
 
+@settings(max_examples=15)
 @given(scores)
 def test_centres_are_the_projections_of_least_energy(kappa: np.ndarray) -> None:
     centres, total = subregions(kappa)
@@ -198,7 +200,7 @@ def test_every_batch_has_a_mixture_of_its_own() -> None:
 # Limits -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
+@pytest.mark.parametrize("model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"])
 def test_one_endpoint_without_a_radius_is_fedavg_bit_for_bit(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     one = {"endpoints": 1, "radius": 0.0, "projection_round": 2}
     network = METHODS["floco"].network(configured(method="floco", floco=one, **model), **SHAPE)

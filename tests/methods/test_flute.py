@@ -23,8 +23,9 @@ from strategies.baselines.flute import METHOD, FLUTEParams, FLUTEUpdate, collaps
 from tests.conftest import Run
 from tests.methods.runs import small_clients
 from tests.methods.trials import Small, client, outcome
+from tests.small_models import BATCHNORM, GROUP
 
-MODELS = [{"model": "mlp"}, {"model": "resnet8"}]
+MODELS = [{"model": "mlp"}, BATCHNORM]
 NOTHING = {"collapse_weight": 0.0, "head_weight": 0.0, "feature_weight": 0.0, "head_learning_rate": 0.0}
 
 
@@ -172,7 +173,7 @@ def test_the_reported_loss_has_no_penalties() -> None:
 # Limits, refusals, and clients with little ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m["model"])
+@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
 @pytest.mark.parametrize("body_epochs", [2, 7])
 def test_without_weights_it_is_fedper_bit_for_bit(run: Run, model: dict[str, Any], body_epochs: int) -> None:
     setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7, "local_epochs": 2}
@@ -194,7 +195,7 @@ def test_a_single_class_is_refused() -> None:
         shared(Layout.of(module), FLUTEParams())
 
 
-@pytest.mark.parametrize("model", [*MODELS, {"model": "resnet8", "norm": "group"}], ids=["mlp", "batchnorm", "group"])
+@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
 def test_one_sample_and_missing_classes(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3, "local_epochs": 2}
     records, _ = outcome(run, "flute", **setting)

@@ -32,6 +32,7 @@ from tests.facts import mentions, rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import outcome
+from tests.small_models import BATCHNORM
 
 
 class Convolutions(nn.Module):
@@ -321,7 +322,7 @@ def test_rates_that_are_none() -> None:
 
 def test_statistics_of_narrow_networks_are_checked_where_they_lie(run: Run) -> None:
     """The variances of a part have other places in its upload than in the whole network's."""
-    records, _ = outcome(run, "heterofl", model="resnet8", num_clients=3, train_samples=16, num_server_rounds=1)
+    records, _ = outcome(run, "heterofl", **BATCHNORM, num_clients=3, train_samples=16, num_server_rounds=1)
     assert not records[0]["failures"] and len(records[0]["clients"]) == 3
 
 

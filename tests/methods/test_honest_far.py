@@ -29,10 +29,7 @@ SETTINGS: dict[str, Any] = {
     "max_update_norm": 3.0,
 }
 METHODS = ["fedavg", "fedcac"]
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.nightly)
-    for name in ("feddac", "fedobp", "scaffold", "fedpake", "fedper", "fedamp", "fedfomo", "feddwa", "pfedfda")
-]
+OTHERS = ["feddac", "fedobp", "scaffold", "fedpake", "fedper", "fedamp", "fedfomo", "feddwa", "pfedfda"]
 
 
 def partition(directory: Path, data: Path, classes: Sequence[Sequence[int]], samples: int) -> str:
@@ -54,7 +51,7 @@ def dropped(folder: RunFolder) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [*METHODS, *OTHERS])
 @pytest.mark.parametrize(
     "others", [[[7], [1]], [[0, 1, 2, 4, 5, 6, 7, 8, 9]] * 2], ids=["one other class", "all other classes"]
@@ -68,10 +65,8 @@ def test_most_have_the_same_one_class(
     assert dropped(folder) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.nightly) for name in ("feddac", "fedobp"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", [*METHODS, "feddac", "fedobp"])
 @pytest.mark.parametrize(
     "drawn",
     [
@@ -99,7 +94,10 @@ def test_the_clients_that_adapt_pfedfdas_gaussians_are_not_dropped(run: Run) -> 
     assert dropped(folder) == []
 
 
-@pytest.mark.parametrize("attack", ["x 1e6", "w -> -w", "-5 x update", "noise"])
+@pytest.mark.parametrize(
+    "attack",
+    ["x 1e6", "w -> -w", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("-5 x update", "noise"))],
+)
 def test_a_liar_among_them_is_dropped_and_nobody_else(
     run: Run, raw_config: dict[str, Any], tmp_path: Path, data_dir: Path, attack: str
 ) -> None:

@@ -27,6 +27,7 @@ from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import same, small
 from tests.methods.runs import outcome, small_clients
+from tests.small_models import BATCHNORM
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 
@@ -116,7 +117,7 @@ def test_ties_go_to_the_first_and_a_client_is_evaluated_with_what_it_chose(tmp_p
     torch.testing.assert_close(ctx.trainer.module.eval()(x), alone.eval()(x))
 
 
-@pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
+@pytest.mark.parametrize("model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"])
 @pytest.mark.parametrize("share", [False, True])
 def test_one_model_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], share: bool) -> None:
     setting = {**model, "momentum": 0.5, "fraction_train": 0.7, "evaluate_every": 1}

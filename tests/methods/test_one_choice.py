@@ -26,6 +26,7 @@ from strategies.kernels.robust import Averaging, choosing, total_distances
 from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.facts import rejected
 from tests.methods.federation import Federation
+from tests.small_models import BATCHNORM
 
 Arrays = list[NDArray[Any]]
 
@@ -71,7 +72,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Arrays]]:
 def test_all_that_is_averaged_is_one_clients(run: Run, rounds: list[tuple[Arrays, Arrays]], method: str) -> None:
     own = {**IN_TWO_ROUNDS.get(method, {}), **({method: SETTINGS[method]} if method in SETTINGS else {})}
     few = {"train_samples": 10, "test_samples": 4, "batch_size": 5}
-    run(**{"method": method, "model": "resnet8", "robust": "krum", "num_clients": CLIENTS, "seed": 1, **few, **own})
+    run(**{"method": method, **BATCHNORM, "robust": "krum", "num_clients": CLIENTS, "seed": 1, **few, **own})
     assert len(rounds) == 2
     for stacks, averages in rounds:
         chosen = [

@@ -19,6 +19,7 @@ from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import outcome, small_clients
+from tests.small_models import BATCHNORM
 
 
 def test_means_by_hand() -> None:
@@ -130,7 +131,7 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
     assert not federation.states[0].arrays
 
 
-@pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
+@pytest.mark.parametrize("model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"])
 def test_full_capacity_is_fedbabu_bit_for_bit(run: Run, model: dict[str, Any]) -> None:
     setting = {
         **model,
@@ -145,7 +146,7 @@ def test_full_capacity_is_fedbabu_bit_for_bit(run: Run, model: dict[str, Any]) -
 
 @pytest.mark.parametrize("masks", ["optimised", "random"])
 def test_small_clients(run: Run, tmp_path: Path, masks: str) -> None:
-    setting = {**small_clients(tmp_path), "model": "resnet8", "finetune_epochs": 1}
+    setting = {**small_clients(tmp_path), **BATCHNORM, "finetune_epochs": 1}
     folder = run(method="perfedmask", perfedmask={"capacity": 0.5, "masks": masks}, **setting)
     records = list(read_metrics(folder.path))
     assert not any(record["failures"] for record in records)

@@ -27,6 +27,7 @@ from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import small_clients
 from tests.methods.trials import Small as Convolutions
+from tests.small_models import BATCHNORM
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 
@@ -266,15 +267,15 @@ def test_gradients_are_cut(tmp_path: Path) -> None:
 
 
 def test_models_leave_a_run_as_the_users_own(run: Run, tmp_path: Path) -> None:
-    setting = {**small_clients(tmp_path), "collect_personal_models": True, "finetune_epochs": 1, "model": "resnet8"}
+    setting = {**small_clients(tmp_path), "collect_personal_models": True, "finetune_epochs": 1, **BATCHNORM}
     folder = run(method="pfedgate", **setting)
     records = list(read_metrics(folder.path))
     assert not any(record["failures"] or record.get("evaluation", {}).get("failures") for record in records)
     clients = records[-1]["evaluation"]["clients"]
-    layout = Layout.of(models.build("resnet8", **SHAPE))
+    layout = Layout.of(models.build(BATCHNORM["model"], **SHAPE))
     for i in range(3):
         model = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
         assert hashlib.sha256(model.params.tobytes()).hexdigest() == clients[str(i)]["sha256"]
     for client in (None, 2):
         state = torch.load(export(folder.path, METHODS, client, tmp_path / f"{client}.pt")[0])
-        models.build("resnet8", **SHAPE).load_state_dict(state, strict=True)
+        models.build(BATCHNORM["model"], **SHAPE).load_state_dict(state, strict=True)

@@ -23,6 +23,7 @@ from tests.facts import mentions, rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import small_clients
+from tests.small_models import BATCHNORM
 
 
 def server_step(
@@ -185,6 +186,6 @@ def test_momentum_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("statistics", ["global", "local"])
 def test_small_clients(run: Run, tmp_path: Path, statistics: str) -> None:
-    setting = {**small_clients(tmp_path), "model": "resnet8", "scaffold": {"batchnorm_statistics": statistics}}
+    setting = {**small_clients(tmp_path), **BATCHNORM, "scaffold": {"batchnorm_statistics": statistics}}
     records = list(read_metrics(run(method="scaffold", **setting).path))
     assert not any(record["failures"] for record in records)
