@@ -1,5 +1,5 @@
 """Every method, built in or from outside (tests/plugins), through the same rounds: plain and BatchNorm model, full and
-partial participation, in one process.
+partial participation, in one process. Each day every method has the BatchNorm model and half of the clients.
 
 Per case: a rerun with three clients at once gives equal bits. The wire carries exactly the documented bytes. A run killed after a
 checkpoint and resumed (client state reloaded from disk at the generation the server names) ends with the same bits. tests/e2e runs
@@ -9,6 +9,7 @@ every method through Flower's simulation and compares the digests.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -36,6 +37,9 @@ from strategies.baselines.heterofl import part_of
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
 
 CLIENTS = 4
+KINDS = ("fedavg", "fedcac", "fedbn", "fedproto", "ifca", "scaffold", "fedfomo", "fedconcat", "apple")
+"""One method each that averages, masks, keeps a part, sends prototypes, has clusters, corrects, sends others' models, has phases,
+and learns whom to send."""
 MODELS = {"plain": "mlp", "batchnorm": "tests.small_models:batchnorm", "residual": "resnet8", "convolutional": "cnn"}
 
 
@@ -142,18 +146,20 @@ def assert_reports_are_sent(method: Method, rounds: list[dict[str, Any]]) -> Non
 
 @pytest.mark.usefixtures("own_methods")
 @pytest.mark.parametrize(
-    ("model", "fraction"),
+    ("method", "model", "fraction"),
     [
-        pytest.param("plain", 1.0, id="plain-full"),
-        pytest.param("plain", 0.5, id="plain-partial"),
-        pytest.param("batchnorm", 0.5, id="batchnorm-partial", marks=pytest.mark.long),
-        pytest.param("residual", 1.0, id="residual-full", marks=pytest.mark.nightly),
-        pytest.param("residual", 0.5, id="residual-partial", marks=pytest.mark.nightly),
-        pytest.param("convolutional", 1.0, id="convolutional-full", marks=pytest.mark.nightly),
-        pytest.param("convolutional", 0.5, id="convolutional-partial", marks=pytest.mark.nightly),
+        pytest.param(
+            method,
+            model,
+            fraction,
+            id=f"{method}-{model}-{'full' if fraction == 1 else 'partial'}",
+            marks=() if fraction in everyday.get(model, ()) else pytest.mark.nightly,
+        )
+        for method in (*METHODS, *OWN_METHODS)
+        for everyday in [{"batchnorm": (0.5,), **({"plain": (1.0,)} if method in KINDS else {})}]
+        for model, fraction in itertools.product(MODELS, (1.0, 0.5))
     ],
 )
-@pytest.mark.parametrize("method", [*METHODS, *OWN_METHODS])
 def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
     if (method, model) == ("fedma", "residual"):
@@ -208,8 +214,14 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         assert json.dumps(strip(before)) == json.dumps(strip(after))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("model", "rate"), [("plain", 1e9), ("plain", 1e3), ("batchnorm", 1e3)])
+@pytest.mark.parametrize(
+    ("method", "model", "rate"),
+    [
+        pytest.param(method, model, rate, marks=() if rate == 1e9 or method in KINDS else pytest.mark.nightly)
+        for method in METHODS
+        for model, rate in (("plain", 1e9), ("plain", 1e3), ("batchnorm", 1e3))
+    ],
+)
 def test_a_rate_above_what_a_method_bears_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, model: str, rate: float
 ) -> None:
@@ -218,7 +230,7 @@ def test_a_rate_above_what_a_method_bears_is_named(
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "round_retries": 0, key: rate}
     told = ""
     try:
-        start(tmp_path, "one", num_server_rounds=3, train_samples=400, local_epochs=3, **config)
+        start(tmp_path, "one", num_server_rounds=3, train_samples=60, local_epochs=2, **config)
     except RoundFailed as error:
         told = str(error)
     failed = [line for line in told.splitlines() if line.startswith("  client ")]
