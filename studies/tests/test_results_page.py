@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from corolla.experiments import paper_table
@@ -18,6 +21,18 @@ from studies import results_page
 from studies.results_page import RESULTS, SWEEPS
 from tests.experiments.test_compare import run_folder
 from tests.experiments.test_paper_metrics import FASHION, run_tested
+
+
+@pytest.fixture(autouse=True, scope="module")
+def read_once() -> Iterator[None]:
+    """Read the collected runs once for all tests."""
+    read = results_page.lines_of
+    kept = functools.cache(read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            results_page, "lines_of", lambda name, path: (kept if path.parent == RESULTS else read)(name, path)
+        )
+        yield
 
 
 def test_the_page_is_what_the_collected_runs_make_it() -> None:
@@ -90,6 +105,7 @@ def test_a_short_table_says_why_a_row_is_not_prints(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_the_pages_pictures_are_of_the_collected_runs() -> None:
     for name, path in results_page.PICTURES.items():
         panel = results_page.accuracy_picture(name, RESULTS / name)

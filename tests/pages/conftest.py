@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
+from tests.report.conftest import undrawn as undrawn
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ def test_label_skew(output: str) -> None:
     assert fedavg < fedcac - 0.2 and abs(fedcac - local) < 0.02
 
 
+@pytest.mark.nightly
 @of("hospitals", "hospitals.svg")
 def test_hospitals(output: str) -> None:
     found = {name: auc for name, auc in rows(output).items() if auc}

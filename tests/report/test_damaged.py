@@ -69,6 +69,7 @@ def test_a_record_that_lacks_everything_harms_nobody(tmp_path: Path) -> None:
     assert "no readable record" not in page and "accuracy" in names
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_without_any_round_has_no_pictures_and_says_so(fedavg: Path, tmp_path: Path) -> None:
     run = folder(tmp_path / "early", [], finished=False, num_server_rounds=5)
     page, names = write(tmp_path / "out", run)

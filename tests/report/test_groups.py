@@ -149,6 +149,7 @@ def test_an_unfinished_run_is_a_row_of_its_own(tmp_path: Path) -> None:
     assert [[run.number for run in group.runs] for group in groups.grouped(read_runs(runs))] == [["1.1", "1.2"], ["2"]]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_seeds_are_one_row_that_opens_and_one_curve(tmp_path: Path) -> None:
     runs = [folder(tmp_path / f"mine-{k}", two_rounds(0.1 + 0.2 * k, 0.5 + 0.1 * k), seed=k) for k in range(3)]
     runs.append(folder(tmp_path / "other", two_rounds(0.2, 0.3), method="local"))

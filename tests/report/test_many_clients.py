@@ -213,7 +213,7 @@ def test_class_distributions_of_many_are_drawn_as_groups(
     assert mentions(panel.caption, "Personalization should", "these together") and "a dot" in panel.caption
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_page_of_a_thousand_clients_is_small_and_soon_made(tmp_path: Path) -> None:
     run = many(tmp_path / "run", 1000)
     started = time.process_time()

@@ -51,6 +51,7 @@ def test_a_column_a_curve_and_differences(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "report" / "report-figures" / "auc.png").stat().st_size > 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_validation_has_a_column(run: Run, tmp_path: Path) -> None:
     folder = run(**settings(tmp_path), validation_ratio=0.25).path
     text = write_report([folder], tmp_path / "report")[0].read_text()

@@ -115,6 +115,7 @@ def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(
     assert code == 0 and "in place of" not in out, out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_class_counts_only_what_is_known_is_drawn(start: Callable[..., Path], tmp_path: Path) -> None:
     run = start("secret", method="fedcac", report_class_counts=False)
     assert all("class-counts" not in facts for facts in read_clients(run).values())
@@ -143,15 +144,19 @@ def test_a_report_leaves_altair_as_it_is_and_needs_no_torch(fedavg: Path, tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_writes_into_the_current_directory(fedavg: Path, tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "corolla"), "report"]
-    done = subprocess.run([*command, str(fedavg)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.split() == ["report.html", "report-figures"], done.stderr
+@pytest.mark.usefixtures("undrawn")
+def test_the_command_writes_into_the_current_directory(
+    fedavg: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command("report", fedavg)
+    assert code == 0 and out.split() == ["report.html", "report-figures"], err
     assert {p.name for p in tmp_path.iterdir()} == {"report.html", "report-figures"}
-    done = subprocess.run([*command, "nowhere"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and mentions(done.stderr, "nowhere", "no such file", "directory")
+    code, _, err = command("report", "nowhere")
+    assert code == 2 and mentions(err, "nowhere", "no such file", "directory")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_needs_no_code_of_the_method(fedcac: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(fedcac, copy)
@@ -181,7 +186,7 @@ def test_every_link_of_the_page_leads_somewhere(fedcac: Path, fedavg: Path, tmp_
     assert {*names, "results", "pictures", "run-1"} <= set(anchors)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_picture_comes_as_png_svg_and_pdf_too(fedavg: Path, tmp_path: Path) -> None:
     contents = []
     for k in range(2):

@@ -67,7 +67,7 @@ def test_long_names_are_whole_where_there_is_room_and_told_apart_where_not(tmp_p
 
 @pytest.mark.parametrize(
     ("num_runs", "num_clients", "seeds"),
-    [(2, 14, 1), (1, 14, 2), pytest.param(5, 20, 2, marks=pytest.mark.long)],
+    [(2, 4, 2), *(pytest.param(*sizes, marks=pytest.mark.nightly) for sizes in ((2, 14, 1), (1, 14, 2), (5, 20, 2)))],
 )
 def test_every_picture_is_valid_and_has_its_place(tmp_path: Path, num_runs: int, num_clients: int, seeds: int) -> None:
     groups = grouped(read_runs(many_runs(tmp_path, num_runs, num_clients, seeds)))

@@ -126,6 +126,7 @@ def test_a_sample_of_many_clients() -> None:
 # Pictures ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_draws_kept_uploads(tmp_path: Path, start: Callable[..., Path]) -> None:
     settings = {"num_clients": 6, "keep_uploads": "every 2", "num_server_rounds": 3}
     paths = [start(f"kept-{method}", method=method, **settings) for method in ("fedavg", "fedcac")]
@@ -188,7 +189,9 @@ def test_the_comparison_leaves_out_a_row_whose_seeds_keep_no_round_in_common(tmp
     assert not list(of_all_uploads([twice, twice], {first: every[1:], second: every[:1]}))
 
 
-@pytest.mark.parametrize(("layers", "clients"), [(3, 2), (30, 20)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("layers", "clients"), [(3, 2), pytest.param(30, 20, marks=pytest.mark.nightly)], ids=["few", "many"]
+)
 def test_every_picture_is_valid_and_has_its_place(tmp_path: Path, layers: int, clients: int) -> None:
     paths = [wide(tmp_path / name, layers, clients) for name in ("a", "b")]
     groups = grouped([read_run(path) for path in paths])

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from corolla.report.arrays import read_runs
 from corolla.report.charts import IN_TIME, LATE, LOST, WORKING
 from corolla.report.groups import grouped, over_time
@@ -40,6 +42,7 @@ def test_the_seconds_of_works() -> None:
     ]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_has_the_picture_of_a_run_with_arrivals(tmp_path: Path) -> None:
     records = [record(t, {"0": {"accuracy-before": 0.5}}) for t in (1, 2, 3)]
     timed = folder(tmp_path / "timed", [line | {"virtual-seconds": t} for t, line in enumerate(records, 2)])

@@ -224,6 +224,7 @@ def test_a_server_that_never_answers(run: Run, warnings: list[str], monkeypatch:
         assert mentions(one_warning(run, warnings, track="mlflow"), "took longer than 3 s")
 
 
+@pytest.mark.nightly
 def test_a_full_disk(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A store that cannot be opened is refused before the start."""
     pytest.importorskip("mlflow", reason="mlflow is not installed")
