@@ -29,6 +29,7 @@ from tests.conftest import Command, Run
 from tests.disks import full_disk
 from tests.facts import mentions, rejected
 from tests.fl_app.test_tasks import OWN
+from tests.small_models import BATCHNORM
 
 TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12}
 
@@ -55,21 +56,26 @@ def answers(file: Path, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return predict.ask(loading.open_file(file, known, METHODS), samples, known)
 
 
-SMALL = [(model, task) for model in ("mlp", "cnn", "resnet8") for task in ("classification", "regression")]
-LARGE = [(model, "classification") for model, known in MODELS.items() if known.blocks and model != "resnet8"]
+SMALL = [("mlp", "regression"), ("cnn", "classification"), (BATCHNORM["model"], "classification")]
+NIGHTLY = [
+    ("mlp", "classification"),
+    ("cnn", "regression"),
+    ("resnet8", "regression"),
+    *((model, "classification") for model, known in MODELS.items() if known.blocks),
+]
 
 
 @pytest.mark.parametrize(
     ("model", "task"),
-    [*SMALL, *(pytest.param(*case, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for case in LARGE)],
+    [*SMALL, *(pytest.param(*case, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for case in NIGHTLY)],
 )
 def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) -> None:
     pytest.importorskip("onnxruntime")
     # BatchNorm's parameters and statistics are each client's own
-    method = "fedbn" if model.startswith("resnet") else "local"
-    trained = (
-        {"local_epochs": 15, "batch_size": 6} if model not in ("mlp", "cnn", "resnet8") else {}
-    )  # statistics that fit
+    batchnorm = model not in ("mlp", "cnn")
+    method = "fedbn" if batchnorm else "local"
+    # statistics that fit
+    trained = {"local_epochs": 15, "batch_size": 6} if batchnorm and model != "resnet8" else {}
     setting = {"normalize": "mean-std", "collect_personal_models": True, **TINY, **images(tmp_path, task), **trained}
     folder = run(method=method, model=model, **setting)
     outputs_of = {}
@@ -90,7 +96,7 @@ def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) 
         for count in (1, 2):  # any number of samples
             np.testing.assert_allclose(answers(file, samples[:count])[0], outputs[:count], atol=1e-5, rtol=1e-5)
     assert np.abs(outputs_of[0] - outputs_of[1]).max() > 1e-3
-    if model.startswith("resnet"):
+    if batchnorm:
         mine, other = (own_network(folder.path, client, model, shape) for client in (0, 1))
         for name, buffer in mine.named_buffers():
             buffer.copy_(other.get_buffer(name))

@@ -31,6 +31,7 @@ from fl_app.transport.wire import QUERY
 from strategies import METHOD_PARAMS
 from tests.conftest import PLUGINS, SMALL, Command
 from tests.facts import each_mentions, mentions, rejected
+from tests.small_models import BATCHNORM
 
 CLIENTS = 4
 
@@ -73,8 +74,7 @@ def pooled(raw: dict[str, Scalar], count: int = 2) -> RunFolder:
 
 
 CASES: dict[str, dict[str, Scalar]] = {
-    "batchnorm": {"method": "fedcac", "model": "resnet8"},
-    "state": {"method": "scaffold"},
+    "state": {"method": "scaffold", **BATCHNORM},
     "own": {"method": "prototypes:METHOD"},
     "private": {"method": "fedavg", "private": True},
 }
@@ -226,7 +226,7 @@ with Pool(2, worker.COMMAND, setup.to_json()) as pool:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_nothing_outlives_the_process_that_asked(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", ASKER], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.data.table_files import read_rows
 from fl_app.errors import DataError, UserError
-from fl_app.server.run_folder import RunFolder, read_about, read_config, read_metrics
+from fl_app.server.run_folder import CONFIG, read_about, read_config, read_metrics
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
 from tests.facts import mentions, rejected
+from tests.report.conftest import start as start
 
 FIRST_SECOND = 1_709_251_200
 
@@ -47,14 +50,26 @@ def patients(rows: int = 240) -> pandas.DataFrame:
     )
 
 
-@pytest.fixture
-def trained(run: Run, tmp_path: Path) -> RunFolder:
-    patients().to_csv(tmp_path / "patients.csv", index=False)
-    return run(
-        method="fedavg", dataset=f"table:{tmp_path / 'patients.csv'}", target="outcome", client="hospital",
-        categorical="ward", partition="by-column", num_clients=3, num_server_rounds=6, local_epochs=6, learning_rate=0.1,
+@pytest.fixture(scope="module")
+def once(start: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run, and its table beside the folder of runs."""
+    table = tmp_path_factory.mktemp("table") / "patients.csv"
+    patients().to_csv(table, index=False)
+    return start(
+        "run", method="fedavg", dataset=f"table:{table}", target="outcome", client="hospital", categorical="ward",
+        partition="by-column", num_clients=3, num_server_rounds=6, local_epochs=6, learning_rate=0.1,
         collect_personal_models=True, model="mlp",
     )  # fmt: skip
+
+
+@pytest.fixture
+def trained(once: Path, tmp_path: Path) -> Path:
+    """A copy of the run, as if it had been made from a table in the test's directory."""
+    folder = Path(shutil.copytree(once, tmp_path / "runs" / "run"))
+    config, dataset = folder / CONFIG, str(read_config(once)["dataset"])
+    table = Path(shutil.copy(dataset.removeprefix("table:"), tmp_path / "patients.csv"))
+    config.write_text(config.read_text().replace(dataset, f"table:{table}"))
+    return folder
 
 
 def answers(text: str) -> list[str]:
@@ -63,10 +78,10 @@ def answers(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".onnx"])
-def test_columns_go_by_name(trained: RunFolder, command: Command, tmp_path: Path, suffix: str) -> None:
+def test_columns_go_by_name(trained: Path, command: Command, tmp_path: Path, suffix: str) -> None:
     if suffix == ".onnx":
         pytest.importorskip("onnxruntime")
-    file, _ = export(trained.path, METHODS, 1, tmp_path / f"model{suffix}", onnx=suffix == ".onnx")
+    file, _ = export(trained, METHODS, 1, tmp_path / f"model{suffix}", onnx=suffix == ".onnx")
     frame = patients()
     right, reverse = (tmp_path / f"{name}.csv" for name in ("right", "reverse"))
     frame.to_csv(right, index=False)
@@ -85,11 +100,11 @@ def test_columns_go_by_name(trained: RunFolder, command: Command, tmp_path: Path
     assert "accuracy" not in said[2][1]
 
 
-def test_a_shifted_model_answers_as_the_run_measured(trained: RunFolder, tmp_path: Path) -> None:
-    config = parse(read_config(trained.path), METHOD_PARAMS)
-    *_, last = read_metrics(trained.path)
-    frame, loaded = patients(), corolla.load(trained.path)
-    assert read_about(trained.path)["data"]["normalization"]["shift"][-1] > FIRST_SECOND - 1
+def test_a_shifted_model_answers_as_the_run_measured(trained: Path, tmp_path: Path) -> None:
+    config = parse(read_config(trained), METHOD_PARAMS)
+    *_, last = read_metrics(trained)
+    frame, loaded = patients(), corolla.load(trained)
+    assert read_about(trained)["data"]["normalization"]["shift"][-1] > FIRST_SECOND - 1
     for client in range(3):
         part = open_client(config, client)
         model = loaded.model(client)
@@ -110,20 +125,20 @@ def test_a_shifted_model_answers_as_the_run_measured(trained: RunFolder, tmp_pat
     ],
 )
 def test_missing_and_foreign_columns_are_refused_with_both_lists(
-    trained: RunFolder, command: Command, tmp_path: Path, change: dict[str, Any], words: list[str]
+    trained: Path, command: Command, tmp_path: Path, change: dict[str, Any], words: list[str]
 ) -> None:
-    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    file, _ = export(trained, METHODS, None, tmp_path / "model.pt")
     frame = patients().rename(**change)
     frame.to_csv(tmp_path / "other.csv", index=False)
     code, _, said = command("predict", str(file), str(tmp_path / "other.csv"))
     assert code == 2 and mentions(said, "model has age", "pressure", "ward") and all(word in said for word in words)
     assert f"the table has {', '.join(frame.columns)}" in said
     with rejected(UserError, "DataFrame", "columns", "model's"):
-        corolla.load(trained.path).model().predict(frame)
+        corolla.load(trained).model().predict(frame)
 
 
-def test_values_that_do_not_fit_are_named(trained: RunFolder) -> None:
-    model = corolla.load(trained.path).model()
+def test_values_that_do_not_fit_are_named(trained: Path) -> None:
+    model = corolla.load(trained).model()
     frame = patients(20)
     with rejected(DataError, "DataFrame", "column ward", "got 'surgery'"):
         model.predict(frame.assign(ward="surgery"))
@@ -133,10 +148,8 @@ def test_values_that_do_not_fit_are_named(trained: RunFolder) -> None:
         model.predict(frame.iloc[:0])
 
 
-def test_rows_of_a_file_are_numbered_as_a_spreadsheet_does(
-    trained: RunFolder, command: Command, tmp_path: Path
-) -> None:
-    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+def test_rows_of_a_file_are_numbered_as_a_spreadsheet_does(trained: Path, command: Command, tmp_path: Path) -> None:
+    file, _ = export(trained, METHODS, None, tmp_path / "model.pt")
     for column, value, words in (
         ("ward", "ICU", "got 'ICU' in row 5"),
         ("age", np.nan, "row 5 has none; 1 of 20 rows; fill them in, or train with the column in impute"),
@@ -148,8 +161,8 @@ def test_rows_of_a_file_are_numbered_as_a_spreadsheet_does(
         assert code == 2 and words in said
 
 
-def test_a_table_is_read_as_one_asks(trained: RunFolder, command: Command, tmp_path: Path) -> None:
-    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+def test_a_table_is_read_as_one_asks(trained: Path, command: Command, tmp_path: Path) -> None:
+    file, _ = export(trained, METHODS, None, tmp_path / "model.pt")
     table, frame = tmp_path / "other.csv", patients(40)
     frame.astype({"age": object}).assign(age=["old", *frame.age[1:].astype(str)]).to_csv(table, index=False)
     code, _, said = command("predict", str(file), str(table))
@@ -166,18 +179,18 @@ def test_a_table_is_read_as_one_asks(trained: RunFolder, command: Command, tmp_p
     assert code == 2 and mentions(said, "set separator = ';'", "separates them")
     code, out, said = command("predict", str(file), str(table), "--set", "separator=;")
     assert code == 0, said
-    assert answers(out) == corolla.load(trained.path).model().predict(frame).tolist()
+    assert answers(out) == corolla.load(trained).model().predict(frame).tolist()
     code, _, said = command("predict", str(file), str(table), "--set", "exclude=age")
     assert code == 2 and mentions(said, "predict takes separator", "na-values", "got exclude")
 
 
-def test_json_has_every_class(trained: RunFolder, command: Command, tmp_path: Path) -> None:
-    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+def test_json_has_every_class(trained: Path, command: Command, tmp_path: Path) -> None:
+    file, _ = export(trained, METHODS, None, tmp_path / "model.pt")
     patients(30).to_csv(tmp_path / "some.csv", index=False)
     code, out, said = command("predict", str(file), str(tmp_path / "some.csv"), "--json")
     assert code == 0, said
     found = [row["probabilities"] for row in json.loads(out)["predictions"]]
-    expected = corolla.load(trained.path).model().probabilities(patients(30))
+    expected = corolla.load(trained).model().probabilities(patients(30))
     assert [list(row) for row in found] == [["no", "yes"]] * 30
     np.testing.assert_allclose([list(row.values()) for row in found], expected, rtol=1e-5)
 
@@ -196,16 +209,16 @@ def test_a_regressions_model_has_no_probabilities(run: Run, tmp_path: Path) -> N
         model.predict("x.png")
 
 
-def test_answers_need_no_targets(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+def test_answers_need_no_targets(trained: Path, command: Command, tmp_path: Path) -> None:
     """A label that is written in another way leaves the answers unmeasured; it is no reason to give none."""
-    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    file, _ = export(trained, METHODS, None, tmp_path / "model.pt")
     frame = patients(20)
     frame.loc[3, "outcome"] = "Yes "
     frame.to_csv(tmp_path / "odd.csv", index=False)
     code, out, said = command("predict", str(file), str(tmp_path / "odd.csv"))
     assert code == 0 and len(answers(out)) == 20 and "accuracy" not in out
     assert mentions(said, "no metric", "measured") and mentions(said, "column outcome", "among no", "got 'Yes '")
-    assert answers(out) == corolla.load(trained.path).model().predict(frame).tolist()
+    assert answers(out) == corolla.load(trained).model().predict(frame).tolist()
 
 
 @pytest.mark.parametrize("column, word", [("dose", "unknown"), ("second", "later")])
@@ -230,8 +243,8 @@ def test_a_target_that_is_no_number_is_not_measured(
         assert code == 0 and mentions(said, "no metric", "measured") and word in said, said
 
 
-def test_the_card_holds_what_rows_need(trained: RunFolder, tmp_path: Path) -> None:
-    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+def test_the_card_holds_what_rows_need(trained: Path, tmp_path: Path) -> None:
+    file, _ = export(trained, METHODS, None, tmp_path / "model.pt")
     card = model_card.read(file)
     assert card["features"] == ["age", "pressure", "ward=icu", "ward=medicine", "second"]
     assert card["table"]["others"] == ["hospital", "outcome"] and card["classes"] == ["no", "yes"]
@@ -239,7 +252,7 @@ def test_the_card_holds_what_rows_need(trained: RunFolder, tmp_path: Path) -> No
     # and the run folder, so that the table need not be here
     (Path(str(card["settings"]["dataset"]).removeprefix("table:"))).unlink(missing_ok=True)
     (tmp_path / "patients.csv").unlink()
-    again, _ = export(trained.path, METHODS, None, tmp_path / "again.pt")
+    again, _ = export(trained, METHODS, None, tmp_path / "again.pt")
     other = model_card.read(again)
     assert [other[name] for name in ("features", "input", "classes")] == [
         card[name] for name in ("features", "input", "classes")
@@ -247,38 +260,38 @@ def test_the_card_holds_what_rows_need(trained: RunFolder, tmp_path: Path) -> No
     assert other["table"]["encodings"] == card["table"]["encodings"]
 
 
-def test_clients_go_by_number_or_name(trained: RunFolder, command: Command, tmp_path: Path) -> None:
-    clients = json.loads((trained.path / "clients.json").read_text())
+def test_clients_go_by_number_or_name(trained: Path, command: Command, tmp_path: Path) -> None:
+    clients = json.loads((trained / "clients.json").read_text())
     for name, facts in zip(("Basel", "Bern", "Chur"), clients.values(), strict=True):
         facts["name"] = name
-    (trained.path / "clients.json").write_text(json.dumps(clients))
-    loaded, frame = corolla.load(trained.path), patients(30)
+    (trained / "clients.json").write_text(json.dumps(clients))
+    loaded, frame = corolla.load(trained), patients(30)
     bern = loaded.model("Bern")
     np.testing.assert_array_equal(bern.probabilities(frame), loaded.model(1).probabilities(frame))
     assert np.abs(bern.probabilities(frame) - loaded.model("2").probabilities(frame)).max() >= 0
-    code, _, _ = command("export", str(trained.path), "--client", "Bern", "--output", str(tmp_path / "bern.pt"))
+    code, _, _ = command("export", str(trained), "--client", "Bern", "--output", str(tmp_path / "bern.pt"))
     assert code == 0 and model_card.read(tmp_path / "bern.pt")["model"] == "client-1"
     with rejected(UserError, "client", "0 to 2", "Basel", "Bern", value="Genf"):
         loaded.model("Genf")
     for slip in ("bern", "Ber", "Bren"):
-        code, _, err = command("export", str(trained.path), "--client", slip)
+        code, _, err = command("export", str(trained), "--client", slip)
         assert code == 2 and mentions(err, f"got {slip!r}", "did you mean", "Bern?")
 
 
-def test_a_client_that_is_not_there_is_told_with_twenty_names(trained: RunFolder) -> None:
+def test_a_client_that_is_not_there_is_told_with_twenty_names(trained: Path) -> None:
     names = [f"site {k:02}" for k in range(30)]
     for count in (20, 30):
         clients = {str(k): {"name": name} for k, name in enumerate(names[:count])}
-        (trained.path / "clients.json").write_text(json.dumps(clients))
+        (trained / "clients.json").write_text(json.dumps(clients))
         with pytest.raises(UserError) as caught:
-            corolla.load(trained.path).model("Genf")
+            corolla.load(trained).model("Genf")
         told = str(caught.value)
         assert "site 00, " in told and "site 19" in told and "site 20" not in told
         assert ("and 10 more" in told) == (count == 30)
 
 
-def test_a_predictor_is_the_network(trained: RunFolder) -> None:
-    model = corolla.load(trained.path).model(0)
+def test_a_predictor_is_the_network(trained: Path) -> None:
+    model = corolla.load(trained).model(0)
     assert isinstance(model, torch.nn.Module) and list(model.state_dict()) == list(model.network.state_dict())
     x = torch.zeros(2, 5)
     with torch.no_grad():
@@ -368,8 +381,8 @@ def test_names_in_new_rows_are_read_as_text(run: Run, command: Command, tmp_path
         assert answers(out) == every[rows]
 
 
-def test_rows_count_as_a_spreadsheet_does(trained: RunFolder, command: Command, tmp_path: Path) -> None:
-    file, _ = export(trained.path, METHODS, 1, tmp_path / "model.pt")
+def test_rows_count_as_a_spreadsheet_does(trained: Path, command: Command, tmp_path: Path) -> None:
+    file, _ = export(trained, METHODS, 1, tmp_path / "model.pt")
     lines = patients(4).to_csv(index=False).splitlines()
     # a spreadsheet counts the empty line too
     (tmp_path / "gap.csv").write_text("\n".join([lines[0], lines[1], "", *lines[2:]]) + "\n")
@@ -387,11 +400,11 @@ def test_rows_count_as_a_spreadsheet_does(trained: RunFolder, command: Command, 
     assert code == 2 and mentions(said, "column age", "hold numbers", "got 'old'", "row 4")
 
 
-def test_the_runs_own_file_is_recognized(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+def test_the_runs_own_file_is_recognized(trained: Path, command: Command, tmp_path: Path) -> None:
     file, model = tmp_path / "patients.csv", tmp_path / "g.pt"
-    assert command("export", trained.path, "--output", model)[0] == 0
+    assert command("export", trained, "--output", model)[0] == 0
     card = json.loads((tmp_path / "g.pt.json").read_text())
-    assert card["data"]["sha256"] == read_about(trained.path)["data"]["sha256"]
+    assert card["data"]["sha256"] == read_about(trained)["data"]["sha256"]
     assert card["data"]["file-sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert str(tmp_path) not in json.dumps(card)
 
@@ -408,7 +421,7 @@ def test_the_runs_own_file_is_recognized(trained: RunFolder, command: Command, t
 
     # a file that has changed is not the run's any more
     patients(200).to_csv(file, index=False)
-    assert command("export", trained.path, "--output", tmp_path / "h.pt")[0] == 0
+    assert command("export", trained, "--output", tmp_path / "h.pt")[0] == 0
     assert "file-sha256" not in json.loads((tmp_path / "h.pt.json").read_text())["data"]
     assert json.loads(command("predict", tmp_path / "h.pt", copy, "--json")[1])["own-data"] is None
 

@@ -109,13 +109,13 @@ def test_the_readme_counts_the_published_figures() -> None:
 
 def test_every_preset_resolves_and_dry_runs() -> None:
     # the rest is priced in test_every_preset_starts_by_its_name
-    priced = set[tuple[str, str]]()
+    priced = set[str]()
     for preset in ALL.values():
         config = parse(preset.settings, METHOD_PARAMS)
         shape = dry_run.known_shape(config)
         assert shape is not None, preset.name
-        if (config.method, config.model) not in priced:
-            priced.add((config.method, config.model))
+        if not {config.method, config.model} <= priced:
+            priced |= {config.method, config.model}
             cost = dry_run.round_bytes(config, METHODS[config.method], shape)
             assert cost.participants == max(1, round(config.fraction_train * config.num_clients))
             assert cost.upload > 0 or config.method == "local", preset.name

@@ -342,7 +342,7 @@ def stamps(directory: Path) -> dict[str, int]:
 
 
 # tests/e2e/test_report_browser.py kills one too
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_sweep_repeats_nothing_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ def cut_off(script: Path, directory: Path, task: int, folder: Path, how: signal.
     [
         # as Slurm at the end of a job's time
         pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.nightly),
     ],
 )
 def test_an_array_goes_on_where_it_was_cut_off(
