@@ -61,8 +61,8 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     "sets",
     [
-        pytest.param(["method=fedavg"], id="fedavg", marks=pytest.mark.long),
-        pytest.param(["method=local"], id="local", marks=pytest.mark.long),
+        pytest.param(["method=fedavg"], id="fedavg", marks=pytest.mark.nightly),
+        pytest.param(["method=local"], id="local", marks=pytest.mark.nightly),
         pytest.param(["method=fedcac", "fedcac.beta=3", "model=resnet8", "train-samples=40"], id="fedcac-batchnorm"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_killed_run_resumes_to_the_same_bits(command: Command, tmp_path: Path,
     assert first["made-with"] == second["made-with"] == [made_with() | {"code": software.code_hash(), "from-round": 1}]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(
     command: Command, tmp_path: Path
 ) -> None:

@@ -171,7 +171,8 @@ def test_evaluate_every(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.long) for name in ALL_METHODS if name not in METHODS)]
+    "method",
+    [*METHODS, *(pytest.param(name, marks=pytest.mark.nightly) for name in ALL_METHODS if name not in METHODS)],
 )
 def test_the_rate_of_fine_tuning_does_not_decay(run: Run, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     tuned, train = [], LocalTrainer.train
