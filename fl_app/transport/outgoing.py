@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -100,19 +101,19 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-COUNT = ValueForm("integer >= 0", lambda value: type(value) is int and 0 <= value < 2**53)
+COUNT = ValueForm("count", lambda value: type(value) is int and 0 <= value < 2**53)
 NUMBER = ValueForm("number", lambda value: admits(value, float("-inf"), float("inf")))
 HASH = _matching("SHA-256", "([0-9a-f]{64})?")
-HASHED = _matching("values of 64 hexadecimal digits", "[0-9a-f]{64}(,[0-9a-f]{64})*|")
+HASHED = _matching("hexadecimal", "[0-9a-f]{64}(,[0-9a-f]{64})*|")
 VERSION = _matching("round and attempt", r"(\d{6}-\d{6})?")
 COUNTS = _matching("integers", r"(\d+(,\d+)*)?")
-SEALS = _matching("base64 texts", "[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*")
-NAMES = _matching("names of arrays", r"([\w.-]{1,80}(,[\w.-]{1,80})*)?")
-METRICS = _matching("names of metrics", r"[\w.-]{1,80}: not computed(; [\w.-]{1,80}: not computed)*")
+SEALS = _matching("base64", "[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*")
+NAMES = _matching("names", r"([\w.-]{1,80}(,[\w.-]{1,80})*)?")
+METRICS = _matching("names", r"[\w.-]{1,80}: not computed(; [\w.-]{1,80}: not computed)*")
 TRUTH = ValueForm("true or false", lambda value: isinstance(value, bool))
 JSON = ValueForm("JSON", _is_json)
 TEXT = ValueForm("text", lambda value: isinstance(value, str))
-KNOWN = ValueForm("JSON, as the run's configuration has it", lambda value: True)
+KNOWN = ValueForm("as configured", lambda value: True)
 REASON = ValueForm("reason", lambda value: isinstance(value, str) and reasons.read(value) is not None)
 WORD = ValueForm("`Success`", lambda value: value == "Success")
 
@@ -142,61 +143,56 @@ _MEASURED: tuple[Kind, ...] = ("fit", "evaluate")
 _EVERY: tuple[Kind, ...] = get_args(Kind)
 
 TABLE: tuple[Entry, ...] = (
-    Entry(ERROR, _EVERY, REASON, ALL, True, "why the client does not answer: a reason of the closed set"),
-    Entry(DETAILS, _EVERY, TEXT, OPEN, True, "the error's text, only where site.toml allows details"),
+    Entry(ERROR, _EVERY, REASON, ALL, True, "the reason for a refusal or a failure"),
+    Entry(DETAILS, _EVERY, TEXT, OPEN, True, "the error's text, if site.toml allows it"),
     Entry("client-id", _ASKED, COUNT, ALL, False, "the client's number"),
-    Entry("num-clients", _ASKED, COUNT, ALL, False, "the number of clients that its node was configured with"),
+    Entry("num-clients", _ASKED, COUNT, ALL, False, "its node's number of clients"),
     Entry(
         "train-samples",
         _ASKED,
         COUNT,
         ALL,
         True,
-        "weights of means; 1 with `dp-epsilon`, and where a private run needs none",
+        "weights; 1 with `dp-epsilon`, and where a private run needs none",
     ),
-    Entry("test-samples", (*_ASKED, *_TRAINED), COUNT, ALL, True, "weights of figures; 1 as above"),
+    Entry("test-samples", (*_ASKED, *_TRAINED), COUNT, ALL, True, "weights; 1 as above"),
     Entry("in-channels", _ASKED, COUNT, ALL, True, "the model's inputs"),
     Entry("image-size", _ASKED, COUNT, ALL, True, "the model's inputs"),
-    Entry("input-shape", _ASKED, COUNTS, ALL, True, "the model's inputs; the number of a table's features"),
-    Entry("num-classes", _ASKED, COUNT, ALL, True, "the model's outputs; those of `classes` in runs with a promise"),
-    Entry(
-        "class-names", _ASKED, JSON, OPEN, True, "names of the model's outputs, unless `report-class-counts = false`"
-    ),
-    Entry("class-names", _ASKED, KNOWN, ALL, False, "the same, in every run whose `classes` declares them"),
+    Entry("input-shape", _ASKED, COUNTS, ALL, True, "the same; a table's number of features"),
+    Entry("num-classes", _ASKED, COUNT, ALL, True, "the model's outputs; of `classes` in private and dp runs"),
+    Entry("class-names", _ASKED, JSON, OPEN, True, "the model's outputs, unless `report-class-counts = false`"),
+    Entry("class-names", _ASKED, KNOWN, ALL, False, "the same, if `classes` declares them"),
     Entry("class-counts", _ASKED, COUNTS, OPEN, True, "the report, unless `report-class-counts = false`"),
-    Entry(CLIENT_NAME, _ASKED, TEXT, OPEN, True, "the name of the client or of its site"),
-    Entry(FEATURES, _ASKED, JSON, _NOT_PRIVATE, True, "names of the features, which all sites must share"),
-    Entry(FEATURE_TAGS, _ASKED, HASHED, ALL, True, "the same, as keyed hashes for each other site"),
+    Entry(CLIENT_NAME, _ASKED, TEXT, OPEN, True, "the client's or its site's name"),
+    Entry(FEATURES, _ASKED, JSON, _NOT_PRIVATE, True, "features, which all sites must share"),
+    Entry(FEATURE_TAGS, _ASKED, HASHED, ALL, True, "the same, keyed for each other site"),
     Entry(INPUT, _ASKED, JSON, OPEN, True, "how an exported model reads raw rows"),
-    Entry(SUMS, _ASKED, JSON, OPEN, True, "sums of each feature, for one scaling of all sites"),
-    Entry(CONTENT, _ASKED, HASH, OPEN, True, "notices two sites with the same data, where sums stay there"),
+    Entry(SUMS, _ASKED, JSON, OPEN, True, "one scaling of all sites"),
+    Entry(CONTENT, _ASKED, HASH, OPEN, True, "notices sites with the same data, where sums stay"),
     Entry(NORMALIZATION, _ASKED, JSON, OPEN, True, "the scaling of shared data"),
-    *(
-        Entry(name, _ASKED, HASH, ALL, True, "notices changed data; keyed by a secret of the site for its own data")
-        for name in HASHES
-    ),
+    *(Entry(name, _ASKED, HASH, ALL, True, "notices changed data; keyed for a site's own data") for name in HASHES),
     Entry(SOFTWARE, _ASKED, JSON, ALL, False, "versions of the site's software"),
-    Entry(LIST, _ASKED, SEALS, ALL, False, "the site's list of all sites' public keys"),
+    Entry(LIST, _ASKED, SEALS, ALL, False, "the site's list of public keys"),
     Entry(KEYS, _ASKED, SEALS, ALL, False, "the site's keys of this run, signed"),
-    Entry(SEALED, _ASKED, SEALS, ALL, False, "the sketches' key, sealed for each other client"),
-    Entry(SHARES, _TRAINED, SEALS, ALL, False, "shares of the upload's own mask, sealed for each member of the sum"),
-    Entry(COMMITTED, _TRAINED, HASHED, ALL, False, "hashes of these shares, and of the mask's seed"),
-    Entry(SIGNED, _ASKED, SEALS, ALL, False, "a signature of a split of the site's aggregation group"),
-    Entry(AGREED, _ASKED, SEALS, ALL, False, "a signature of the members whose sum is opened"),
-    Entry(OPENED, _ASKED, HASHED, ALL, False, "shares of the masks of those members"),
+    Entry(SEALED, _ASKED, SEALS, ALL, False, "the sketches' key, sealed"),
+    Entry(SHARES, _TRAINED, SEALS, ALL, False, "shares of the upload's own mask, sealed"),
+    Entry(COMMITTED, _TRAINED, HASHED, ALL, False, "hashes of these shares and the mask's seed"),
+    Entry(SIGNED, _ASKED, SEALS, ALL, False, "a signature of a split of its aggregation group"),
+    Entry(AGREED, _ASKED, SEALS, ALL, False, "a signature of the survivors"),
+    Entry(OPENED, _ASKED, HASHED, ALL, False, "shares of the survivors' masks"),
     Entry(BETWEEN, _ASKED, HASHED, ALL, False, "the masks' keys with members that dropped out"),
-    Entry(ARRAYS, _TRAINED, NAMES, ALL, False, "names of the arrays in the reply"),
-    Entry("num_examples", _MEASURED, COUNT, ALL, True, "weights of means; 1 as above"),
+    Entry(ARRAYS, _TRAINED, NAMES, ALL, False, "the reply's arrays"),
+    Entry("num_examples", _MEASURED, COUNT, ALL, True, "weights; 1 as above"),
     Entry("loss", _MEASURED, NUMBER, ALL, True, "the loss; NaN with `report-accuracy = false`"),
-    Entry(METRIC, _MEASURED, NUMBER, ALL, True, "the task's metrics; NaN with `report-accuracy = false`"),
-    Entry(OWN, _TRAINED, NUMBER, _NOT_PRIVATE, True, "the numbers that the method declares (`reports`)"),
-    Entry(METRIC_ERRORS, _MEASURED, METRICS, ALL, True, "names of metrics that could not be computed"),
+    Entry(METRIC, _MEASURED, NUMBER, ALL, True, "the task's metrics; NaN as above"),
+    Entry(OWN, _TRAINED, NUMBER, _NOT_PRIVATE, True, "declared by the method (`reports`)"),
+    Entry(METRIC_ERRORS, _MEASURED, METRICS, ALL, True, "metrics that could not be computed"),
     Entry(SHA256, _EVALUATED, HASH, OPEN, True, "the run's digest"),
     Entry(BUFFERS_SHA256, _EVALUATED, HASH, OPEN, True, "the run's digest"),
-    Entry(STATE_VERSION, _TRAINED, VERSION, ALL, False, "the client's state that this message made"),
-    Entry(STATE_USED, _MEASURED, VERSION, ALL, False, "the state that it continued from, if the last one is damaged"),
+    Entry(STATE_VERSION, _TRAINED, VERSION, ALL, False, "the state that this message made"),
+    Entry(STATE_USED, _MEASURED, VERSION, ALL, False, "an older state that it used, if the last is damaged"),
     Entry(PRIVATE, _TRAINED, VERSION, ALL, False, "the attempt of the masks in the upload"),
-    Entry(CLIPPED, _TRAINED, TRUTH, ALL, True, "whether values were clipped to `private-range`, once at the run's end"),
+    Entry(CLIPPED, _TRAINED, TRUTH, ALL, True, "whether values were clipped, once at the run's end"),
     *(
         Entry(
             one.name, _TRAINED, NUMBER, ALL if one.promised else OPEN, True, one.promised or "a number of every method"
@@ -270,13 +266,16 @@ def leaving(kind: Kind, content: RecordDict, way: Way) -> RecordDict:
 
 
 def table() -> list[str]:
-    """Return the table in Markdown, for docs/privacy.md."""
-    lines = ["| entry | in replies to | type | leaves in runs | of the data | use |", "|---|---|---|---|---|---|"]
-    for entry in TABLE:
-        modes = ", ".join(mode.value for mode in Mode if mode in entry.modes)
-        name = entry.name.lower() if entry.name in (METRIC, OWN) else f"`{entry.name}`"
-        of = ", ".join(entry.of)
-        lines.append(
-            f"| {name} | {of} | {entry.form.words} | {modes} | {'yes' if entry.of_data else 'no'} | {entry.why} |"
-        )
+    """Return the table in Markdown, for docs/privacy.md. Entries of one kind that follow each other share a row."""
+    lines = ["| entries | in replies to | type | leaves in runs | of the data | use |", "|---|---|---|---|---|---|"]
+    for cells, entries in groupby(TABLE, _cells):
+        names = (entry.name.lower() if entry.name in (METRIC, OWN) else f"`{entry.name}`" for entry in entries)
+        lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
     return lines
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    """Return an entry's cells behind its name."""
+    modes = "all" if entry.modes == ALL else ", ".join(mode.value for mode in Mode if mode in entry.modes)
+    of = "every" if entry.of == _EVERY else ", ".join(entry.of)
+    return of, entry.form.words, modes, "yes" if entry.of_data else "no", entry.why
