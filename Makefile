@@ -135,8 +135,8 @@ test-newer: $(NEWER)/.installed ## deployments with 1.39 and the newest Flower o
 	$(WITH_NEWER) $(BIN)/python -m pytest -m "long and not nightly" -rs tests/e2e/test_versions.py
 	$(NEWER)/bin/python -m pytest -n 2 tests/deploy/test_gate.py tests/deploy/test_unanswered.py tests/flower
 
-# every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
-# table of them
+# every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes
+# attacks.md there, a page of the site
 test-hostile: install ## every attack of tests/hostile/catalogue.py
 	$(WAITING) -m hostile tests/hostile
 

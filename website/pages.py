@@ -27,6 +27,7 @@ SOURCES: Mapping[str, str] = {
     "project/changelog.md": "CHANGELOG.md",
     "project/studies.md": "studies/README.md",
     "results-in-full.md": "studies/results.md",
+    "reference/attacks.md": "tests/hostile/attacks.md",
     "project/citation.md": "CITATION.cff",
     "guides/notebook-example.md": "examples/notebook.ipynb",
     "guides/cross-device-example.md": "examples/cross-device.toml",

@@ -1,48 +1,34 @@
-"""docs/security.md's table of promises: each has a door and a test, and no page names a test outside of it."""
+"""The promises of docs/security.md: each has a door and a test, and no page names a test that no promise has."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.deploy import promises
+from tests.deploy.promises import PROMISES, ROOT, Promise
+
 PAGES = ("security", "privacy", "deployment", "operations")
-TABLE = "| promise | door | test |"
+ALL = [one for group in PROMISES.values() for one in group]
 
 
-def page(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-
-
-def rows() -> list[tuple[str, str, str]]:
-    """Return promise, door and tests of each row."""
-    lines = page("security").partition(TABLE)[2].splitlines()[2:]
-    found = [line.strip("|").split(" | ") for line in lines[: lines.index("")]]
-    assert len(found) > 20 and all(len(cells) == 3 for cells in found)
-    return [(promise.strip(), door, tests) for promise, door, tests in found]
-
-
-@pytest.mark.parametrize("promise, door, tests", rows(), ids=lambda text: text[:60])
-def test_every_promise_has_its_door_and_its_test(promise: str, door: str, tests: str) -> None:
-    for path in re.findall(r"`((?:deploy|fl_app|client_app|corolla|strategies)/[\w/.]+)`", door):
+@pytest.mark.parametrize("one", ALL, ids=lambda one: one.promise[:60])
+def test_every_promise_has_its_door_and_its_test(one: Promise) -> None:
+    for path in re.findall(r"`((?:deploy|fl_app|client_app|corolla|strategies)/[\w/.]+)`", one.door):
         assert (ROOT / path).exists(), path
-    named = re.findall(r"`([^`]*)`", tests)
-    assert named
-    file = ""
-    for name in named:
+    assert one.promise and one.door and one.tests
+    for name in one.tests:
         path, _, test = name.partition("::")
-        file = path or file
-        text = (ROOT / file).read_text(encoding="utf-8")
-        assert f"def {test or 'test_'}" in text, name
+        assert f"def {test or 'test_'}" in (ROOT / path).read_text(encoding="utf-8"), name
+
+
+def test_the_page_lists_the_promises() -> None:
+    """`python -m tests.deploy.promises` writes them."""
+    assert len(ALL) > 20 and promises.parts()[1].strip() == promises.listed()
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_names_no_test_that_the_table_has_not(name: str) -> None:
-    # attacks by rounds have a table of their own, which is made of their catalogue
-    text = page(name).partition("<!-- attacks:")[0] + page(name).partition("## Tests")[2]
-    assert "| claim | test |" not in text
-    table = " ".join(tests for _, _, tests in rows())
-    found = set(re.findall(r"\btest_\w+\.py", text))
-    assert not {file for file in found if file not in table}
+def test_a_page_names_no_test_that_no_promise_has(name: str) -> None:
+    found = set(re.findall(r"\btest_\w+\.py", (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")))
+    assert not found - {test.partition("::")[0].rpartition("/")[2] for one in ALL for test in one.tests}

@@ -1,4 +1,4 @@
-"""The attacks, as data. `test_hostile.py` plays them all in one run; `table.py` makes docs/security.md's table of what came out.
+"""The attacks, as data. `test_hostile.py` plays them all in one run; `table.py` makes the page of what came out.
 
 To add one: append an `Attack` to ATTACKS: a name, what it does in a few words, where it strikes, what must hold, and the
 function that does it. Nothing else has to be changed: it gets a client and a round of its own.

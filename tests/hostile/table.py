@@ -1,6 +1,6 @@
-"""`python -m tests.hostile.table`: put what became of all attacks into the tables of docs/security.md.
+"""`python -m tests.hostile.table`: write what became of all attacks into attacks.md, a page of the site.
 
-The first table has the results of `make test-hostile` (hostile.json). For the second, this runs the tests that it names.
+The lists have the results of `make test-hostile` (hostile.json). For the table, this runs the tests that it names.
 """
 
 from __future__ import annotations
@@ -8,24 +8,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 from tests.hostile import results
-from tests.hostile.catalogue import ATTACKS, BESIDE
+from tests.hostile.catalogue import ATTACKS, BESIDE, Attack
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "security.md"
-BEGIN, END = "<!-- attacks: made by python -m tests.hostile.table -->", "<!-- end of attacks -->"
+PAGE = Path(__file__).with_name("attacks.md")
 HELD = {
     "named": "dropped by name, the round goes on",
     "kept": "without effect, the reply counts",
     "refused": "left out by name, the run goes on",
 }
-WHERE = {"start": "at the start", "join": "during the run"}
+WHERE = {
+    "upload": "An upload",
+    "evaluation": "An evaluation",
+    "start": "A node at the start",
+    "join": "A node during the run",
+}
 
 
-def table() -> str:
-    """Return the tables. Raises SystemExit if an attack was not played, or not contained."""
+def checked() -> str:
+    """Return the page. Raises SystemExit if an attack was not played, or not contained."""
     found = results.read()
     if missing := [attack.name for attack in ATTACKS if attack.name not in found]:
         raise SystemExit(f"not in {results.FILE}: {', '.join(missing)}; run make test-hostile")
@@ -36,25 +41,42 @@ def table() -> str:
     environment = os.environ | {"COROLLA_ATTACKS": "error-markup,error-text,evaluation-accuracy"}
     if subprocess.run([sys.executable, "-m", "pytest", "-m", "", *tests], env=environment, cwd=ROOT).returncode:
         raise SystemExit("not contained: the tests above that failed")
-    return rows()
+    return page()
 
 
-def rows() -> str:
-    """Return the tables of a catalogue that is contained."""
+def page() -> str:
+    """Return the page of a catalogue that is contained."""
     lines = [
-        f"{len(ATTACKS)} attacks on a run, all contained:",
+        "# Attacks",
         "",
-        "| attack | where | what becomes of it |",
-        "|---|---|---|",
-        *(f"| {attack.does} | {WHERE.get(attack.where, attack.where)} | {HELD[attack.holds]} |" for attack in ATTACKS),
+        "`make test-hostile` plays the attacks of `tests/hostile/catalogue.py` over real processes. Honest clients' results",
+        "equal, bit for bit, those of a run without the attack. `python -m tests.hostile.table` makes this page.",
+        "",
+        f"{len(ATTACKS)} attacks on a run, all contained:",
+    ]
+    for (where, holds), attacks in groupby(sorted(ATTACKS, key=_place), _place):
+        held = list(HELD)[holds]
+        lines += [
+            "",
+            f"**{list(WHERE.values())[where]}: {HELD[held]}**",
+            "",
+            *(f"- {attack.does}" for attack in attacks),
+        ]
+    lines += [
         "",
         f"{len(BESIDE)} more, each played by a test of its own (`BESIDE` in the catalogue), which passes:",
         "",
         "| attack | where | what becomes of it | test |",
         "|---|---|---|---|",
         *(f"| {one.does} | {one.where} | {one.becomes} | {_named(one.test)} |" for one in BESIDE),
+        "",
     ]
     return "\n".join(lines)
+
+
+def _place(attack: Attack) -> tuple[int, int]:
+    """Return where an attack's list is."""
+    return list(WHERE).index(attack.where), list(HELD).index(attack.holds)
 
 
 def _named(tests: str) -> str:
@@ -62,17 +84,9 @@ def _named(tests: str) -> str:
     return ", ".join(f"`{path}`" for path in dict.fromkeys(test.partition("::")[0] for test in tests.split()))
 
 
-def parts() -> tuple[str, str, str]:
-    """Return the page before the table, the table, and the page after it."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    inside, _, after = rest.partition(END)
-    return before, inside, after
-
-
 def main() -> int:
-    """Rewrite the page between its marks."""
-    before, _, after = parts()
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+    """Write the page."""
+    PAGE.write_text(checked(), encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""docs/security.md and the catalogue."""
+"""The page of attacks and the catalogue."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tests.hostile.catalogue import BESIDE
 
 
 def test_the_page_lists_the_catalogue() -> None:
-    """An attack that comes or goes, or of which something else becomes, needs `make test-hostile` and a new table."""
-    assert table.parts()[1].strip() == table.rows()
+    """An attack that comes or goes, or of which something else becomes, needs `make test-hostile` and a new page."""
+    assert table.PAGE.read_text(encoding="utf-8") == table.page()
 
 
 def test_the_tests_it_names_exist() -> None:
