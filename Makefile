@@ -66,7 +66,7 @@ run: $(RUNNING) ## install what running needs, then compare three methods on dig
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them;
 # a part that fails keeps none of the others from running
 MINUTES := tests/pages tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
-QUICK := --ignore tests/e2e $(MINUTES:%=--ignore %)
+QUICK := tests --ignore tests/e2e $(MINUTES:%=--ignore %)
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 # two files at a time: such tests wait more than they compute
 WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs --durations 15
