@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {
 built_command = functools.cache(cli.build_command)
 
 Run = Callable[..., RunFolder]
+Made = Callable[..., RunFolder]
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -167,10 +169,33 @@ def run(raw_config: dict[str, Scalar]) -> Run:
     Keys use underscores, a method's parameters come as a mapping: run(method="fedcac", fedcac={"tau": 0.3}).
     """
 
+    return run_with(raw_config)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Made:
+    """Make a small run in the session's first test that wants it, as `run` does, and copy its finished folder to a place."""
+    made: dict[str, RunFolder] = {}
+
+    def copy(to: Path, **changes: Any) -> RunFolder:
+        name = repr(changes)
+        if name not in made:
+            place = tmp_path_factory.mktemp("made")
+            own = {"output-dir": str(place / "runs"), "state-dir": str(place / "state"), "data-dir": str(data_dir)}
+            made[name] = run_with(SMALL | own)(**changes)
+        shutil.copytree(made[name].path, to)
+        return RunFolder(to, made[name].secret)
+
+    return copy
+
+
+def run_with(raw_config: Mapping[str, Scalar]) -> Run:
+    """Return the fixture `run` of a configuration."""
+
     def start(
         app: ClientApp = client_app, node_configs: Mapping[int, Mapping[str, Scalar]] | None = None, **changes: Any
     ) -> RunFolder:
-        raw = raw_config | flat(changes)
+        raw = {**raw_config, **flat(changes)}
         config = parse(raw, METHOD_PARAMS)
         grid = InProcessGrid(app, raw, config.num_clients, node_configs)
         return server_app.run(grid, config, lambda what, done, total: None)

@@ -15,7 +15,7 @@ from deploy.audit import Audit
 from fl_app.server import trail
 from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import QUERY
-from tests.conftest import Command, Run
+from tests.conftest import Command, Made
 
 KEYS = ("SHA256:celle", "SHA256:verden")
 NAMES = ("celle", "verden")
@@ -32,8 +32,8 @@ def entry(round: int, client: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(run: Run) -> RunFolder:
-    made = run(run_name="july")
+def folder(made_once: Made, tmp_path: Path) -> RunFolder:
+    made = made_once(tmp_path / "runs" / "july", run_name="july")
     for round in (1, 2):
         for client in range(2):
             trail.add(made.path, entry(round, client))
@@ -139,9 +139,9 @@ def test_a_site_that_refused_the_run_is_named_and_no_difference(
 
 
 def test_only_a_deployments_run_and_its_own_audits_are_joined(
-    command: Command, run: Run, folder: RunFolder, tmp_path: Path
+    command: Command, made_once: Made, folder: RunFolder, tmp_path: Path
 ) -> None:
-    other = run(run_name="simulated")
+    other = made_once(tmp_path / "runs" / "simulated", run_name="july")
     place = site(tmp_path, folder, 0)
     code, _, err = command("audit", "join", other.path, place)
     assert code == 2 and trail.FILE in err

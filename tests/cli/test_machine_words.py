@@ -11,11 +11,12 @@ import pytest
 
 from corolla.experiments.latex import escaped, tabular
 from strategies import METHOD_PARAMS
-from tests.conftest import Command
+from tests.conftest import Command, Made
 from tests.facts import mentions
 
 RUN = ["run", "--in-process", "--clients", "2"]
 SETS = ["num-server-rounds=1", "local-epochs=1", "train-samples=20"]
+ONE_ROUND = {"num_clients": 2, "num_server_rounds": 1, "train_samples": 20}
 
 
 def sets(*pairs: str) -> list[str]:
@@ -23,11 +24,10 @@ def sets(*pairs: str) -> list[str]:
 
 
 @pytest.fixture
-def two(corolla: Command) -> Command:
+def two(corolla: Command, made_once: Made, tmp_path: Path) -> Command:
     """Two runs of one seed, runs/a and runs/b."""
     for name, method in (("a", "fedavg"), ("b", "local")):
-        code, _, err = corolla(*RUN, *sets(f"method={method}", f"run-name={name}"))
-        assert code == 0, err
+        made_once(tmp_path / "runs" / name, method=method, run_name=name, **ONE_ROUND)
     return corolla
 
 
@@ -167,9 +167,10 @@ def test_clusters_keys_are_made_quietly(corolla: Command) -> None:
     assert "0 files written" in corolla("cluster", "keys", "lab.yaml")[1]
 
 
-def test_prepared_data_are_verified_quietly(two: Command) -> None:
-    assert two("data", "verify", "--quiet")[:2] == (0, "")
-    assert "are sound" in two("data", "verify")[1]
+def test_prepared_data_are_verified_quietly(two: Command, data_dir: Path) -> None:
+    kept = ("--set", f"data-dir={data_dir}")
+    assert two("data", "verify", *kept, "--quiet")[:2] == (0, "")
+    assert "are sound" in two("data", "verify", *kept)[1]
 
 
 def test_quiet_leaves_warnings_and_errors(corolla: Command) -> None:
