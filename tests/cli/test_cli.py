@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -442,15 +443,31 @@ def test_version_and_help_in_short(corolla) -> None:  # type: ignore[no-untyped-
     assert mentions(corolla("run", "--help")[1], "preset's name", "toml file"), "help of arguments needs click<8.5"
 
 
-@pytest.mark.parametrize(("words", "completes"), [("run dem", "demo"), ("methods fedca", "fedcac"), ("stat", "state")])
-def test_the_shell_completes(words: str, completes: str) -> None:
-    line = {
-        "COMP_WORDS": f"corolla {words}",
-        "COMP_CWORD": str(len(words.split())),
-        "_COROLLA_COMPLETE": "complete_bash",
-    }
+@pytest.fixture
+def completions(corolla, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:  # type: ignore[no-untyped-def]
+    """What a shell is answered: by its variables, or in bash by the number of the last word."""
+
+    def answer(words: str, last: int | None = None, shell: str = "bash") -> str:
+        last = len(words.split()) - 1 if last is None else last
+        given = {"_COROLLA_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "COMP_CWORD": str(last)}
+        for name, value in {**given, "_TYPER_COMPLETE_ARGS": words, "COROLLA_COMPLETED": ""}.items():
+            monkeypatch.setenv(name, value)
+        code, out, err = corolla()
+        assert code == 0 and not err
+        return out
+
+    return answer
+
+
+def test_the_shell_completes_by_a_real_process() -> None:
+    line = {"COMP_WORDS": "corolla run dem", "COMP_CWORD": "2", "_COROLLA_COMPLETE": "complete_bash"}
     done = subprocess.run([sys.executable, "-m", "corolla"], env={**os.environ, **line}, capture_output=True, text=True)
-    assert done.stdout.split() == [completes], done.stderr
+    assert done.stdout.split() == ["demo"], done.stderr
+
+
+@pytest.mark.parametrize(("words", "completes"), [("methods fedca", "fedcac"), ("stat", "state")])
+def test_the_shell_completes(completions, words: str, completes: str) -> None:  # type: ignore[no-untyped-def]
+    assert completions(f"corolla {words}").split() == [completes]
 
 
 BASH = """
@@ -458,42 +475,45 @@ BASH = """
 COMP_WORDS=({words})
 COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
 _corolla_completion corolla
-printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
+IN_BASH = {
+    # as bash takes them apart: at = and :
+    "corolla run --set method = fedc": ["fedcac", "fedconcat"],
+    "corolla run --set method = fedca": ["fedcac"],
+    "corolla run --set seed = 1 --set fedcac.coll": ["fedcac.collaboration="],
+    "corolla run demo --set fedcac.weighting = sa": ["samples"],
+    "corolla data show --set dataset = fol": ["folder:"],
+    "corolla sweep digits --set private = ''": ["true", "false"],
+    "corolla run --set private =": ["true", "false"],
+    "corolla run --set dataset = npz : /x": [],
+    "corolla sweep dig": ["digits"],
+    "corolla run --set headline = macro": ["macro-f1"],
+    "corolla run --set task = regression --set headline = ''": ["rmse", "mae", "r2"],
+    "corolla run --set metrics = al": ["all"],
+}
 
-@pytest.mark.parametrize(
-    ("words", "completes"),
-    [
-        # as bash takes them apart: at = and :
-        ("corolla run --set method = fedc", ["fedcac", "fedconcat"]),
-        ("corolla run --set method = fedca", ["fedcac"]),
-        ("corolla run --set seed = 1 --set fedcac.coll", ["fedcac.collaboration="]),
-        ("corolla run demo --set fedcac.weighting = sa", ["samples"]),
-        ("corolla data show --set dataset = fol", ["folder:"]),
-        ("corolla sweep digits --set private = ''", ["true", "false"]),
-        ("corolla run --set private =", ["true", "false"]),
-        ("corolla run --set dataset = npz : /x", [""]),
-        ("corolla sweep dig", ["digits"]),
-        ("corolla run --set headline = macro", ["macro-f1"]),
-        ("corolla run --set task = regression --set headline = ''", ["rmse", "mae", "r2"]),
-        ("corolla run --set metrics = al", ["all"]),
-    ],
-)
-def test_bash_completes_keys_and_their_values(words: str, completes: list[str], tmp_path: Path) -> None:
-    """By the script that `--show-completion` prints, in bash itself."""
+
+def test_bash_completes_keys_and_their_values(completions, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """By the script that `--show-completion` prints, in bash itself: it asks by variables, which a program in its PATH notes."""
     program = tmp_path / "corolla"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m corolla "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nprintf "%s\\0%s\\0%s\\0" "$COMP_WORDS" "$COMP_CWORD" "$_COROLLA_COMPLETE" >> {tmp_path}/asked\n'
+    )
     program.chmod(0o755)
     from typer._completion_shared import get_completion_script
 
     script = get_completion_script(prog_name="corolla", complete_var="_COROLLA_COMPLETE", shell="bash")
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-c", BASH.format(script=script, words=words)], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines() == completes, done.stderr
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    lines = "".join(BASH.format(script=script, words=words) for words in IN_BASH)
+    subprocess.run(["bash", "-c", lines], env=environment, check=True)
+    asked = (tmp_path / "asked").read_text().split("\0")[:-1]
+    answers = {
+        words: completions(given, int(last)).split()
+        for words, given, last, how in zip(IN_BASH, asked[::3], asked[1::3], asked[2::3], strict=True)
+        if how == "complete_bash"
+    }
+    assert answers == IN_BASH
 
 
 @pytest.mark.parametrize(
@@ -504,13 +524,9 @@ def test_bash_completes_keys_and_their_values(words: str, completes: list[str], 
         ("corolla run --set dataset=fol", [r'"dataset=folder\\:"']),
     ],
 )
-def test_zsh_is_given_whole_words(line: str, completes: list[str]) -> None:
-    given = {"_COROLLA_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line}
-    done = subprocess.run(
-        [sys.executable, "-m", "corolla"], env={**os.environ, **given}, capture_output=True, text=True
-    )
-    told = done.stdout.strip().removeprefix("_arguments '*: :((").removesuffix("))'").splitlines()
-    assert told[: len(completes)] == completes, done.stderr
+def test_zsh_is_given_whole_words(completions, line: str, completes: list[str]) -> None:  # type: ignore[no-untyped-def]
+    told = completions(line, shell="zsh").strip().removeprefix("_arguments '*: :((").removesuffix("))'").splitlines()
+    assert told[: len(completes)] == completes
 
 
 @pytest.mark.parametrize(
@@ -526,7 +542,9 @@ def test_zsh_is_given_whole_words(line: str, completes: list[str]) -> None:
         ("compare one --metric b", ["balanced-accuracy"]),
     ],
 )
-def test_clients_and_metrics_of_the_runs_that_are_typed(words: str, completes: list[str], tmp_path: Path) -> None:
+def test_clients_and_metrics_of_the_runs_that_are_typed(  # type: ignore[no-untyped-def]
+    completions, words: str, completes: list[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text('method = "fedavg"\n')
@@ -535,16 +553,7 @@ def test_clients_and_metrics_of_the_runs_that_are_typed(words: str, completes: l
     (folder / "clients.json").write_text(
         json.dumps({"0": {"name": "Basel"}, "1": {"name": "Bern"}, "2": {}, "3": {"name": "2"}})
     )
-    line = {
-        "COMP_WORDS": f"corolla {words}",
-        "COMP_CWORD": str(len(words.split())),
-        "_COROLLA_COMPLETE": "complete_bash",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "corolla"], env={**os.environ, **line}, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.stdout.split() == completes, done.stderr
+    assert completions(f"corolla {words}").split() == completes
 
 
 def test_runs_lists_run_folders_with_their_state(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

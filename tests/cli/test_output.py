@@ -6,12 +6,14 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from corolla.api.log_file import LoggedConsole
 from corolla.api.output import Lenient
+from tests.conftest import Command
 
 RUN = (
     "--in-process --clients 2 --no-progress --set method=local --set dataset=digits --set num-server-rounds=2 --set local-epochs=1 "
@@ -19,20 +21,41 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("output", ["ascii", "full", "closed"])
-def test_no_run_ends_because_a_line_cannot_be_printed(tmp_path: Path, output: str) -> None:
-    command = [sys.executable, "-m", "corolla", "run", *RUN.split(), "--output-dir", str(tmp_path)]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii" if output == "ascii" else "utf-8"}
+@pytest.fixture
+def corolla(command: Command, tmp_path: Path, data_dir: Path) -> Callable[[], int]:
+    """Run RUN in this process. Its standard output may be any other than pytest's."""
+    return lambda: command("run", *RUN.split(), "--output-dir", tmp_path, "--set", f"data-dir={data_dir}")[0]
+
+
+def test_a_run_whose_output_is_closed_ends_with_its_summary(tmp_path: Path, data_dir: Path) -> None:
+    words = [sys.executable, "-m", "corolla", "run", *RUN.split(), "--output-dir", str(tmp_path)]
+    words += ["--set", f"data-dir={data_dir}"]
     reading, writing = os.pipe()
     os.close(reading)
-    places = {"ascii": subprocess.PIPE, "full": os.open("/dev/full", os.O_WRONLY), "closed": writing}
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, stdout=places[output], stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(words, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert (tmp_path / "here" / "summary.json").is_file()
-    if output == "ascii":
-        assert "round 2/2: accuracy" in done.stdout and "+-" in done.stdout
+
+
+def test_a_run_whose_output_is_full_ends_with_its_summary(
+    corolla: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(full, "utf-8", write_through=True))
+        assert corolla() == 0
+    assert (tmp_path / "here" / "summary.json").is_file()
+
+
+def test_a_run_of_an_output_in_ascii_ends_with_its_summary(
+    corolla: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    output = io.TextIOWrapper(raw, "ascii", write_through=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        assert corolla() == 0
+    assert (tmp_path / "here" / "summary.json").is_file()
+    assert b"round 2/2: accuracy" in raw.getvalue() and b"+-" in raw.getvalue()
 
 
 def test_signs_become_ascii_and_others_a_question_mark() -> None:

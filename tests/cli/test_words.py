@@ -159,17 +159,15 @@ cli.{}()
 """
 
 
-@pytest.mark.parametrize(("words", "code"), [(["methods", "fedcac"], 0), (["run", "--set", "seed"], 2)])
-def test_it_ends_as_python_does_but_takes_nothing_apart(words: list[str], code: int) -> None:
+def test_it_ends_as_python_does_but_takes_nothing_apart() -> None:
     """Which of torch takes seconds on a busy machine."""
+    words = ["run", "--set", "seed"]
     done = {
         name: subprocess.run([sys.executable, "-c", ENDING.format(name), *words], capture_output=True, text=True)
         for name in ("main", "command")
     }
-    assert done["main"].returncode == done["command"].returncode == code
-    assert done["main"].stderr == done["command"].stderr and ("expected KEY=VALUE" in done["main"].stderr) == (
-        code == 2
-    )
+    assert done["main"].returncode == done["command"].returncode == 2
+    assert done["main"].stderr == done["command"].stderr and "expected KEY=VALUE" in done["main"].stderr
     assert done["command"].stdout.splitlines()[-2:] == ["thread", "atexit"]
     assert done["main"].stdout == done["command"].stdout + "taken apart\n"
 
