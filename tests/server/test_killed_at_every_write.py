@@ -6,8 +6,6 @@ import errno
 import io
 import os
 import shutil
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +20,8 @@ from fl_app.figures import Links, Matrix
 from fl_app.server import checkpoint, client_rows, kept_uploads, matrices
 from fl_app.server.client_files import ClientFiles
 from fl_app.server.run_folder import RunFolder, read_metrics
-from tests.conftest import Command
+from tests.conftest import Run
 from tests.facts import mentions, rejected
-from tests.server.test_resume import COROLLA, resume, start
 
 ROUNDS, EVERY, CLIENTS = 5, 2, 8
 FIGURES = (Matrix("overlap", ""), Links("linked", ""))
@@ -250,24 +247,33 @@ def test_a_file_that_cannot_be_read_now_ends_the_resume(
         checkpoint.load_latest(tmp_path)
 
 
-def test_a_killed_run_of_many_clients_ends_with_the_same_bits(command: Command, tmp_path: Path) -> None:
-    sets = ["method=fedcac", "fedcac.beta=3", "fraction-train=0.05", "num-clients=210", "train-samples=8"]
-    sets += ["test-samples=4", "record-matrices=2", "num-server-rounds=6", "keep-uploads=every 1"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = start(whole, *sets)
-    words[words.index("--clients") + 1] = "210"
-    code, _, err = command(*words)
-    assert code == 0, err
-    words = [word.replace(str(whole), str(killed)).replace("run-name=whole", "run-name=killed") for word in words]
-    with subprocess.Popen([COROLLA, *words], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "round 5/6: accuracy" in line:
-                break
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    code, _, err = command(*resume(killed))
-    assert code == 0, err
+def test_a_killed_run_of_many_clients_ends_with_the_same_bits(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows and files as those of hundreds of clients."""
+    monkeypatch.setattr(client_rows, "MOST", 11)
+    settings = {
+        "method": "fedcac",
+        "fedcac": {"beta": 3},
+        "num_clients": 12,
+        "fraction_train": 0.25,
+        "train_samples": 8,
+    }
+    settings |= {"test_samples": 4, "record_matrices": 2, "num_server_rounds": 6, "keep_uploads": "every 1"}
+    settings |= {"checkpoint_every": 2, "evaluate_every": 3}
+    whole, killed = run(run_name="whole", **settings).path, tmp_path / "runs" / "killed"
+    append = RunFolder.append
+
+    def until_the_fifth(folder: RunFolder, record: dict[str, Any]) -> None:
+        append(folder, record)
+        if record["round"] == 5:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(RunFolder, "append", until_the_fifth)
+        run(run_name="killed", **settings)
+    assert not (killed / "summary.json").exists()
+    run(run_name="killed", resume=str(killed), **settings)
 
     def read(folder: Path) -> Any:
         rounds = []
