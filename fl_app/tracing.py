@@ -128,6 +128,11 @@ def _storage(tensor: Tensor) -> int:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows a batch through a network's operations."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, for seconds, to keep it off code that runs uncompiled here anyway."""
+        return False
+
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.uses, self.stack = _Memory(), list[_Use](), list[_Call]()
