@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from rich.text import Text
 
 from tests.facts import mentions
+from tests.report.conftest import undrawn as undrawn
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebook.ipynb"
 
@@ -48,6 +50,7 @@ def test_the_notebook_is_committed_without_outputs() -> None:
     assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
+@pytest.mark.nightly
 def test_the_notebook_runs_and_shows_what_it_promises(executed: Any) -> None:
     directory, cells = executed
     first, comparison, metrics, plot, clients, model, report, mistake, summary = cells
@@ -68,6 +71,23 @@ def test_the_notebook_runs_and_shows_what_it_promises(executed: Any) -> None:
     told = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
     # no lines beside the panel, nothing for terminals
     assert "round 1/5" not in told and "\x1b" not in told
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_code_of_the_notebook_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does without a notebook around it."""
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
+    assert mentions(capsys.readouterr().out, "num-server-round", "unknown key", "did you mean", "num-server-rounds?")
+    assert names["last"]["evaluation-accuracy"].notna().all() and (names["fedcac"].path / "report.html").is_file()
+    assert len(list(tmp_path.glob("runs/*/summary.json"))) == 2
 
 
 def test_a_drawing_is_html_and_text() -> None:

@@ -43,6 +43,7 @@ from corolla.method import FedAvg, LocalUpdate, Method, NoParams, all_tensors
 
 class Client(LocalUpdate):
     def train(self, start, state, ctx):
+        os.write(2, b"a library says so\\n")
         print("at", ctx.round)
         once = Path(__file__).with_name(f"killed-{ctx.client_id}")
         if ctx.client_id == 1 and not once.exists():
@@ -75,12 +76,12 @@ def pooled(raw: dict[str, Scalar], count: int = 2) -> RunFolder:
 
 CASES: dict[str, dict[str, Scalar]] = {
     "state": {"method": "scaffold", **BATCHNORM},
-    "own": {"method": "prototypes:METHOD"},
     "private": {"method": "fedavg", "private": True},
+    "own": {"method": "prototypes:METHOD"},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["state", "private", pytest.param("own", marks=pytest.mark.nightly)])
 def test_a_pool_has_the_bits_of_one_process(case: str, tmp_path: Path) -> None:
     plugins.reset(PLUGINS)
     raw = raw_config(tmp_path, "one", **CASES[case])
@@ -103,8 +104,13 @@ def own(tmp_path: Path) -> Iterator[str]:
 def test_a_killed_worker_fails_its_own_message_and_is_replaced(
     own: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What workers write past Python is heard, too: of the killed one as of the others."""
     caplog.set_level(logging.INFO, "corolla")
-    folder = pooled(raw_config(tmp_path, "run", method=own, min_results=0.5))
+    said: list[str] = []
+    raw = raw_config(tmp_path, "run", method=own, min_results=0.5)
+    with pool_of(raw, say=said.append) as pool:
+        folder = server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
+    assert said.count("a library says so") == 2 * CLIENTS
     first, second = list(read_metrics(folder.path))
     assert set(first["clients"]) == {"0", "2", "3"} and set(second["clients"]) == {"0", "1", "2", "3"}
     log = (folder.path / "log.txt").read_text()
@@ -116,22 +122,8 @@ def test_a_killed_worker_fails_its_own_message_and_is_replaced(
 def test_a_breakpoint_in_a_worker_ends_the_run(own: str, tmp_path: Path) -> None:
     for name in ("stop", "killed-1"):
         (tmp_path / name).touch()
-    with rejected(UserError, "", "breakpoint()", "at own_killed.py:15", "--in-process"):
+    with rejected(UserError, "", "breakpoint()", "at own_killed.py:16", "--in-process"):
         pooled(raw_config(tmp_path, "run", method=own))
-
-
-def test_what_a_worker_writes_past_python_is_heard(tmp_path: Path) -> None:
-    (tmp_path / "own_writing.py").write_text(
-        OWN.replace("own_killed", "own_writing").replace("print(", 'os.write(2, b"a library says so\\n"); print(')
-    )
-    (tmp_path / "killed-1").touch()
-    plugins.reset(tmp_path)
-    said: list[str] = []
-    raw = raw_config(tmp_path, "run", method="own_writing:METHOD", num_server_rounds=1)
-    with pool_of(raw, say=said.append) as pool:
-        server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
-    plugins.reset()
-    assert said.count("a library says so") == CLIENTS
 
 
 def children(pid: int) -> list[psutil.Process]:

@@ -427,8 +427,9 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
     assert len(before) == jobs and all(2 < len(lines) < rounds for lines in before.values()) and not stamps(directory)
 
     now = ("--set", "round-timeout=77", "--set", "data-dir=data", "--set", "state-dir=new")
-    done = subprocess.run([*words, *now], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    code, out, err = corolla(capsys, monkeypatch, *words[len(COROLLA) :], *now)
+    assert code == 0, err
     after = recorded()
     settings = {name: RecordedRun(directory / name).settings for name in after}
     said = {(its["round-timeout"], its["data-dir"]) for its in settings.values()}
@@ -442,11 +443,10 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
         and not (directory / "unfinished").exists()
     )
     for name, lines in before.items():
-        assert f"resumes {directory / name} after round " in done.stdout
+        assert f"resumes {directory / name} after round " in out
         # its seconds would be others
         assert after[name][: len(lines)] == lines, "a round was repeated"
 
-    monkeypatch.chdir(tmp_path)
     plain = ("sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "state-dir=elsewhere")
     assert corolla(capsys, monkeypatch, *plain)[0] == 0
     found = [

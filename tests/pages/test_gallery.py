@@ -63,6 +63,7 @@ def test_masks(output: str) -> None:
     assert len(contrasts) == 3 and min(contrasts) > 0.05
 
 
+@pytest.mark.nightly
 @of("private", "private.svg")
 def test_private(output: str) -> None:
     found = rows(output)

@@ -118,7 +118,7 @@ def test_the_first_run(tutorial: Tutorial, rounds: int) -> None:
 
 @of("your-table")
 def test_a_table(tutorial: Tutorial) -> None:
-    outputs = tutorial.run()
+    outputs = tutorial.run(rounds=3)
     shown = outputs["corolla data show tumours.toml"]
     compared = outputs["corolla compare runs/alone runs/together runs/ditto"]
     for hospital in ("village", "town", "university"):

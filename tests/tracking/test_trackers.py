@@ -214,6 +214,7 @@ def test_an_unreachable_server(run: Run, warnings: list[str], monkeypatch: pytes
     assert mentions(warning, "warning", "mlflow misses part") and "127.0.0.1" in warning
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("unchecked")
 def test_a_server_that_never_answers(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
