@@ -155,7 +155,7 @@ def multiplication() -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the tables of docs/privacy.md."""
+    """Print the tables of studies/privacy.md."""
     logging.disable(logging.CRITICAL)
     seen = recorded()
     print("| members of a sum | honest sums called far |" + "".join(f" lie of {times} |" for times in LIES))

@@ -1,4 +1,4 @@
-"""The table of docs/privacy.md on the cost of differential privacy, from the folders of sweeps/dp.toml.
+"""The table of studies/privacy.md on the cost of differential privacy, from the folders of sweeps/dp.toml.
 
 python -m benchmarks.dp_accuracy runs/dp
 """

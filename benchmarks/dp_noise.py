@@ -1,6 +1,6 @@
 """The noise that a site's budget requires, by its number of training records, and the time to draw it.
 
-python -m benchmarks.dp_noise           # docs/privacy.md's table
+python -m benchmarks.dp_noise           # studies/privacy.md's table
 python -m benchmarks.dp_noise --cost    # seconds for the noise of one step, beside PyTorch's own generator
 """
 

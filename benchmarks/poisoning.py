@@ -1,4 +1,4 @@
-"""The effect of lying clients, and the defences: attack x method x defence, the table of docs/security.md.
+"""The effect of lying clients, and the defences: attack x method x defence, the table of studies/attacks.md.
 
 `python -m benchmarks.poisoning [METHOD ...]` trains on digits in one process, 10 clients, 15 rounds, all other keys at
 their defaults. The last client, or the last three, lie in every round (benchmarks/attacks.py). The script prints the

@@ -137,28 +137,26 @@ class Site:
     source: str = ""
     site_dir: str | None = key(
         None,
-        "Directory of this site's notes: privacy budgets that its records have spent, private rounds that it has answered; and "
-        "of its own model of each run (`corolla node export`). "
-        "`$COROLLA_SITE_DIR` takes precedence",
+        "Directory of this site's notes of privacy budgets and private rounds, and of its own model of each run "
+        "(`corolla node export`). `$COROLLA_SITE_DIR` takes precedence",
         Form("an absolute path", lambda v: isinstance(v, str) and v.startswith("/")),
     )
     max_evaluations: int | None = key(
         None,
-        "Most evaluations that this site answers in all its private runs and runs with `dp-epsilon` together; each such run is "
+        "Most evaluations that this site answers in all its private runs and runs with `dp-epsilon` together: each such run is "
         "one, and each message to train or to evaluate, unless `report-accuracy = false`. All SuperNodes of a machine "
-        "account count together, whatever data they name",
+        "account count together",
         _COUNT,
     )
     tell: str | None = key(
         None,
-        "Form in which this site's errors leave. `reasons`: a code, a key and a rule, each from a list; `details`: the "
-        "text, too, but never in private runs and runs with a privacy budget",
+        "Form in which this site's errors leave. `reasons`: a code, a key and a rule; `details`: the text, too, but never in "
+        "private runs and runs with `dp-epsilon`",
         Form("reasons or details", lambda v: v in ("reasons", DETAILED)),
     )
     data: Mapping[str, Any] = key(
         {},
-        "How this site's own table differs from the run's: `separator`, `decimal`, `rename = {Druck = \"pressure\"}`, "
-        '`scale = {pressure = 0.001}`, `fill = {humidity = 40.0}`, `exclude = ["foreman"]`. '
+        "How this site's own table differs from the run's: `separator`, `decimal`, `rename`, `scale`, `fill`, `exclude`. "
         "`corolla data show --site site.toml` checks it",
         _DATA,
     )

@@ -27,6 +27,8 @@ SOURCES: Mapping[str, str] = {
     "project/changelog.md": "CHANGELOG.md",
     "project/studies.md": "studies/README.md",
     "results-in-full.md": "studies/results.md",
+    "attacks-measured.md": "studies/attacks.md",
+    "privacy-measured.md": "studies/privacy.md",
     "reference/attacks.md": "tests/hostile/attacks.md",
     "project/citation.md": "CITATION.cff",
     "guides/notebook-example.md": "examples/notebook.ipynb",

@@ -267,7 +267,7 @@ def leaving(kind: Kind, content: RecordDict, way: Way) -> RecordDict:
 
 def table() -> list[str]:
     """Return the table in Markdown, for docs/privacy.md. Entries of one kind that follow each other share a row."""
-    lines = ["| entries | in replies to | type | leaves in runs | of the data | use |", "|---|---|---|---|---|---|"]
+    lines = ["| entries | type | leaves in runs | of the data | use |", "|---|---|---|---|---|"]
     for cells, entries in groupby(TABLE, _cells):
         names = (entry.name.lower() if entry.name in (METRIC, OWN) else f"`{entry.name}`" for entry in entries)
         lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
@@ -277,5 +277,4 @@ def table() -> list[str]:
 def _cells(entry: Entry) -> tuple[str, ...]:
     """Return an entry's cells behind its name."""
     modes = "all" if entry.modes == ALL else ", ".join(mode.value for mode in Mode if mode in entry.modes)
-    of = "every" if entry.of == _EVERY else ", ".join(entry.of)
-    return of, entry.form.words, modes, "yes" if entry.of_data else "no", entry.why
+    return entry.form.words, modes, "yes" if entry.of_data else "no", entry.why

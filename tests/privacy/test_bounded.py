@@ -1,4 +1,4 @@
-"""What docs/privacy.md says of small groups and of proofs: `python -m benchmarks.bounded`, with fewer rounds."""
+"""What studies/privacy.md says of small groups and of proofs: `python -m benchmarks.bounded`, with fewer rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a private round's costs in docs/privacy.md are those that its command measures."""
+"""The figures of a private round's costs in studies/privacy.md are those that its command measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.privacy import by_clients
 from fl_app.layout import Model
 
-PAGE = Path(__file__).parents[2] / "docs" / "privacy.md"
+PAGE = Path(__file__).parents[2] / "studies" / "privacy.md"
 D = 1_244_404
 
 

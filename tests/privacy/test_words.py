@@ -438,7 +438,7 @@ for promise in (PLAIN, PRIVATE, DP, PRIVATE | DP):
     way = client_of(Context(1, 1, node, RecordDict(), config)).widened(outgoing.Way(outgoing.modes_of(config)))
     admits = [way.admits("fit", name, 0.5) for name in ("battery", "loss-before", "accuracy-after", "seconds-train")]
     assert admits == [not promise or {every}, True, True, True], (promise, admits)
-assert "`battery` | fit | number | " in "\\n".join(outgoing.table())
+assert "`battery` | number | " in "\\n".join(outgoing.table())
 """
 
 
