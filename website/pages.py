@@ -30,6 +30,7 @@ SOURCES: Mapping[str, str] = {
     "attacks-measured.md": "studies/attacks.md",
     "privacy-measured.md": "studies/privacy.md",
     "reference/attacks.md": "tests/hostile/attacks.md",
+    "reference/entries.md": "fl_app/transport/entries.md",
     "project/citation.md": "CITATION.cff",
     "guides/notebook-example.md": "examples/notebook.ipynb",
     "guides/cross-device-example.md": "examples/cross-device.toml",

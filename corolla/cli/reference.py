@@ -1,8 +1,8 @@
 """Reference pages generated from declarations in the code (`corolla reference`).
 
 These are docs/config.md, the defaults in pyproject.toml, the tables of methods in README.md and docs/methods/, the table of a
-site's rules in docs/deployment.md, the table of all that leaves a site in docs/privacy.md, and the methods for apps of others in
-docs/flower-app.md.
+site's rules in docs/deployment.md, the table of all that leaves a site in fl_app/transport/entries.md, and the methods
+for apps of others in docs/flower-app.md.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def pages_with_tables(root: Path) -> dict[Path, str]:
     docs = root / "docs" / "methods"
     pages = {root / "README.md": {"Methods": names_table("`{}`")}}
     pages[root / "docs" / "deployment.md"] = {"What a site decides": site_table()}
-    pages[root / "docs" / "privacy.md"] = {"Every word that leaves a site": "\n".join(outgoing.table())}
+    pages[root / "fl_app" / "transport" / "entries.md"] = {"Entries that leave a site": "\n".join(outgoing.table())}
     pages[root / "docs" / "flower-app.md"] = {"Methods": abilities.table()}
     pages[docs / "index.md"] = {"Methods": names_table("[{0}]({0}.md)"), "Side by side": methods_table()}
     pages[docs / "index.md"]["Cited, and not here"] = absent_table()

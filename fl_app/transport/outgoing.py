@@ -1,8 +1,8 @@
 """All that leaves a site and is no array: one table, and the function that lets its entries pass.
 
 A client's reply is a Flower message: arrays, and records of numbers and texts. Every reply of a client passes `leaving`,
-in every kind of run. An entry that TABLE does not declare, or not in the declared form, stays at the site. docs/privacy.md
-prints the table. A simulation's clients are on the server's machine: there, replies stay as they are.
+in every kind of run. An entry that TABLE does not declare, or not in the declared form, stays at the site. entries.md
+has the table. A simulation's clients are on the server's machine: there, replies stay as they are.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def leaving(kind: Kind, content: RecordDict, way: Way) -> RecordDict:
 
 
 def table() -> list[str]:
-    """Return the table in Markdown, for docs/privacy.md. Entries of one kind that follow each other share a row."""
+    """Return the table in Markdown, for entries.md. Entries of one kind that follow each other share a row."""
     lines = ["| entries | type | leaves in runs | of the data | use |", "|---|---|---|---|---|"]
     for cells, entries in groupby(TABLE, _cells):
         names = (entry.name.lower() if entry.name in (METRIC, OWN) else f"`{entry.name}`" for entry in entries)
