@@ -239,6 +239,7 @@ SWEEP = Path(__file__).parents[2] / "sweeps" / "digits.toml"
 
 
 @pytest.mark.e2e
+@pytest.mark.nightly
 # half a minute on an idle machine
 @pytest.mark.timeout(900)
 def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_panel(
