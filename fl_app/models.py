@@ -83,9 +83,17 @@ def build(
             factory = plugins.load("model", name)
             # the batch with which it is tried
             _refuse_larger_than_memory(name, shape, num_classes, 8.0 * (math.prod(shape) + num_classes))
-            _seed(seed, name)
             example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
-            return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier, tried)
+
+            def called() -> nn.Module:
+                _seed(seed, name)
+                return _call_factory(name, factory, in_channels, num_classes, image_size, example, classifier, tried)
+
+            try:
+                return called()
+            except tracing.WrittenError:
+                with tracing.writing():
+                    return called()
         if name not in MODELS:
             raise ConfigurationError(
                 key="model", rule=f"must be one of {', '.join(MODELS)} or module:factory", value=name
@@ -356,7 +364,7 @@ def _mark(
     if key not in _SPLITS:
         try:
             output, found = tracing.traced(module, example, _wanted(module, classifier) if classifier else None)
-        except UserError:
+        except (UserError, tracing.WrittenError):
             raise
         except Exception as error:
             found = Split(fault=f"its layers cannot be followed ({describe(error)})")
@@ -426,6 +434,8 @@ def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: in
             elif output is None:
                 with torch.no_grad():
                     output = module(example)
+        except tracing.WrittenError:
+            raise
         except Exception as error:
             raise ConfigurationError(
                 key=f"model {name}",

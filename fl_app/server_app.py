@@ -69,7 +69,7 @@ from fl_app.transport.flower import Context, Grid, ServerApp
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.wire import SHA256, SIMULATION, hashes
 from strategies import METHOD_PARAMS, METHODS
-from strategies.base import PersonalizedStrategy
+from strategies.base import PersonalizedStrategy, handed_on
 from strategies.engine import late
 from strategies.engine.estimates import disk_estimate, fitting_limit, memory_estimate
 from strategies.engine.rounds import Rounds
@@ -149,6 +149,8 @@ def run(
     origin = _origin(config, registry, layout)
     remarks += [goes_on_line(origin, config, normalization_of(config, registry))] if origin else []
     # its values are in `initial`, which the strategy keeps as long as it needs it
+    if type(grid) is InProcessGrid:
+        handed_on.leave(module)
     del module
     shared = method.travelling(config, layout)
     trial = method.server(config, layout, initial, shared, RunFolder(Path(), ""))

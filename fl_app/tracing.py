@@ -20,9 +20,11 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -381,23 +383,58 @@ def _computes_linear(layer: nn.Module) -> bool:
     return torch.allclose(layer(z), nn.functional.linear(z, weight, bias), rtol=1e-3, atol=1e-5)
 
 
+class WrittenError(Exception):
+    """A network writes into its own parameters in training, and has other values now."""
+
+
+# the networks that write so have copies of their parameters, others share them with their copies
+_WRITING = ContextVar("writing", default=False)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """While this lasts, a network's copy in training has parameters of its own."""
+    token = _WRITING.set(True)
+    try:
+        yield
+    finally:
+        _WRITING.reset(token)
+
+
 def in_training(module: nn.Module, example: Tensor) -> tuple[nn.Module, Any] | None:
     """Return a copy of a network in training mode and its output for a batch, None if it cannot be copied.
 
-    Raises what the copy's `forward` raises.
+    The copy has the network's own parameters: a large network is not in memory twice. Raises WrittenError if they have other
+    values now, outside of `writing`. Raises what the copy's `forward` raises.
     """
+    shared = [] if _WRITING.get() else [each for each in module.parameters() if not is_lazy(each)]
+    before = [_sum(parameter) for parameter in shared]
     try:
-        copied = copy.deepcopy(module).train()
+        copied = copy.deepcopy(module, {id(parameter): parameter for parameter in shared}).train()
     except Exception:
         return None
-    with uncompiled(), torch.enable_grad():
-        return copied, copied(example)
+    try:
+        with uncompiled(), torch.enable_grad():
+            return copied, copied(example)
+    finally:
+        if [_sum(parameter) for parameter in shared] != before:
+            raise WrittenError
+
+
+def _sum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's bytes, read as whole numbers."""
+    values = tensor.detach().cpu().contiguous()
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64)
+    # NumPy adds without a copy in the sum's type
+    return int(np.add.reduce(values.reshape(-1).view(whole).numpy(), dtype=np.int64))
 
 
 def _reached_in_training(module: nn.Module, example: Tensor) -> frozenset[str]:
     """Return the names of the parameters that a gradient reaches in a copy that trains; none if no copy runs."""
     try:
         found = in_training(module, example)
+    except WrittenError:
+        raise
     except Exception:
         return frozenset()
     return _reached(*found)[0] if found else frozenset()

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.errors import ConfigurationError, listed
@@ -52,7 +54,9 @@ def freeze(module: nn.Module, patterns: str) -> None:
         name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)
     }  # tied to one
     for name in sorted(still):
-        digest.update(name.encode() + tensors[name].detach().cpu().contiguous().numpy().tobytes())
+        digest.update(name.encode())
+        # as bytes without a copy
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8))
         path, _, own = name.rpartition(".")
         owner = module.get_submodule(path)
         if own in owner._parameters:

@@ -21,6 +21,7 @@ from fl_app.server.run_folder import called_in, check_data, check_state, read_ab
 from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
+from strategies.base import handed_on
 from strategies.kernels.averages import RULES, rule_of
 from strategies.kernels.robust import ABLE
 
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from fl_app.data import DatasetInfo
 
 
-def check_locally(config: RunConfig) -> None:
+def check_locally(config: RunConfig, *, runs_here: bool = False) -> None:
     """Check everything that can fail on this machine before a simulation starts: data, partition, model, device.
 
-    Raises UserError.
+    runs_here: the run's server is this process, and takes the network. Raises UserError.
     """
     from fl_app import data, tasks
     from fl_app.layout import Layout
@@ -74,6 +75,9 @@ def check_locally(config: RunConfig) -> None:
             from client_app.dp import check_module
 
             check_module(module, config, info.input_shape)
+        elif runs_here:
+            handed_on.leave(module)
+        del module
     if line := data.numbering(config):
         console.print(escape(line), soft_wrap=True)
     warn_of_data(info)

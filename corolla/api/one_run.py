@@ -208,7 +208,7 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: LaunchOptions) -> P
     # a sweep resumes a run by its config key `resume`, not by the option
     if not parsed.resume:
         check_free(parsed)
-    check_locally(parsed)
+    check_locally(parsed, runs_here=how.in_process)
     if how.in_process:
         return run_in_process(config, parsed, at_once=how.clients_at_once)
     at, per_client = how.ray_address, (how.cpus_per_client, how.gpus_per_client)
@@ -437,6 +437,7 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int =
         from client_app.client_app import app as client_app
         from fl_app import server_app
         from fl_app.transport import inprocess
+        from strategies.base import handed_on
 
         lanes = None if at_once == 1 else Lanes(at_once)
         answer = lanes.answer if lanes else inprocess.first
@@ -446,6 +447,7 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int =
         try:
             return server_app.run(grid, parsed, ProgressEvents(display.take), in_flight).path
         finally:
+            handed_on.clear()
             if lanes:
                 lanes.close()
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
 
 from fl_app import metrics, rng, stopping, tasks, trainable_tensors
+from fl_app.checksums import stamp_of
 from fl_app.config import RunConfig
 from fl_app.errors import MethodError, UserError
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
 from fl_app.server.run_folder import RunFolder
-from strategies.base import earlier, hooks
+from strategies.base import earlier, handed_on, hooks
 from strategies.base.declared import Exported, Submodel
 from strategies.base.local_update import LocalUpdate, tested_by
 from strategies.base.needs import FEATURES, Need, refuse
@@ -286,9 +289,19 @@ class Method(Generic[P]):
         """
         import torch
 
-        from fl_app import models, weights
+        from fl_app import models, plugins, weights
 
         shape = input_shape or (in_channels, image_size, image_size)
+        file = (initial_weights, stamp_of(Path(initial_weights)), names) if initial_weights else None
+        # neither the number of clients nor the texts of all keys are known everywhere
+        same = dataclasses.replace(config, num_clients=0, resolved={}, defaults={})
+        wanted = self.name, same, (in_channels, num_classes, image_size, shape), file, plugins.generation()
+        if (left := handed_on.take(wanted)) is not None:
+            module, lines = left
+            for line in lines:
+                told(line)
+            return module
+        said: list[str] = []
 
         def drawn(k: int) -> nn.Module:
             module = models.build(
@@ -315,7 +328,7 @@ class Method(Generic[P]):
                     module,
                     initial_weights,
                     partial=config.initial_weights_partial,
-                    told=told,
+                    told=said.append,
                     names=names,
                     example=torch.zeros((2, *shape), dtype=getattr(torch, tasks.of(config).input_dtype)),
                 )
@@ -325,6 +338,9 @@ class Method(Generic[P]):
         module = self.around(ModelFactory(drawn, shape, config.seed), config)
         if config.train:
             trainable_tensors.freeze(module, config.train)
+        handed_on.note(module, wanted, said)
+        for line in said:
+            told(line)
         return module
 
     def around(self, factory: ModelFactory, config: RunConfig) -> nn.Module:

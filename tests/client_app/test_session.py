@@ -384,3 +384,16 @@ def test_a_task_that_failed_leaves_no_network(run: Run, monkeypatch: pytest.Monk
     with pytest.raises(UserError):
         run(method="fedavg", num_clients=2)
     assert not sessions
+
+
+def test_one_process_builds_a_runs_network_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server leaves it for the clients; another run's is another one."""
+    built: list[str] = []
+    build = models.build
+    monkeypatch.setattr(models, "build", lambda name, **more: built.append(name) or build(name, **more))
+    digests = [
+        read_summary(run(method="fedcac", num_clients=3, num_server_rounds=1, seed=seed, run_name=name).path)["digest"]
+        for seed, name in ((0, "first"), (1, "second"), (0, "third"))
+    ]
+    assert len(built) == 3
+    assert digests[0] == digests[2] != digests[1]

@@ -367,6 +367,41 @@ def test_a_model_that_fails_in_training_alone_is_refused_every_time(
             small("own:fails")
 
 
+class _Writes(nn.Module):
+    """A network that writes into a parameter in training."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.classifier = nn.Linear(4, 3)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.how == "data":
+            self.scale.data.mul_(2)
+        if self.training and self.how == "in place":
+            with torch.no_grad():
+                self.scale.add_(1)
+        return torch.as_tensor(self.classifier(x.flatten(1)[:, :4]) * self.scale)
+
+
+@pytest.mark.parametrize("how", ["", "data", "in place"])
+def test_a_trial_in_training_leaves_no_parameter_changed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works on the network's own parameters, and the network is built again if it has written into them."""
+    made: list[nn.Module] = []
+
+    def factory(**_: object) -> nn.Module:
+        made.append(_Writes(how))
+        return made[-1]
+
+    monkeypatch.setattr(plugins, "load", lambda *_: factory)
+    module = small("own:writes")
+    assert isinstance(module, _Writes) and torch.equal(module.scale, torch.ones(3))
+    assert len(made) == 1 + bool(how) and module is made[-1]
+    if how:
+        assert torch.equal(module.classifier.weight, made[0].get_parameter("classifier.weight"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_logits_of_any_precision_train(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "load", lambda *_: lambda **_: Answers(lambda y, training: y.to(dtype)))
