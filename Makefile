@@ -166,7 +166,7 @@ soak: install ## 20 SuperNodes for 20 rounds
 
 # ratios of docs/performance.md; about half an hour on two idle cores
 bench: install ## the ratios of docs/performance.md, half an hour
-	for name in kernels privacy training client_cost methods simulation deployment startup confine memory scale gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in kernels privacy training client_cost methods simulation deployment startup confine memory adapters scale gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 BENCHES ?= kernels privacy training simulation deployment startup confine memory scale
 # small forms; fail when a ratio is more than twice its target, and is so again: a slow moment passes, a slow program does not

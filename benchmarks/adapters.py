@@ -1,0 +1,154 @@
+"""Adapters of a frozen network: memory and processor seconds of a run beside the number of clients.
+
+python -m benchmarks.adapters            # a frozen network of 66 million parameters, 2, 8 and 16 clients
+python -m benchmarks.adapters --short    # 8 million parameters, 2 and 8 clients
+
+A text encoder of the size of DistilBERT with random weights; a matrix of rank 8 beside each projection of its attention
+trains, and the classifier. Every run is a process of its own, and has one round of FedCAC with 20 samples a client. The
+memory is the process's peak (resident), with the activations of a client's pass. A run with a tiny network is its base.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import arguments, finish
+
+SAMPLES, LENGTH, CLASSES = 20, 32, 4
+IDS, LAYERS = 30522, 6
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH, LAYERS, IDS = @WIDTH@, 6, 30522
+
+
+class Adapted(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.lora_a = nn.Parameter(torch.randn(8, width) * 0.02)
+        self.lora_b = nn.Parameter(torch.zeros(width, 8))
+
+    def forward(self, x):
+        return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.query, self.value = Adapted(width), Adapted(width)
+        self.key, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        def heads(y):
+            return y.unflatten(-1, (12, -1)).transpose(1, 2)
+
+        y = F.scaled_dot_product_attention(heads(self.query(x)), heads(self.key(x)), heads(self.value(x)))
+        x = self.first(x + self.out(y.transpose(1, 2).flatten(2)))
+        return self.second(x + self.down(F.gelu(self.up(x))))
+
+
+class Encoder(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.tokens = nn.Embedding(IDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(LAYERS))
+        self.classifier = nn.Linear(WIDTH, outputs)
+
+    def forward(self, ids):
+        x = self.tokens((ids.abs() * 10000).long() % IDS)
+        for block in self.blocks:
+            x = block(x)
+        return self.classifier(x.mean(1))
+
+
+def make(in_channels, num_classes, image_size):
+    return Encoder(num_classes)
+"""
+
+
+def write_data(directory: Path, samples: int) -> None:
+    """Write texts.npz: token ids, and classes that they do not tell."""
+    generator, labels = np.random.default_rng(0), np.arange(samples) % CLASSES
+    train, test = generator.integers(1, IDS, (2, samples, LENGTH), dtype=np.int32)
+    np.savez(directory / "texts.npz", x_train=train, x_test=test, y_train=labels, y_test=labels)
+
+
+def one(directory: Path, clients: int) -> None:
+    """Run in this process, and print what it took as JSON."""
+    os.chdir(directory)
+    sys.path.insert(0, str(directory))
+    import corolla
+
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    begun = time.monotonic()
+    corolla.run(
+        method="fedcac",
+        in_process=True,
+        clients=clients,
+        model="frozen:make",
+        train="*lora*,*classifier*",
+        dataset=f"npz:{directory / 'texts.npz'}",
+        partition="iid",
+        train_samples=SAMPLES,
+        test_samples=SAMPLES,
+        batch_size=SAMPLES,
+        local_epochs=1,
+        num_server_rounds=1,
+        device="cpu",
+        data_dir=str(directory / "data"),
+        state_dir=str(directory / f"state-{clients}"),
+        output_dir=str(directory),
+    )
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(json.dumps({"peak": 1024 * after.ru_maxrss, "cpu": seconds, "wall": time.monotonic() - begun}))
+
+
+def measured(directory: Path, clients: int) -> dict[str, float]:
+    """Run in a new process. Return its peak bytes, its processor seconds and its seconds."""
+    command = [sys.executable, "-m", "benchmarks.adapters", "--one", str(directory), str(clients)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Measure, print, check."""
+    if "--one" in sys.argv:
+        one(Path(sys.argv[2]), int(sys.argv[3]))
+        return
+    options = arguments(__doc__).parse_args()
+    width, counts = (192, (2, 8)) if options.short else (768, (2, 8, 16))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_data(directory, SAMPLES * max(counts))
+        (directory / "frozen.py").write_text(MODEL.replace("@WIDTH@", "12"))
+        base = measured(directory, counts[0])["peak"]
+        (directory / "frozen.py").write_text(MODEL.replace("@WIDTH@", str(width)))
+        rows = {clients: measured(directory, clients) for clients in counts}
+    # embeddings, and per block four projections, two layers of four times the width
+    network = 4 * (IDS * width + LAYERS * 12 * width**2)
+    results: dict[str, Any] = {f"{clients} clients": row for clients, row in rows.items()} | {"network": network}
+    results["networks in memory beyond a small one's run"] = (rows[counts[0]]["peak"] - base) / network
+    more = rows[counts[-1]]["peak"] - rows[counts[0]]["peak"]
+    results["networks per further client"] = more / (counts[-1] - counts[0]) / network
+    finish(results, {"networks per further client": 0.05}, options)
+
+
+if __name__ == "__main__":
+    main()
