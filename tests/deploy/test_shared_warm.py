@@ -59,8 +59,17 @@ def forked(link: Link) -> tuple[psutil.Process, psutil.Process, socket.socket]:
 
 
 def ended(*found: psutil.Process) -> bool:
-    _, alive = psutil.wait_procs(found, timeout=20)
-    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive if process.is_running())
+    """Wait until they have ended, whether or not their parent looks after those that have."""
+
+    def runs(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    until = time.monotonic() + 20
+    while any(map(runs, found)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not any(map(runs, found))
 
 
 def test_nodes_share_a_process_whose_children_end_with_their_node() -> None:
