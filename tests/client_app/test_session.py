@@ -200,7 +200,9 @@ left = Session.leave
     "keys",
     [
         pytest.param({"method": "fedavg", "momentum": 0.9}, id="fedavg"),
-        pytest.param({"method": "fedavg", "model": "resnet8", "train-samples": 17}, id="batchnorm"),
+        pytest.param(
+            {"method": "fedavg", "model": "tests.small_models:batchnorm", "train-samples": 17}, id="batchnorm"
+        ),
         pytest.param({"method": "fedavg", "model": "resnet8", "train": "layer3*,fc*"}, id="constants"),
         pytest.param({"method": "fedper", "finetune-epochs": 1}, id="local-tensors"),
         pytest.param({"method": "fedrep"}, id="frozen-parts"),

@@ -34,7 +34,10 @@ EQUAL: dict[str, Mapping[str, Scalar]] = {
 
 @pytest.mark.parametrize(
     ("method", "model"),
-    [*((method, "mlp") for method in EQUAL), *((m, "resnet8") for m in ("fedcac", "fedobp", "fedbn"))],
+    [
+        *((method, "mlp") for method in EQUAL),
+        *((m, "tests.small_models:batchnorm") for m in ("fedcac", "fedobp", "fedbn")),
+    ],
 )
 def test_five_rounds(run: Run, raw_config: dict[str, Any], method: str, model: str) -> None:
     keys = {

@@ -144,7 +144,9 @@ def test_what_cannot_be_is_refused_before_training(
 
 
 def test_resnets_with_group_norm_train(run: Run) -> None:
-    folder = run(model="resnet8", norm="group", train_samples=10, num_clients=2, **{**ROUNDS, "num_server_rounds": 1})
+    folder = run(
+        model="tests.small_models:group", train_samples=10, num_clients=2, **{**ROUNDS, "num_server_rounds": 1}
+    )
     assert read_summary(folder.path)["digest"]
 
 

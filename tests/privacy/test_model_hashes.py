@@ -16,7 +16,7 @@ from tests.conftest import Run
 CASES: list[dict[str, Any]] = [
     {"method": "fedavg", "private": True},
     {"method": "apfl", "private": True, "report_accuracy": False},
-    {"method": "fedcac", "private": True, "model": "resnet8"},
+    {"method": "fedcac", "private": True, "model": "tests.small_models:batchnorm"},
     {"method": "fedcac", "dp_epsilon": 8.0},
     {"method": "local", "dp_epsilon": 8.0, "private": False},
 ]

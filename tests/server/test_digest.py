@@ -82,7 +82,7 @@ def test_statistics_that_differ_make_another_digest(run: Run) -> None:
     found = {}
     for which in ("global", "local"):
         own = {"batchnorm_statistics": which}
-        found[which] = run(model="resnet8", num_server_rounds=1, run_name=which, fedavg=own)
+        found[which] = run(model="tests.small_models:batchnorm", num_server_rounds=1, run_name=which, fedavg=own)
     summaries = {which: read_summary(folder.path) for which, folder in found.items()}
     assert all(summary["digest-version"] == 2 for summary in summaries.values())
     assert summaries["global"]["digest"] != summaries["local"]["digest"]
@@ -113,7 +113,7 @@ def test_every_method_hashes_all_that_it_evaluates(run: Run, method: str) -> Non
 
 
 def test_a_collected_model_with_other_statistics_is_named(run: Run) -> None:
-    folder = run(model="resnet8", collect_personal_models=True)
+    folder = run(model="tests.small_models:batchnorm", collect_personal_models=True)
     file = folder.path / "models" / "client-1.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith("running_mean"))
@@ -125,7 +125,9 @@ def test_a_collected_model_with_other_statistics_is_named(run: Run) -> None:
 
 
 def test_earlier_runs_are_marked_and_never_taken_for_the_same(run: Run) -> None:
-    folders = [run(model="resnet8", num_server_rounds=1, run_name=name) for name in ("earlier", "later")]
+    folders = [
+        run(model="tests.small_models:batchnorm", num_server_rounds=1, run_name=name) for name in ("earlier", "later")
+    ]
     digest = read_summary(folders[1].path)["digest"]
     as_recorded_earlier(folders[0])
     outcome = RecordedRun(folders[0].path).outcome
@@ -137,7 +139,9 @@ def test_earlier_runs_are_marked_and_never_taken_for_the_same(run: Run) -> None:
     assert "version 1" not in tables.results_table(grouped(runs[1:]))
 
 
-def test_the_tool_prints_both_versions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_prints_both_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "FRACTIONS", (1.0,))
+    monkeypatch.setattr(digests, "CLIENTS", 2)
     lines = []
     for version in ("1", "2"):
         digests.main(["--version", version, "fedavg"])

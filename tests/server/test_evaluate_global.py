@@ -25,10 +25,14 @@ def evaluations(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("method", ["ditto", "apfl"])
-@pytest.mark.parametrize("batchnorm", [False, True], ids=["mlp", "resnet8"])
+@pytest.mark.parametrize("batchnorm", [False, True], ids=["mlp", "batchnorm"])
 def test_the_global_model_is_fedavgs(run: Run, method: str, batchnorm: bool) -> None:
     # what these methods' clients upload is FedAvg's, bit for bit
-    setting = {"evaluate_every": 1, "model": "resnet8" if batchnorm else "mlp", "validation_ratio": 0.2}
+    setting = {
+        "evaluate_every": 1,
+        "model": "tests.small_models:batchnorm" if batchnorm else "mlp",
+        "validation_ratio": 0.2,
+    }
     plain = evaluations(run(method="fedavg", run_name="plain", **setting))
     tested = evaluations(run(method=method, run_name="tested", evaluate_global=True, **setting))
     without = evaluations(run(method=method, run_name="without", **setting))

@@ -117,7 +117,7 @@ def test_rounds_that_are_kept(run: Run, every: str, rounds: list[int]) -> None:
 
 
 def test_the_mean_of_a_round_is_sent_in_the_next_and_the_last_is_the_final_model(run: Run) -> None:
-    path = run(keep_uploads="every 1", model="resnet8", num_server_rounds=3).path
+    path = run(keep_uploads="every 1", model="tests.small_models:batchnorm", num_server_rounds=3).path
     for t in (1, 2):
         with (
             np.load(path / "uploads" / f"round-{t}.npz") as now,

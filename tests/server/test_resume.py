@@ -63,7 +63,10 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     [
         pytest.param(["method=fedavg"], id="fedavg", marks=pytest.mark.nightly),
         pytest.param(["method=local"], id="local", marks=pytest.mark.nightly),
-        pytest.param(["method=fedcac", "fedcac.beta=3", "model=resnet8", "train-samples=40"], id="fedcac-batchnorm"),
+        pytest.param(
+            ["method=fedcac", "fedcac.beta=3", "model=tests.small_models:batchnorm", "train-samples=40"],
+            id="fedcac-batchnorm",
+        ),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(command: Command, tmp_path: Path, sets: list[str]) -> None:

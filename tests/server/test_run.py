@@ -123,7 +123,13 @@ def test_a_rerun_gives_the_same_bits(run: Run, method: str) -> None:
 
 
 def test_a_rerun_with_batchnorm_dropout_free_augmentation_and_momentum(run: Run) -> None:
-    options = {"model": "resnet8", "augment": "crop-flip", "momentum": 0.9, "train_samples": 9, "num_clients": 2}
+    options = {
+        "model": "tests.small_models:batchnorm",
+        "augment": "crop-flip",
+        "momentum": 0.9,
+        "train_samples": 9,
+        "num_clients": 2,
+    }
     digests = [read_summary(run(method="fedcac", run_name=name, **options).path)["digest"] for name in "ab"]
     assert digests[0] == digests[1]
 
@@ -210,9 +216,9 @@ def test_a_finished_run_is_never_overwritten(run: Run) -> None:
 
 
 def test_fedcac_with_local_statistics_does_not_send_them(run: Run) -> None:
-    small = {"model": "resnet8", "num_clients": 2, "train_samples": 8, "num_server_rounds": 2}
+    small = {"model": "tests.small_models:batchnorm", "num_clients": 2, "train_samples": 8, "num_server_rounds": 2}
     folder = run(method="fedcac", fedcac={"batchnorm-statistics": "local"}, **small)
-    layout = layout_of("resnet8")
+    layout = layout_of("tests.small_models:batchnorm")
     for record in rounds(folder):
         for row in record["clients"].values():
             assert row["upload-bytes"] == 4 * layout.d + -(-layout.d // 8) and row["download-bytes"] == 4 * layout.d
@@ -288,7 +294,12 @@ def uneven(tmp_path: Path) -> dict[str, Any]:
         test_idx_1=np.zeros(0, int),
         test_idx_2=np.arange(5, 15),
     )
-    return {"dataset": f"npz:{data}", "partition": f"file:{split}", "batch_size": 20, "model": "resnet8"}
+    return {
+        "dataset": f"npz:{data}",
+        "partition": f"file:{split}",
+        "batch_size": 20,
+        "model": "tests.small_models:batchnorm",
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -404,7 +415,7 @@ def test_a_part_of_the_initial_weights(run: Run, tmp_path: Path, method: str) ->
 
 @pytest.mark.parametrize("method", ["local", "lg-fedavg", "fedper", "fedbn"])
 def test_what_stays_local_starts_from_the_file_of_initial_weights_too(run: Run, method: str) -> None:
-    model: dict[str, Any] = {"model": "resnet8", "num_server_rounds": 1, "local_epochs": 1}
+    model: dict[str, Any] = {"model": "tests.small_models:batchnorm", "num_server_rounds": 1, "local_epochs": 1}
     file = str(run(run_name="first", **model).path / "models" / "global.safetensors")
     plain, own = (
         rounds(run(method=name, run_name=name, initial_weights=file, **model))[0] for name in ("fedavg", method)

@@ -119,7 +119,7 @@ def phases(seconds: Mapping[str, float]) -> Iterator[str]:
         {"method": "ditto", "evaluate_global": True, "validation_ratio": 0.2},
         {"private": True, "method": "fedcac"},
         {"dp_epsilon": 5.0, "num_server_rounds": 1},
-        {"model": "resnet8", "normalize": "mean-std", "train": "*"},
+        {"model": "tests.small_models:batchnorm", "normalize": "mean-std", "train": "*"},
     ],
     ids=["plain", "validation", "global", "private", "dp", "buffers"],
 )
