@@ -173,7 +173,25 @@ def test_simulated_time_alone_changes_no_bits(run: Run, tmp_path: Path) -> None:
     assert not any({"virtual-seconds", "working"} & set(record) for record in rounds(plain))
 
 
-@pytest.mark.parametrize("method", [*METHODS])
+# one of each kind: means, masks, parts at home, second models, clusters, prototypes, corrections, models of several sizes
+KINDS = (
+    "fedavg",
+    "local",
+    "fedcac",
+    "fedper",
+    "ditto",
+    "ifca",
+    "fedproto",
+    "scaffold",
+    "heterofl",
+    "fedconcat",
+    "apple",
+)
+
+
+@pytest.mark.parametrize(
+    "method", [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in METHODS]
+)
 def test_rounds_that_wait_for_everyone_change_no_bits(run: Run, method: str) -> None:
     """Quorum 1 and no deadline, and rounds that may close early but need all three clients, in simulated time."""
     keys: dict[str, Any] = {"method": method, "train_samples": 8} | dict(IN_TWO_ROUNDS.get(method, {}))
