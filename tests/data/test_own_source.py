@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,25 @@ def prepare(request: DataRequest) -> Prepared:
 LINE = '    Source("h5", "fl_app.data.h5:prepare", "/path.h5", reads=(".h5",), has_columns=True, tells_classes=True),\n'
 AFTER = "REGISTERED: tuple[Source, ...] = (\n"
 
+# a process that imports the copy: runs code in a directory, and answers with what it prints
 DRIVER = """
-import json, sys
+import contextlib, io, json, os, sys
+sys.path.insert(0, sys.argv[1])
+for line in sys.stdin:
+    directory, code, arguments = json.loads(line)
+    os.chdir(directory)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {"arguments": arguments})
+    print(json.dumps(printed.getvalue()), flush=True)
+"""
+COMMANDS = """
+import json
 from corolla import cli
 from typer.testing import CliRunner
 said = []
-for arguments in json.load(sys.stdin):
-    result = CliRunner().invoke(cli.app, arguments)
+for given in arguments:
+    result = CliRunner().invoke(cli.app, given)
     said.append(result.output + (str(result.exception) if result.exception else ""))
 print(json.dumps(said))
 """
@@ -73,6 +86,16 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def driver(clone: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process of all tests here: importing the copy takes it seconds."""
+    words = [sys.executable, "-P", "-c", DRIVER, str(clone)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A directory with 40 rows of two hospitals as h5 and as npz, and an empty one beside them."""
@@ -88,19 +111,19 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(clone: Path, directory: Path, code: str, given: str = "") -> str:
+def python(driver: subprocess.Popen[str], directory: Path, code: str, *arguments: list[str]) -> str:
     """Run code in a directory, where it imports the copy; its output."""
-    code = f"import sys; sys.path.insert(0, {str(clone)!r})\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=directory, input=given, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert driver.stdin and driver.stdout
+    driver.stdin.write(json.dumps([str(directory), code, arguments]) + "\n")
+    driver.stdin.flush()
+    answer = driver.stdout.readline()
+    assert answer, f"the process has ended with {driver.wait()}"
+    return str(json.loads(answer))
 
 
-def commands(clone: Path, directory: Path, *arguments: list[str]) -> list[str]:
+def commands(driver: subprocess.Popen[str], directory: Path, *arguments: list[str]) -> list[str]:
     """What each command prints and complains of, on one line."""
-    said = json.loads(python(clone, directory, DRIVER, json.dumps(arguments)).splitlines()[-1])
+    said = json.loads(python(driver, directory, COMMANDS, *arguments).splitlines()[-1])
     return [" ".join(text.split()) for text in said]
 
 
@@ -109,7 +132,7 @@ def sets(**config: Any) -> list[str]:
     return [word for key, value in pairs.items() for word in ("--set", f"{key}={value}")]
 
 
-def test_a_run_of_it(clone: Path, data: Path) -> None:
+def test_a_run_of_it(driver: subprocess.Popen[str], data: Path) -> None:
     """Its path becomes absolute, its column says whose rows are, and its classes are told whatever `report-class-counts` says."""
     config = sets(
         dataset="h5:mine.h5",
@@ -123,7 +146,7 @@ def test_a_run_of_it(clone: Path, data: Path) -> None:
         report_class_counts="false",
         run_name="mine",
     )
-    commands(clone, data, ["run", "--in-process", "--clients", "2", *config])
+    commands(driver, data, ["run", "--in-process", "--clients", "2", *config])
     folder = data / "runs" / "mine"
     assert tomllib.loads((folder / "config.toml").read_text())["dataset"] == f"h5:{data / 'mine.h5'}"
     assert json.loads((folder / "summary.json").read_text())["rounds"] == 1
@@ -131,7 +154,7 @@ def test_a_run_of_it(clone: Path, data: Path) -> None:
     assert [path.name.partition("-")[0] for path in (data / "prepared" / "datasets").glob("[!.]*")] == ["h5"]
 
 
-def test_what_is_wrong_with_it_is_said_before_anything_starts(clone: Path, data: Path) -> None:
+def test_what_is_wrong_with_it_is_said_before_anything_starts(driver: subprocess.Popen[str], data: Path) -> None:
     cases = {
         "h5x:mine.h5": "did you mean h5:mine.h5?",
         "h5": "dataset: h5 needs its path: h5:/path.h5, got 'h5'",
@@ -142,11 +165,11 @@ def test_what_is_wrong_with_it_is_said_before_anything_starts(clone: Path, data:
         "h5:mine.npz": f"h5: takes no .npz, got {data / 'mine.npz'}; did you mean npz:{data / 'mine.npz'}?",
         "h5:.": f"h5: takes no folder, got {data}; did you mean folder:{data}, or hf:{data} (saved by `datasets`)?",
     }
-    shown = commands(clone, data, *(["data", "show", *sets(dataset=dataset, target="outcome")] for dataset in cases))
+    shown = commands(driver, data, *(["data", "show", *sets(dataset=dataset, target="outcome")] for dataset in cases))
     for (dataset, expected), text in zip(cases.items(), shown, strict=True):
         assert expected in text, (dataset, text)
     without, other = commands(
-        clone,
+        driver,
         data,
         ["run", "--dry-run", *sets(dataset="h5:mine.h5")],
         ["data", "show", *sets(dataset="h5:mine.h5", target="outcom")],
@@ -155,7 +178,7 @@ def test_what_is_wrong_with_it_is_said_before_anything_starts(clone: Path, data:
     assert mentions(other, "no column 'outcom'", "it has age", "dose")
 
 
-def test_a_sites_rules_and_a_nodes_own_data_know_it(clone: Path, data: Path) -> None:
+def test_a_sites_rules_and_a_nodes_own_data_know_it(driver: subprocess.Popen[str], data: Path) -> None:
     code = f"""
 from deploy import site
 from fl_app import data
@@ -169,13 +192,13 @@ raw = {{"method": "any", "num-clients": 1, "dataset": "node", "classes": "ill,we
 part = data.open_client(parse(raw, {{"any": NoParams}}), 0, data_path={str(data / "mine.h5")!r})
 print(len(part.y_train), len(part.y_test), part.info.classes)
 """
-    refused, allowed, node = python(clone, data, code).splitlines()
+    refused, allowed, node = python(driver, data, code).splitlines()
     assert mentions(refused, "readable-paths", "dataset names a path")
     assert (allowed, node) == ("''", "30 10 ('ill', 'well')")
 
 
-def test_the_reference_and_the_keys_list_it(clone: Path, data: Path) -> None:
-    commands(clone, data, ["reference", str(clone)])
+def test_the_reference_and_the_keys_list_it(driver: subprocess.Popen[str], clone: Path, data: Path) -> None:
+    commands(driver, data, ["reference", str(clone)])
     rows = {
         line.split("`")[1]: line for line in (clone / "docs" / "config.md").read_text().splitlines() if "| `" in line
     }
@@ -185,4 +208,4 @@ from corolla.experiments.grouping import tells_runs_apart
 print(tells_runs_apart("test-ratio", {"dataset": "h5:/x", "partition": "iid"}))
 print(tells_runs_apart("test-ratio", {"dataset": "npz:/x", "partition": "iid"}))
 """
-    assert python(clone, data, code).split() == ["True", "False"]
+    assert python(driver, data, code).split() == ["True", "False"]

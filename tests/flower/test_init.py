@@ -28,21 +28,29 @@ def test_it_is_the_example(command: Command, tmp_path: Path) -> None:
     assert files(tmp_path / "mine") == files(EXAMPLE)
 
 
-@pytest.mark.parametrize(
-    ("method", "cls", "lines"), [("lg-fedavg", "LGFedAvg", 0), ("fedprox", "FedProx", 1), ("fedrep", "FedRep", 2)]
-)
-def test_another_method(command: Command, tmp_path: Path, method: str, cls: str, lines: int) -> None:
-    assert command("flower", "init", tmp_path / "mine", "--method", method)[0] == 0
-    written = files(tmp_path / "mine")
-    server, loop = written["pytorch_app/server_app.py"], written["pytorch_app/task.py"]
-    assert mentions(server, f"from corolla.flower import {cls}") and f"strategy = {cls}(fraction_train=" in server
-    assert loop.count("corolla.flower.") == lines and loop.count("import corolla.flower") == (lines > 0)
-    for text in (server, loop):
-        ast.parse(text)
-    done = subprocess.run(
-        [sys.executable, "-c", "import pytorch_app.server_app, pytorch_app.client_app"], cwd=tmp_path / "mine"
-    )
-    assert done.returncode == 0
+IMPORT = """
+import sys
+for directory in sys.argv[1:]:
+    sys.path[0] = directory
+    for name in [name for name in sys.modules if name.startswith("pytorch_app")]:
+        del sys.modules[name]
+    import pytorch_app.server_app, pytorch_app.client_app
+    assert pytorch_app.server_app.__file__.startswith(directory)
+"""
+
+
+def test_another_method(command: Command, tmp_path: Path) -> None:
+    places = []
+    for method, cls, lines in (("lg-fedavg", "LGFedAvg", 0), ("fedprox", "FedProx", 1), ("fedrep", "FedRep", 2)):
+        places.append(tmp_path / method)
+        assert command("flower", "init", places[-1], "--method", method)[0] == 0
+        written = files(places[-1])
+        server, loop = written["pytorch_app/server_app.py"], written["pytorch_app/task.py"]
+        assert mentions(server, f"from corolla.flower import {cls}") and f"strategy = {cls}(fraction_train=" in server
+        assert loop.count("corolla.flower.") == lines and loop.count("import corolla.flower") == (lines > 0)
+        for text in (server, loop):
+            ast.parse(text)
+    assert subprocess.run([sys.executable, "-c", IMPORT, *map(str, places)], cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(
