@@ -117,7 +117,7 @@ def node() -> Iterator[Node]:
 
 
 def a_request_without_end(node: Node) -> None:
-    pieces = (bytes(1 << 16) for _ in range(1000))
+    pieces = (bytes(1 << 16) for _ in range(600))
     with contextlib.suppress(httpx.TransportError):
         answer = httpx.post("http://{}:{}/v1/runtime/pull-messages".format(*node.address), content=pieces)
         assert answer.status_code == 413
@@ -126,7 +126,7 @@ def a_request_without_end(node: Node) -> None:
 def headers_without_end(node: Node) -> None:
     with socket.create_connection(node.address) as connection, contextlib.suppress(OSError):
         connection.sendall(b"POST /v1/runtime/push-object HTTP/1.1\r\nx: ")
-        for _ in range(1000):
+        for _ in range(600):
             connection.sendall(b"a" * (1 << 16))
 
 
@@ -144,11 +144,11 @@ def many_requests_at_once(node: Node) -> None:
 
 def many_parts(node: Node) -> None:
     with contextlib.suppress(httpx.HTTPError):
-        node.push(node.reply(16 * LIMIT))
+        node.push(node.reply(10 * LIMIT))
 
 
 def parts_of_many_replies(node: Node) -> None:
-    for number in range(60):
+    for number in range(40):
         with contextlib.suppress(httpx.HTTPError):
             node.push(node.reply(LIMIT // 4 + number))
 
@@ -199,7 +199,7 @@ def test_no_application_fills_its_supernodes_memory(node: Node, attack: Any) -> 
     """What it sent is dropped when the next message comes, whose reply then arrives."""
     left = []
     tracemalloc.start()
-    for _ in range(3):
+    for _ in range(2):
         # its own memory does not count
         application = multiprocessing.get_context("fork").Process(target=attack, args=(node,))
         application.start()

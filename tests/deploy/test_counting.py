@@ -109,8 +109,8 @@ def test_a_lock_that_an_application_holds_ends_the_count_and_not_the_gate(
     assert sample_counting.count(DIGITS, 0, 4, "") == 30
     (locked,) = (tmp_path / "datasets").glob(".*.lock")
     shutil.rmtree(locked.with_name(locked.stem[1:]))
-    monkeypatch.setattr(sample_counting, "SECONDS", 5.0)
-    with lock(locked, wait=False), pytest.raises(UserError, match="5 seconds"):
+    monkeypatch.setattr(sample_counting, "SECONDS", 3.0)
+    with lock(locked, wait=False), pytest.raises(UserError, match="3 seconds"):
         sample_counting.count(DIGITS, 0, 4, "")
 
 

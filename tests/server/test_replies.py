@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from fl_app.errors import UserError
-from fl_app.transport import fetched_reply
+from fl_app.transport import fetched_reply, replies
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.replies import Answer, Inbox
 from fl_app.transport.wire import WireError
@@ -138,7 +138,10 @@ def test_a_malformed_reply_is_its_own_affair(inbox: Inbox, client: Client) -> No
     assert len(client.confirmed) == 2
 
 
-def test_a_reply_that_is_never_complete_holds_nobody_up(inbox: Inbox, client: Client) -> None:
+def test_a_reply_that_is_never_complete_holds_nobody_up(
+    inbox: Inbox, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "_FETCH_SECONDS", 0.5)
     add(client, "slow", records("slow"), lambda objects: objects.pop(next(iter(objects))))
     add(client, "quick", records("quick"))
     inbox.expect("slow", 0.5)
