@@ -283,4 +283,4 @@ def test_time_grows_with_the_number_of_columns_not_with_its_square(key: str, tmp
         assert len(encoded.uses) == count and len(problems) in (0, count - 1)
         return time.process_time() - start
 
-    assert min(seconds(8000) for _ in range(2)) < 8 * min(seconds(2000) for _ in range(2))
+    assert min(seconds(4000) for _ in range(2)) < 8 * min(seconds(1000) for _ in range(2))

@@ -30,7 +30,7 @@ from fl_app.data.text import AG_NEWS, LENGTH, token_ids
 from fl_app.errors import DataError, UserError
 from fl_app.tasks import normalization
 from strategies import METHODS
-from tests.conftest import Command, Run, config
+from tests.conftest import SMALL, Command, Run, config, flat
 from tests.facts import mentions, rejected
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,8 +232,12 @@ def test_a_site_of_its_own_reads_no_texts(tmp_path: Path) -> None:
 def test_a_client_imports_no_tokenizers(tmp_path: Path) -> None:
     settings = keys(tmp_path)
     data.prepare_for(config(**settings))
-    code = "import sys; from fl_app import data; from tests.conftest import config; data.prepare_for(config(**{})); {}"
-    line = code.replace("{}", "{!r}", 1).format(settings, "") + "print('tokenizers' in sys.modules)"
+    code = (
+        "import sys; from fl_app import data; from fl_app.config import parse; from strategies import METHOD_PARAMS\n"
+    )
+    line = (
+        f"{code}data.prepare_for(parse({SMALL | flat(settings)!r}, METHOD_PARAMS)); print('tokenizers' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "False\n"
 
