@@ -193,11 +193,10 @@ def figure_of(file: Path, rows: Path) -> float:
     return predict.measure(outputs, asked.targets, card)[1]
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("months", "events"),
-    [(2, TWO), (12, TWELVE)],
+    [pytest.param(2, TWO, marks=pytest.mark.long), pytest.param(12, TWELVE, marks=pytest.mark.nightly)],
 )
 def test_plants_go_on_from_month_to_month(tmp_path: Path, months: int, events: Mapping[int, Sequence[str]]) -> None:
     with plants_in(tmp_path) as plants:
