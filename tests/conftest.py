@@ -59,6 +59,15 @@ IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {
 
 built_command = functools.cache(cli.build_command)
 
+# means, masks, parts at home, second models, clusters, prototypes, corrections, models of several sizes
+KINDS = "fedavg local fedcac fedper ditto ifca fedproto scaffold heterofl fedconcat apple".split()
+
+
+def of_each_kind() -> list[Any]:
+    """Return all methods, for a parametrization: one of each kind is tried daily, the others by night."""
+    return [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in METHOD_PARAMS]
+
+
 Run = Callable[..., RunFolder]
 Made = Callable[..., RunFolder]
 Command = Callable[..., tuple[int, str, str]]

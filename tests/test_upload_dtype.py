@@ -14,7 +14,7 @@ from fl_app.layout import Model
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.transport import wire
 from strategies import METHODS
-from tests.conftest import IN_TWO_ROUNDS, Run, config
+from tests.conftest import IN_TWO_ROUNDS, Run, config, of_each_kind
 from tests.facts import rejected
 from tests.privacy.runs import PRIVATE
 
@@ -50,7 +50,7 @@ def beside(expected: wire.Expected) -> int:
 
 
 @pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", of_each_kind())
 def test_every_method_runs_with_half_the_bytes(run: Run, arriving: list[wire.Expected], method: str) -> None:
     own = IN_TWO_ROUNDS.get(method, {})
     folder = run(method=method, num_clients=3, num_server_rounds=2, keep_state=True, **own)

@@ -14,8 +14,7 @@ from client_app.client_app import app
 from fl_app.errors import UserError
 from fl_app.server.run_folder import CLIENTS, RunFolder, read_clients, read_metrics, read_summary
 from fl_app.transport import discovery
-from strategies import METHODS
-from tests.conftest import IN_TWO_ROUNDS, Run, config
+from tests.conftest import IN_TWO_ROUNDS, Run, config, of_each_kind
 from tests.facts import mentions, rejected
 from tests.server.fake_grid import SILENT, FakeGrid, exchange, three
 
@@ -75,7 +74,7 @@ def test_all_is_learned_of_all_in_the_end(run: Run) -> None:
     assert about[0]["data"] == about[1]["data"] and about[0]["classes"] == about[1]["classes"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", of_each_kind())
 def test_no_method_computes_anything_else(method: str, run: Run) -> None:
     more: dict[str, Any] = dict(IN_TWO_ROUNDS.get(method, {}))
     shared = {

@@ -29,7 +29,7 @@ from strategies.engine import late, steps
 from strategies.engine.attempt import RoundAttempt
 from strategies.engine.late import PendingUpload
 from strategies.engine.plain import PlainRounds
-from tests.conftest import IN_TWO_ROUNDS, Run, config, flat
+from tests.conftest import IN_TWO_ROUNDS, Run, config, flat, of_each_kind
 from tests.facts import mentions, rejected
 from tests.methods.runs import timeless
 from tests.server.test_run_misbehaving import corrupting, raising, replaced
@@ -173,25 +173,7 @@ def test_simulated_time_alone_changes_no_bits(run: Run, tmp_path: Path) -> None:
     assert not any({"virtual-seconds", "working"} & set(record) for record in rounds(plain))
 
 
-# one of each kind: means, masks, parts at home, second models, clusters, prototypes, corrections, models of several sizes
-KINDS = (
-    "fedavg",
-    "local",
-    "fedcac",
-    "fedper",
-    "ditto",
-    "ifca",
-    "fedproto",
-    "scaffold",
-    "heterofl",
-    "fedconcat",
-    "apple",
-)
-
-
-@pytest.mark.parametrize(
-    "method", [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in METHODS]
-)
+@pytest.mark.parametrize("method", of_each_kind())
 def test_rounds_that_wait_for_everyone_change_no_bits(run: Run, method: str) -> None:
     """Quorum 1 and no deadline, and rounds that may close early but need all three clients, in simulated time."""
     keys: dict[str, Any] = {"method": method, "train_samples": 8} | dict(IN_TWO_ROUNDS.get(method, {}))
