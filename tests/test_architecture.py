@@ -104,17 +104,23 @@ def imported(path: Path) -> tuple[str, ...]:
     return tuple(names_imported(parsed(path)))
 
 
-def names_imported(tree: ast.Module) -> Iterator[str]:
-    # expressions import nothing
+def imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield a file's imports. Expressions have none."""
     below: list[ast.AST] = [tree]
     while below:
         node = below.pop()
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
         elif not isinstance(node, ast.expr):
             below += ast.iter_child_nodes(node)
+
+
+def names_imported(tree: ast.Module) -> Iterator[str]:
+    for node in imports(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @cache

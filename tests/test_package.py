@@ -21,7 +21,7 @@ from fl_app import extras, plugins
 from fl_app.errors import UserError
 from fl_app.transport.app_bundle import project_file
 from tests.facts import mentions
-from tests.test_architecture import modules
+from tests.test_architecture import imports, modules, parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -33,10 +33,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 def imported_packages(path: Path) -> frozenset[str]:
     """Return the first parts of the names that a file imports, inside functions and for type checkers too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif node.module and not node.level:
             found.add(node.module.partition(".")[0])
     return frozenset(found)
 
