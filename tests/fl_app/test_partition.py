@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -647,9 +649,11 @@ for name in ("dirichlet-client", "dirichlet", "dirichlet-fl-bench", "pathologica
                    test_samples=10, min_samples=5, test_ratio=0.25)
     print(hashlib.sha256(b"".join(i.tobytes() for share in shares for i in share)).hexdigest())
 """
-    procs = [subprocess.Popen([sys.executable, "-c", code], cwd=APP, stdout=subprocess.PIPE) for _ in range(2)]
-    first, second = (proc.communicate()[0] for proc in procs)
-    assert first == second and len(first.split()) == 5
+    there = subprocess.run([sys.executable, "-c", code], cwd=APP, capture_output=True, text=True, check=True).stdout
+    here = io.StringIO()
+    with contextlib.redirect_stdout(here):
+        exec(code, {})
+    assert there == here.getvalue() and len(there.split()) == 5
 
 
 def test_what_clients_hold_of_other_classes_than_drawn() -> None:
