@@ -17,7 +17,10 @@ from strategies import METHODS
 from tests.facts import mentions
 
 
-def test_gpu_check_on_the_cpu() -> None:
+def test_gpu_check_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With smaller images and batches than on a GPU."""
+    monkeypatch.setattr(gpu_check, "SHAPES", {"cnn": (28, 1), "resnet8": (8, 3)})
+    monkeypatch.setattr(gpu_check, "BATCH", 20)
     results, wrong = gpu_check.check_device(torch.device("cpu"), small=True)
     assert wrong == []
     for model in ("cnn", "resnet8"):

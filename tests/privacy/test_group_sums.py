@@ -93,7 +93,9 @@ def test_sums_of_clients_drawn_one_by_one_would_tell_models_and_those_of_groups_
 def test_who_is_away_is_told_from_the_difference_unless_its_group_goes_with_it(
     raw_config: dict[str, Any], models: Models, sums: list[Sum], absent: str
 ) -> None:
-    folder = run_without(raw_config, (4, 0, 5), (7, 0, 2), **SETTINGS, private_left_out=absent)
+    folder = run_without(
+        raw_config, (4, 0, 5), (7, 0, 2), **{**SETTINGS, "num_server_rounds": 9}, private_left_out=absent
+    )
     attack = Attack(sums, models, CLIENTS)
     assert [(f["client"], f.get("attempt")) for r in rounds(folder) for f in r["failures"]] == [(5, None), (2, None)]
     assert sizes(sums, 4, 7, 8) == ([11, 11, 12] if absent == "client" else [9, 9, 12])
@@ -122,8 +124,9 @@ def test_fedcac_with_groups_that_change_and_clients_that_drop_out(
     raw_config: dict[str, Any], models: Models, sums: list[Sum], absent: str
 ) -> None:
     gone = [(3, 0, 0), (3, 0, 1), (5, 0, 7), (8, 0, 3)]
-    folder = run_without(raw_config, *gone, **SETTINGS | GROUPED, private_left_out=absent, min_results=0.3)
-    assert len(rounds(folder)) == 12 and min(sizes(sums, *range(13))) >= 3
+    settings = SETTINGS | GROUPED | {"num_server_rounds": 9}
+    folder = run_without(raw_config, *gone, **settings, private_left_out=absent, min_results=0.3)
+    assert len(rounds(folder)) == 9 and min(sizes(sums, *range(13))) >= 3
     assert len([1 for round, _ in sums if round == 3]) > 1  # it has groups
     attack = Attack(sums, models, CLIENTS)
     if absent == "group":
