@@ -373,7 +373,7 @@ def test_part_of_each_network_is_personal(own_model: Any, run: Run, case: str) -
         pytest.skip("a pass of it is enough")
     reference = own_model(CASES[case][0])
     runs = {
-        method: digest(run(method=method, model=reference, run_name=method))
+        method: digest(run(method=method, model=reference, num_clients=2, train_samples=8, run_name=method))
         for method in ("fedavg", "fedper", "lg-fedavg", "local")
     }
     assert len(set(runs.values())) == 4
