@@ -20,6 +20,7 @@ import pytest
 
 from client_app.at_once import Lanes
 from client_app.client_app import app
+from corolla.experiments import dry_run
 from fl_app import models
 from fl_app.config import RunConfig, parse
 from fl_app.errors import RoundFailed, UserError
@@ -37,6 +38,7 @@ from strategies.baselines.heterofl import part_of
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
 
 CLIENTS = 4
+SHAPE: dict[str, Any] = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 KINDS = ("fedavg", "fedcac", "fedbn", "fedproto", "ifca", "scaffold", "fedfomo", "fedconcat", "apple")
 """One method each that averages, masks, keeps a part, sends prototypes, has clusters, corrects, sends others' models, has phases,
 and learns whom to send."""
@@ -181,7 +183,7 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
     assert_reports_are_sent(METHODS[method], rounds)
     assert len(rounds[-1]["evaluation"]["clients"]) == CLIENTS
 
-    layout = Layout.of(models.build(MODELS[model], in_channels=1, num_classes=10, image_size=8))
+    layout = Layout.of(models.build(MODELS[model], **SHAPE))
     for record in rounds:
         plain = documented_bytes(method, layout, record["round"], len(record["clients"]))
         more = documented_extras(method, layout)
@@ -193,6 +195,13 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         assert told.before_deviation is not None and told.after_deviation is not None
         assert told.loss is not None and told.loss > 0 and told.upload_bytes >= 0 and told.seconds["round"] > 0
         assert told.evaluated == (record["round"] == 2) and (not told.evaluated or 0 <= (told.all_clients or 0) <= 1)
+
+    if method in METHODS and fraction < 1:
+        # what a dry run says of the last round; it knows of no third client's model that FedFomo would send
+        priced = dry_run.round_bytes(parsed, METHODS[method], SHAPE)
+        assert rounds[-1]["upload-bytes"] == priced.participants * priced.upload
+        assert rounds[-1]["download-bytes"] == priced.participants * priced.download
+    assert summary["scale"] == "full"
 
     # three clients take turns, each in a lane whose network the one before left there
     lanes = Lanes(3, said.append)

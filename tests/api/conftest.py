@@ -10,6 +10,7 @@ import pytest
 
 import corolla
 from tests.conftest import SMALL
+from tests.report.conftest import undrawn as undrawn
 
 Start = Callable[..., corolla.Run]
 

@@ -12,7 +12,6 @@ import pytest
 from rich.text import Text
 
 from tests.facts import mentions
-from tests.report.conftest import undrawn as undrawn
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebook.ipynb"
 

@@ -57,6 +57,7 @@ def test_a_run_is_the_commands_run(start: Start, run: RunHere, tmp_path: Path) -
     assert mean == pytest.approx(found.summary["final-accuracy"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_its_page_and_its_table(start: Start) -> None:
     found = start()
     page = found.report()

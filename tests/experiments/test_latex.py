@@ -11,6 +11,7 @@ import pytest
 from strategies import METHODS
 from tests.conftest import Command
 from tests.experiments.test_significance import write_run
+from tests.report.conftest import undrawn as undrawn
 
 GAINS = {"fedavg": 0.0, "perfedavg": -0.1, "lg-fedavg": 0.1, "fedcac": 0.2}
 
@@ -40,6 +41,7 @@ def test_every_method_has_its_papers_name() -> None:
     assert METHODS.title("perfedavg") == "Per-FedAvg" and METHODS.title("my_file:METHOD") == "my_file:METHOD"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("whence", ["compare", "report"])
 def test_best_second_and_significance_are_marked(tmp_path: Path, command: Command, whence: str) -> None:
     write_all(tmp_path / "runs")

@@ -17,10 +17,9 @@ from corolla.api.settings import Scale, resolve, scaled
 from corolla.experiments import dry_run
 from fl_app.config import parse
 from fl_app.errors import ConfigurationError, UserError
-from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.server.run_folder import read_summary
 from fl_app.toml import flatten
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.experiments.preset_settings import SETTINGS
 from tests.facts import mentions, rejected
 
@@ -214,19 +213,6 @@ def test_bytes_of_a_round_by_hand() -> None:
     # per block two BatchNorms, one more: stem or shortcut
     d, b = 1_235_274, 2 * (64 * 3 + 128 * 3 + 256 * 3)
     assert (cost.participants, cost.upload, cost.download) == (40, 4 * (d + b) + -(-d // 8), 4 * (d + b))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None:
-    folder = run(
-        method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp", **IN_TWO_ROUNDS.get(method, {})
-    )
-    config = parse(flatten(tomllib.loads(folder.path.joinpath("config.toml").read_text())), METHOD_PARAMS)
-    cost = dry_run.round_bytes(config, METHODS[method], {"in_channels": 1, "num_classes": 10, "image_size": 8})
-    record = list(read_metrics(folder.path))[-1]
-    assert record["upload-bytes"] == 2 * cost.upload
-    assert record["download-bytes"] == 2 * cost.download
-    assert read_summary(folder.path)["scale"] == "full"
 
 
 def test_small_scales_rounds_clients_samples_and_beta() -> None:

@@ -35,6 +35,7 @@ def run(path: Path, training: Sequence[float | None], **config: Any) -> Path:
     return folder(path, records, **config)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_training_and_test_losses_stand_side_by_side(tmp_path: Path) -> None:
     paths = [run(tmp_path / "a", [4.0, 2.0, 1.0]), run(tmp_path / "b", [4.0, 3.0, 2.0], method="local")]
     (panel,) = losses(grouped(read_runs(paths)))

@@ -14,6 +14,7 @@ from corolla.report.groups import grouped, judged_by
 from corolla.report.page import write_report
 from tests.conftest import Run
 from tests.facts import mentions
+from tests.report.test_pictures import assert_drawn_within
 
 
 def settings(tmp_path: Path) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {**files, "num_server_rounds": 3, "metrics": "auc"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_column_a_curve_and_differences(run: Run, tmp_path: Path) -> None:
     keys = settings(tmp_path)
     folders = [run(**keys, method=name, run_name=name).path for name in ("fedavg", "local")]
@@ -48,7 +50,8 @@ def test_a_column_a_curve_and_differences(run: Run, tmp_path: Path) -> None:
     text = page.read_text()
     assert "final-auc (%)" in text and "2 of 3 clients" in text and mentions(text, "chosen on test", "data")
     assert 'id="differences"' in text and "Wilcoxon" in text and "Client by client" in text
-    assert (tmp_path / "report" / "report-figures" / "auc.png").stat().st_size > 0
+    assert (tmp_path / "report" / "report-figures" / "auc.png").is_file()
+    assert_drawn_within(panels["auc"])
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -170,6 +170,7 @@ def ends(panel: Panel, part: str) -> list[float]:
     return [float(line["mean"].iloc[-1]) for _, line in lines]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_clients_that_never_train_are_drawn_apart_and_the_table_says_the_same(tmp_path: Path) -> None:
     paths = [held_out(tmp_path / "held", [3, 4])]
     groups = grouped(read_runs(paths))

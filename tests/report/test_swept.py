@@ -48,6 +48,7 @@ def assert_drawn_whole(panel: Panel) -> None:
     assert_drawn_within(panel)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_line_over_the_key_with_a_band_over_the_seeds_and_a_level_of_other_methods(tmp_path: Path) -> None:
     rows: list[tuple[float | None, dict[str, Any]]] = [
         (final, {"method": "fedcac", "fedcac": {"tau": tau}, "seed": seed})
