@@ -56,6 +56,8 @@ def compose(*arguments: str, check: bool = True, **environment: str) -> subproce
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    # what a run of these tests that was killed has left
+    compose("down", "--volumes", "--timeout", "20", check=False)
     yield
     compose("down", "--volumes", "--timeout", "20", check=False)
     label = f"label=com.docker.compose.project={PROJECT}"
