@@ -77,7 +77,6 @@ def check_locally(config: RunConfig, *, runs_here: bool = False) -> None:
             check_module(module, config, info.input_shape)
         elif runs_here:
             handed_on.leave(module)
-        del module
     if line := data.numbering(config):
         console.print(escape(line), soft_wrap=True)
     warn_of_data(info)

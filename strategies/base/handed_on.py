@@ -32,15 +32,19 @@ def note(module: nn.Module, wanted: object, lines: Sequence[str]) -> None:
 
 
 def leave(module: nn.Module) -> None:
-    """Leave a network, which nobody uses further, for the next `take`."""
+    """Leave a network that was noted, and that nobody uses further, for the next `take`."""
     _LEFT[:] = [module]
 
 
 def take(wanted: object) -> tuple[nn.Module, Sequence[str]] | None:
     """Return the network that was left, and the lines that its making told, if it is the wanted one. Any other is let go."""
-    left = _LEFT.pop() if _LEFT else None
-    made = None if left is None else _MADE.get(left)
-    return (left, made.lines) if left is not None and made is not None and made.wanted == wanted else None
+    try:
+        module = _LEFT.pop()
+    # nothing was left, or another thread has just taken it
+    except IndexError:
+        return None
+    made = _MADE[module]
+    return (module, made.lines) if made.wanted == wanted else None
 
 
 def clear() -> None:
