@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import arguments, finish
+from benchmarks.measure import arguments, finish, resource_peak
 
 SAMPLES, LENGTH, CLASSES = 20, 32, 4
 IDS, LAYERS = 30522, 6
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-WIDTH, LAYERS, IDS = @WIDTH@, 6, 30522
+WIDTH, LAYERS, IDS = @SIZES@
 
 
 class Adapted(nn.Module):
@@ -88,6 +88,11 @@ def write_data(directory: Path, samples: int) -> None:
     np.savez(directory / "texts.npz", x_train=train, x_test=test, y_train=labels, y_test=labels)
 
 
+def write_model(directory: Path, width: int) -> None:
+    """Write frozen.py, the module of the run's model."""
+    (directory / "frozen.py").write_text(MODEL.replace("@SIZES@", f"{width}, {LAYERS}, {IDS}"))
+
+
 def one(directory: Path, clients: int) -> None:
     """Run in this process, and print what it took as JSON."""
     os.chdir(directory)
@@ -116,7 +121,7 @@ def one(directory: Path, clients: int) -> None:
     )
     after = resource.getrusage(resource.RUSAGE_SELF)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(json.dumps({"peak": 1024 * after.ru_maxrss, "cpu": seconds, "wall": time.monotonic() - begun}))
+    print(json.dumps({"peak": resource_peak(), "cpu": seconds, "wall": time.monotonic() - begun}))
 
 
 def measured(directory: Path, clients: int) -> dict[str, float]:
@@ -137,9 +142,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_data(directory, SAMPLES * max(counts))
-        (directory / "frozen.py").write_text(MODEL.replace("@WIDTH@", "12"))
+        write_model(directory, 12)
         base = measured(directory, counts[0])["peak"]
-        (directory / "frozen.py").write_text(MODEL.replace("@WIDTH@", str(width)))
+        write_model(directory, width)
         rows = {clients: measured(directory, clients) for clients in counts}
     # embeddings, and per block four projections, two layers of four times the width
     network = 4 * (IDS * width + LAYERS * 12 * width**2)
