@@ -52,6 +52,9 @@ API = {
 """By title, the pages of the Python API: the module, and the names shown; () shows all that the module exports."""
 
 
+SECTIONS = ("How it works", "Equations", "Parameters", "Deviations", "Limits", "Cost")
+"""The sections of a method's page, in order. The site adds those with tables; others may be missing."""
+
 LANGUAGES = {".cff": "yaml", ".toml": "toml", ".py": "python"}
 """By suffix, the language of files that a page shows unchanged."""
 
@@ -70,8 +73,8 @@ def generated() -> dict[str, str]:
 
 
 def docstring_page(method: str) -> str:
-    """Return the page of a method that docs/methods/ has none for: its module's docstring, and the headings of the tables."""
-    return f"# {method}\n\n{METHODS.doc(method)}\n\n## Parameters\n\n## Cost\n"
+    """Return the page of a method that docs/methods/ has none for: its module's docstring."""
+    return f"# {method}\n\n{METHODS.doc(method)}\n"
 
 
 def _text(path: Path) -> str:
@@ -97,21 +100,28 @@ def method_navigation() -> list[str]:
 def method_page(page: str, text: str) -> str:
     """Return a method page's text with the tables that the code declares. Other pages' text is unchanged.
 
-    The table of keys follows the heading "Parameters", that of costs the heading "Cost"; the table of presets is at the
-    end. Raises ValueError if the page lacks a heading.
+    The table of keys is in the section "Parameters", that of costs in the section "Cost"; the table of presets is at the
+    end. A section that the page lacks is added in its place (SECTIONS).
     """
     method = next((name for name in METHOD_PARAMS if page == f"methods/{slug(name)}.md"), None)
     if method is None:
         return text
     declared = specs(METHOD_PARAMS[method], method)
     for title, table in (("Parameters", key_table(declared) if declared else ""), ("Cost", cost_table(method))):
-        heading = f"\n## {title}\n"
-        if table and heading not in text:
-            raise ValueError(f'docs/{page} has no section "{title}"')
         if table:
-            text = text.replace(heading, f"{heading}\n{table}\n", 1)
+            text = _below(text, title, table)
     cells = [preset for preset in all_presets().values() if preset.settings.get("method") == method]
     return f"{text.rstrip()}\n\n## Presets\n\n{preset_table(cells)}\n" if cells else text
+
+
+def _below(text: str, title: str, table: str) -> str:
+    """Return a method page's text with a table as the first content of a section, which is added if there is none."""
+    heading = f"\n## {title}\n"
+    if heading not in text:
+        later = SECTIONS[SECTIONS.index(title) + 1 :]
+        place = min((text.find(f"\n## {name}\n") for name in later if f"\n## {name}\n" in text), default=len(text))
+        text = f"{text[:place]}{heading}{text[place:]}"
+    return text.replace(heading, f"{heading}\n{table}\n", 1)
 
 
 def preset_table(presets: Iterable[Preset]) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import tomli_w
@@ -24,16 +26,14 @@ from strategies.method_tables import absent_table, methods_table, names_table
 
 _INTRO = """# Run configuration
 
-All keys of a run, for `corolla run --set key=value` and Flower's `--run-config`. The tables show the type of each value.
-`0` and `""` mean "not set" where the text says so. A method's own parameters are in its table. `make docs` writes this page
-from the declarations in the code, and a test keeps both equal.
+All keys of a run, for `corolla run --set key=value` and Flower's `--run-config`; each method's own are in its table.
+`make docs` writes this page from the declarations in the code.
 """
-_SAME_RUN = """These keys set how a run executes and where its files are. They do not change its results:
-{running}.
-To a sweep, runs that differ only in these keys are the same run. A run can be resumed with other values of them, and with more
-rounds ({extending}). Its number of rounds is fixed if one of the following keys is in use, because they depend on it: {spanning}.
+_SAME_RUN = """These keys do not change a run's results: {running}.
+To a sweep, runs that differ only in these keys are the same run. A run can be resumed with other values of them, and with
+more rounds ({extending}). Its number of rounds is fixed if one of these keys is in use: {spanning}.
 """
-_EARLIER = """These earlier names of keys are valid for one release: {keys}. So are these values: {values}.
+_EARLIER = """Earlier names, valid for one release: {keys}. Earlier values: {values}.
 """
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 
@@ -60,20 +60,38 @@ def config_page(methods: Mapping[str, type]) -> str:
     )
     same = _SAME_RUN.format(running=running, extending=extending, spanning=spanning)
     parts = [_INTRO, same, _EARLIER.format(keys=keys, values=values)]
-    for table, group in all_specs(methods).items():
-        if not group:
-            continue
-        parts.append(f"## {table or 'All runs'}\n\n{key_table(group)}\n")
+    tables = all_specs(methods)
+    named = Counter(_unnamed(spec) for group in tables.values() for spec in group)
+    common = {_unnamed(spec): spec for group in tables.values() for spec in group if named[_unnamed(spec)] > 2}
+    for table, group in tables.items():
+        own = [spec for spec in group if _unnamed(spec) not in common]
+        if own:
+            parts.append(f"## {table or 'All runs'}\n\n{key_table(own)}\n")
+    for unnamed, spec in common.items():
+        users = ", ".join(name for name, group in tables.items() if unnamed in map(_unnamed, group))
+        parts.append(f"## Several methods\n\n{users}:\n\n{key_table([replace(spec, name=f'METHOD.{unnamed[0]}')])}\n")
     return "\n".join(parts)
 
 
+def _unnamed(spec: KeySpec) -> tuple[str, str, Scalar, str]:
+    """Return what a key's row tells without its method's name: key, range, default, meaning."""
+    return spec.name.rpartition(".")[2], spec.range, spec.default, spec.doc
+
+
 def key_table(declared: Sequence[KeySpec]) -> str:
-    """Return a Markdown table of keys: type, range, default, meaning."""
-    rows = ["| key | type | range | default | meaning |", "|---|---|---|---|---|"]
+    """Return a Markdown table of keys: type and range, default, meaning."""
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for spec in declared:
-        name, value = spec.type.__name__, f"`{value_to_toml(spec.default)}`"
-        rows.append(f"| `{spec.name}` | {name} | {spec.range} | {value} | {escape(spec.doc)} |")
+        default = f"`{value_to_toml(spec.default)}`"
+        rows.append(f"| `{spec.name}` | {_value(spec)} | {default} | {escape(spec.doc)} |")
     return "\n".join(rows)
+
+
+def _value(spec: KeySpec) -> str:
+    """Return the choices of a key, else its type and range."""
+    if spec.choices:
+        return spec.range
+    return f"{spec.type.__name__} {spec.rule or ''}".rstrip()
 
 
 def escape(text: str) -> str:

@@ -107,7 +107,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     drop_single: bool = key(
         False,
         "Skip the last batch of an epoch if it is a single sample, unless it is the only batch. If off, models with BatchNorm "
-        "add this sample to the batch before, because BatchNorm cannot normalize a single sample.",
+        "add this sample to the batch before.",
         trains_on=lambda drop, n, size: n - 1 if drop and n % size == 1 < size < n else n,
     )
     optimizer: Literal["sgd", "adam", "adamw"] = key(
@@ -122,10 +122,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     schedule: str = key(
         "constant",
-        "`cosine`: multiplies the learning rate in round t of T by (1 + cos(pi (t - 1) / T)) / 2, in addition to "
-        "`learning-rate-decay`. `step:K`: `learning-rate-decay` applies after every K rounds, not after every round. "
-        "`plateau:K`: it applies after K rounds in a row whose validation loss, or training loss without `validation-ratio`, is "
-        "not below the lowest before.",
+        "When the learning rate falls: `constant`, `cosine`, `step:K` or `plateau:K` ([each](tasks.md#optimizer)).",
         schedule_dependent=True,
         checked=True,
     )
@@ -187,9 +184,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     max_update_norm: float = key(
         0.0,
-        "Drops an upload if its distances to the coordinate-wise median, and to the model that its client was sent, both exceed "
-        "this multiple of the usual distance; the log names the client. 0: none is dropped, but uploads beyond 3 times the usual "
-        "distance are counted and named.",
+        "Drops, by name, an upload beyond this multiple of the [usual distance](security.md#byzantine-clients). 0: uploads beyond "
+        "3 times the usual distance are used, counted and named.",
         NOT_NEGATIVE,
     )
     max_size_weight: float = key(
@@ -201,8 +197,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     robust: Average = key(
         "none",
-        "Replacement for means over clients on the server, so that a few lying clients cannot dominate the result. Every client "
-        "then counts once.",
+        "Replacement for means over clients on the server, which a few lying clients cannot dominate. Every client counts once.",
         compared=False,
     )
     byzantine_ratio: float = key(
@@ -227,8 +222,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     server_tau: float = key(
         1e-3,
-        "Number added to the root of the second moment in `server-optimizer` (tau): the larger, the less the coordinates' steps "
-        "differ.",
+        "Number added to the root of the second moment in `server-optimizer` (tau).",
         POSITIVE,
     )
     server_memory_limit: float = key(
@@ -272,8 +266,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     finetune_epochs: int = key(
         0,
-        "Local epochs of fine-tuning in evaluations: every client is also measured after it trained its personal model for these "
-        "epochs. The fine-tuned model is not kept. 0: no fine-tuning.",
+        "Local epochs of fine-tuning in evaluations: every client is also measured after its personal model trained for these "
+        "epochs. The result is not kept. 0: none.",
         NOT_NEGATIVE,
         compared=False,
     )
@@ -304,8 +298,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     keep_state: bool = key(
         False,
-        "Keep the clients' state when the run is finished. Otherwise a run cannot be continued with more rounds, except with a "
-        "method without client state.",
+        "Keep the clients' state when the run is finished, so that more rounds can follow. A method without client state needs "
+        "none.",
         about="running",
     )
     overwrite: bool = key(

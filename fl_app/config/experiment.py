@@ -217,8 +217,8 @@ class ExperimentKeys:
     )
     dirichlet_balance: bool = key(
         False,
-        "Self-balancing of the `dirichlet` partition: a client that already has more than an equal share gets no samples of the "
-        "following classes (as PFLlib). `min-samples` still applies.",
+        "In the `dirichlet` partition, a client with more than an equal share gets no samples of the following classes (as PFLlib). "
+        "`min-samples` still applies.",
         about="data",
         partitions=("dirichlet",),
     )
@@ -285,8 +285,8 @@ class ExperimentKeys:
     )
     headline: str = key(
         "",
-        "Metric of the task that decides the best round, and is shown first in the panel, in tables and by `corolla compare`. "
-        "Empty: the task's first metric, accuracy for `classification`.",
+        "Metric of the task that decides the best round and is shown first. Empty: the task's first metric, accuracy for "
+        "`classification`.",
         compared=False,
         checked=True,
     )

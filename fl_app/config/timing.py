@@ -46,13 +46,11 @@ class TimingKeys:
         compared=False,
     )
     staleness_decay: float = key(
-        1.0, "Factor on a late upload's weight for each round that it is late.", POSITIVE_RATIO, compared=False
+        1.0, "Factor on a late upload's weight for each round of its age.", POSITIVE_RATIO, compared=False
     )
     staleness_rule: Literal["decay", "fedbuff"] = key(
         "decay",
-        "`decay`: a late upload's weight is multiplied by `staleness-decay` ** age, with the age in rounds. `fedbuff`: it keeps "
-        "its weight, and counts as (1 + age) ** -0.5 of its client's update, added to the model that the client would be sent "
-        "now (Nguyen et al., AISTATS 2022).",
+        "Use of a late upload ([each](time.md#late-uploads)).",
         compared=False,
     )
     speeds: str = key(
