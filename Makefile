@@ -164,8 +164,8 @@ cluster-demo-monitored: ## the same with Prometheus and a Grafana dashboard
 soak: install ## 20 SuperNodes for 20 rounds
 	COROLLA_SOAK_CLIENTS=20 COROLLA_SOAK_ROUNDS=20 $(BIN)/python -m pytest -m nightly -k leak -s tests/e2e
 
-# ratios of docs/performance.md; about half an hour on two idle cores
-bench: install ## the ratios of docs/performance.md, half an hour
+# ratios of benchmarks/README.md; about half an hour on two idle cores
+bench: install ## the ratios of benchmarks/README.md, half an hour
 	for name in kernels privacy training client_cost methods simulation deployment startup confine memory adapters scale gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 BENCHES ?= kernels privacy training simulation deployment startup confine memory scale

@@ -1,1 +1,1 @@
-"""Benchmarks: run each as `python -m benchmarks.<name>`; see docs/performance.md."""
+"""Benchmarks: run each as `python -m benchmarks.<name>`; see benchmarks/README.md."""

@@ -29,6 +29,7 @@ SOURCES: Mapping[str, str] = {
     "results-in-full.md": "studies/results.md",
     "attacks-measured.md": "studies/attacks.md",
     "privacy-measured.md": "studies/privacy.md",
+    "benchmarks-measured.md": "benchmarks/README.md",
     "reference/attacks.md": "tests/hostile/attacks.md",
     "reference/entries.md": "fl_app/transport/entries.md",
     "project/citation.md": "CITATION.cff",
