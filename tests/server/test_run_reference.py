@@ -26,7 +26,10 @@ from tests.conftest import Run
 from tests.server.test_run_misbehaving import corrupting, replaced, with_nan
 
 ROOT = Path(__file__).resolve().parents[2]
+FILES = "The run folder, file by file"
 OWN = "Numbers of single methods"
+PARTS = ("validation-", "-finetuned", "-global", "-pooled")
+"""Parts that the names of metrics and losses can have; the page explains them once."""
 
 
 def sections() -> dict[str, str]:
@@ -49,7 +52,8 @@ def missing(found: Mapping[str, Any], section: str, metrics: Sequence[str]) -> l
         re.escape(name).replace("<metric>", f"({names})").replace("<headline>", re.escape(metrics[0]))
         for name in listed(section)
     ]
-    return [f"{section}: {name}" for name in found if not any(re.fullmatch(pattern, name) for pattern in patterns)]
+    plain = {name: re.sub("|".join(PARTS), "", name) for name in found}
+    return [f"{section}: {name}" for name in found if not any(re.fullmatch(pattern, plain[name]) for pattern in patterns)]
 
 
 def unlisted(folder: RunFolder) -> Iterator[str]:
@@ -155,6 +159,10 @@ def test_columns_of_many_clients_are_on_the_page(run: Run) -> None:
     left = {name.partition(": ")[2] for name in either[0]} & {name.partition(": ")[2] for name in either[1]}
     assert left == {"round", "part", "client"}
     assert all(f"`{name}`" in sections()["clients.parquet"] for name in left)
+
+
+def test_every_part_of_a_metrics_name_is_on_the_page() -> None:
+    assert [part for part in PARTS if f"`{part}`" not in sections()[FILES]] == []
 
 
 def test_every_event_is_on_the_page_with_its_fields() -> None:
