@@ -92,7 +92,7 @@ TABLE = {
         Family("loss", "gauge", ("run",), "the last round's training loss"),
     )
 }
-"""All metrics by name. docs/operations.md describes them."""
+"""All metrics by name."""
 
 Samples = dict[str, dict[tuple[str, ...], float]]
 

@@ -273,10 +273,3 @@ def test_the_datasource_is_the_one_that_the_dashboard_names() -> None:
     source = yaml.safe_load((MONITORING / "grafana" / "datasource.yaml").read_text())["datasources"][0]
     dashboard = json.loads((MONITORING / "grafana" / "dashboard.json").read_text())
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
-
-
-def test_the_page_lists_every_metric_and_no_other() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
-    rows = re.findall(r"^\| `(corolla_[a-z_]+)` \|([^|]*)\|", page, re.MULTILINE)
-    labels = {name: tuple(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
-    assert labels == {family.exported: family.labels for family in TABLE.values()}
