@@ -217,8 +217,8 @@ class ExperimentKeys:
     )
     dirichlet_balance: bool = key(
         False,
-        "In the `dirichlet` partition, a client with more than an equal share gets no samples of the following classes (as PFLlib). "
-        "`min-samples` still applies.",
+        "In the `dirichlet` partition, a client with more than an equal share gets no samples of the following classes (as "
+        "PFLlib). `min-samples` still applies.",
         about="data",
         partitions=("dirichlet",),
     )

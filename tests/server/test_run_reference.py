@@ -53,7 +53,9 @@ def missing(found: Mapping[str, Any], section: str, metrics: Sequence[str]) -> l
         for name in listed(section)
     ]
     plain = {name: re.sub("|".join(PARTS), "", name) for name in found}
-    return [f"{section}: {name}" for name in found if not any(re.fullmatch(pattern, plain[name]) for pattern in patterns)]
+    return [
+        f"{section}: {name}" for name in found if not any(re.fullmatch(pattern, plain[name]) for pattern in patterns)
+    ]
 
 
 def unlisted(folder: RunFolder) -> Iterator[str]:

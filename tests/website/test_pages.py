@@ -75,7 +75,9 @@ def test_a_method_without_keys_or_presets_gets_no_table_of_them() -> None:
 
 def test_a_missing_section_for_a_table_is_added_in_its_place() -> None:
     text = "# Ditto\n\n## Equations\n\nx\n\n## Deviations\n\ny\n"
-    found = re.findall(r"^(## .+|\| key \||\| travels \|)", pages.method_page("methods/ditto.md", text), flags=re.MULTILINE)
+    found = re.findall(
+        r"^(## .+|\| key \||\| travels \|)", pages.method_page("methods/ditto.md", text), flags=re.MULTILINE
+    )
     assert found[:6] == ["## Equations", "## Parameters", "| key |", "## Deviations", "## Cost", "| travels |"]
 
 
