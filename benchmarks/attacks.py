@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import Context
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.compat.client.client import Client
 from numpy.typing import NDArray
 
 from client_app.client import CorollaClient
+from client_app.client_app import KINDS, reply
 from client_app.session import Session
 from fl_app.config import RunConfig
 from fl_app.data import open_client
@@ -249,7 +249,7 @@ def client_app(attack: Attack, num_byzantine: int, config: RunConfig) -> ClientA
     method, heard, screenings = METHODS[config.method], Heard(), dict[int, Screening]()
     data = functools.cache(lambda client_id: open_client(config, client_id))
 
-    def client_fn(context: Context) -> Client:
+    def app(message: Message, context: Context) -> Message:
         client_id, half = int(str(context.node_config["partition-id"])), type(method.local_update())
         if client_id < config.num_clients - num_byzantine:
             half = overheard(half, heard)
@@ -257,6 +257,6 @@ def client_app(attack: Attack, num_byzantine: int, config: RunConfig) -> ClientA
             half = hostile(half, attack, num_byzantine, heard, screenings)
         client = CorollaClient(Session(config, dataclasses.replace(method, local_update=half)), client_id, "")
         client.data = data(client_id)
-        return client.to_client()
+        return Message(reply(KINDS[message.metadata.message_type], client, message.content), reply_to=message)
 
-    return ClientApp(client_fn)
+    return app  # type: ignore[return-value]

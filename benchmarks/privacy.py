@@ -36,8 +36,8 @@ from fl_app.transport.wire import (
     SHARES,
     Download,
     Upload,
+    encode_upload,
     payload_bytes,
-    upload_message,
 )
 from strategies import fedcac
 from strategies.kernels import aggregate, linkage, masks
@@ -146,11 +146,11 @@ def by_clients(n: int, model: Model) -> dict[str, float]:
         watch.lap("server: opening")
         shares.remove(total, [], own[:-1], own[-1:], between)
         watch.lap("server: more for each dropout")
-    length = payload_bytes(upload_message(sent))
+    length = payload_bytes(encode_upload(sent))
     return watch.seconds | {
         "bytes more in a download": _texts(asked.method),
         "bytes of an upload": length + _texts(sent.metrics),
-        "bytes of a plain upload": float(payload_bytes(upload_message(upload))),
+        "bytes of a plain upload": float(payload_bytes(encode_upload(upload))),
         "bytes of an opening": _texts(questions[0].method) + _texts(answers[0]),
         "bytes of an opening after a dropout": _texts(questions[1].method) + _texts(answers[1]) + 88.0,
     }
@@ -211,7 +211,7 @@ def main() -> None:
     by_length = seconds["client"] - seconds["client: keys"] + seconds["client: merge"]
     results["client seconds at d = 1.2 million"] = seconds["client: keys"] + by_length * 1.2e6 / d
     results["server / plain server"] = seconds["server"] / seconds["plain server"]
-    results["upload / plain upload"] = payload_bytes(upload_message(sent)) / payload_bytes(upload_message(upload))
+    results["upload / plain upload"] = payload_bytes(encode_upload(sent)) / payload_bytes(encode_upload(upload))
     numbers = (10, 100) if options.short else (10, 100, 1000)
     results["by clients"] = {str(n): by_clients(n, model) for n in numbers}
     finish(

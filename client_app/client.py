@@ -1,4 +1,4 @@
-"""The only NumPyClient: receive, merge, evaluate, train, evaluate, upload. Every method is a LocalUpdate inside it."""
+"""A client of a run: receive, merge, evaluate, train, evaluate, upload. Every method is a LocalUpdate inside it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from fl_app.site_directory import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.stopwatch import Stopwatch
 from fl_app.transport import wire
-from fl_app.transport.flower import Config, NDArrays, NumPyClient
+from fl_app.transport.flower import RecordDict
 from fl_app.transport.outgoing import Way
 from fl_app.transport.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext, hooks
@@ -76,7 +76,7 @@ FAR = 30.0
 MOST_CHANNELS = 16
 
 
-class CorollaClient(NumPyClient):
+class CorollaClient:
     """One client of a run. A failure is reported in the reply, with its reason, and not raised."""
 
     def __init__(
@@ -101,45 +101,49 @@ class CorollaClient(NumPyClient):
 
     # Messages
 
-    def get_properties(self, config: Config) -> Config:
-        """Return this client's id and the properties of its data, or why it cannot take part; or answer a private round's question.
+    def get_properties(self, content: RecordDict) -> RecordDict:
+        """Reply with this client's id and its data's properties, or why it cannot take part; or answer a private round's question.
 
         On a CPU this does not import torch. The server asks once, when a run starts. The first client of a process
         checks whether files of the data were overwritten.
         """
         try:
-            return self._answered(wire.decode_download([], config)) if "task" in config else self._properties()
+            question = wire.decode_question(content)
+            told = self._answered(question) if question else self._properties()
         except Exception as error:
             name = {CLIENT_NAME: self.name} if self.name and not self.config.is_confidential else {}
-            return {"client-id": self.client_id, **name, **refused(self.client_id, error, self.place)}
+            told = {"client-id": self.client_id, **name, **refused(self.client_id, error, self.place)}
+        return wire.properties_reply(told)
 
-    def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
+    def fit(self, content: RecordDict) -> RecordDict:
         """Answer a task: "train" a round, "collect" the personal model, or "forget" all that is kept of a run."""
         aside: dict[str, Scalar] = {}
         try:
             with self._printing_into(aside):
-                download = self._decoded(parameters, config)
+                download = self._decoded(content, "fit")
                 answer = {"collect": self._collect, "forget": self._forget}.get(download.task, self._train)
-                arrays, num_examples, metrics = wire.encode_upload(answer(download))
-                self._leave_network()
-            return arrays, num_examples, {**metrics, **aside}
+                upload = answer(download)
+            reply = wire.encode_upload(dataclasses.replace(upload, metrics={**upload.metrics, **aside}))
+            self._leave_network()
+            return reply
         except Exception as error:
-            return [], 0, {**self._failed(error), **aside}
+            return wire.fit_reply([], 0, {**self._failed(error), **aside})
 
-    def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
+    def evaluate(self, content: RecordDict) -> RecordDict:
         """Evaluate the personalized model, after `finetune-epochs` again, and with `evaluate-global` the global model."""
         aside: dict[str, Scalar] = {}
         try:
             with self._printing_into(aside):
-                metrics = self._evaluate(self._decoded(parameters, config))
+                metrics = self._evaluate(self._decoded(content, "evaluate"))
                 self._leave_network()
-            return float(metrics.pop("loss")), self._reported_count(self.data.num_test), {**metrics, **aside}
+            loss, count = float(metrics.pop("loss")), self._reported_count(self.data.num_test)
+            return wire.evaluate_reply(loss, count, {**metrics, **aside})
         except Exception as error:
-            return 0.0, 0, {**self._failed(error), **aside}
+            return wire.evaluate_reply(0.0, 0, {**self._failed(error), **aside})
 
-    def _decoded(self, parameters: NDArrays, config: Config) -> Download:
+    def _decoded(self, content: RecordDict, what: str) -> Download:
         """Return a message. From here on the client's data have the columns that it names, in their order."""
-        download = wire.decode_download(parameters, config)
+        download = wire.decode_download(content, what)
         if (text := download.method.get(COLUMNS)) is not None:
             if self.config.private:
                 raise UserError(
@@ -168,7 +172,7 @@ class CorollaClient(NumPyClient):
                 )
             self._site_keys.require_start(experiment, names)
 
-    def _answered(self, question: Download) -> Config:
+    def _answered(self, question: Download) -> dict[str, Scalar]:
         from client_app.private_round import answered
 
         with reasons.stage("protocol", "private", "hidden"):
@@ -244,7 +248,7 @@ class CorollaClient(NumPyClient):
 
     # Other tasks
 
-    def _properties(self) -> Config:
+    def _properties(self) -> dict[str, Scalar]:
         self._require_classes()
         with reasons.stage("data", "dataset", "readable"):
             self.session.prepare_changed_data(self.data_path)
@@ -270,7 +274,7 @@ class CorollaClient(NumPyClient):
         if any(left := self.data.unknown):
             what = "training and %d test samples are left out: their label is not in `classes`"
             log.warning(f"client %d: %d {what}", self.client_id, *left)
-        properties: Config = {
+        properties: dict[str, Scalar] = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,
             "train-samples": self._reported_count(self.data.num_train),
@@ -411,12 +415,12 @@ class CorollaClient(NumPyClient):
                 key = "initial-weights" if self.config.initial_weights else "from"
                 raise UserError(key=key, rule=f"the {what} of the model have other names than this client's")
 
-    def _data_hashes(self) -> Config:
+    def _data_hashes(self) -> dict[str, Scalar]:
         """Return the hashes that identify the data, and the inputs' scaling where no client may hide it."""
         hashes = self.session.told_hashes(self.data_path)
         if hashes is None:
             return {}
-        found: Config = dict(zip(HASHES, hashes, strict=True))
+        found: dict[str, Scalar] = dict(zip(HASHES, hashes, strict=True))
         info = self.data.info
         # with many features, one client's copy is enough
         shared = hashes.partition and not self.config.normalizes_by_site
@@ -869,10 +873,10 @@ def check_same_model(
         )
 
 
-def data_properties(data: ClientData, config: RunConfig) -> Config:
+def data_properties(data: ClientData, config: RunConfig) -> dict[str, Scalar]:
     """Return the properties of a client's data for the server: their shape, and their classes where allowed."""
     info = data.info
-    properties: Config = {
+    properties: dict[str, Scalar] = {
         "in-channels": info.in_channels,
         "image-size": info.image_size,
         "num-classes": info.num_classes,

@@ -13,19 +13,15 @@ from fl_app import debugging, plugins, reasons
 from fl_app.debugging import Place, refuse_breakpoints
 from fl_app.errors import UserError
 from fl_app.files import without_near_names
-from fl_app.transport import refusal
+from fl_app.transport import wire
 from fl_app.transport.app_bundle import unpacked
 from fl_app.transport.flower import (
-    Client,
     ClientApp,
-    Config,
     Context,
     Error,
     ErrorCode,
     Message,
     MessageType,
-    NDArrays,
-    NumPyClient,
     RecordDict,
 )
 from fl_app.transport.outgoing import DETAILED, TELL, Kind, Way, leaving, modes_of
@@ -36,11 +32,6 @@ from fl_app.transport.wire import (
     QUERY,
     SEED_KEYS,
     SIMULATED,
-    asked,
-    evaluate_reply,
-    fit_reply,
-    instructions,
-    properties_reply,
 )
 
 log = logging.getLogger("corolla")
@@ -56,11 +47,6 @@ for _name, _value in RAY.items():
 
 # The kinds of messages that a client answers, by Flower's types.
 KINDS: dict[str, Kind] = {MessageType.TRAIN: "fit", MessageType.EVALUATE: "evaluate", QUERY: "properties"}
-
-
-def client_fn(context: Context) -> Client:
-    """Build the client for one message; its id is the SuperNode's partition-id."""
-    return client_of(context).to_client()
 
 
 def client_of(context: Context) -> CorollaClient | Refusal:
@@ -103,7 +89,7 @@ class CorollaApp(ClientApp):
             return _answer_of_site(kind, message, context)
         if kind is None:
             return super().__call__(message, context)
-        return Message(_content(kind, client_of(context), message), reply_to=message)
+        return Message(reply(kind, client_of(context), message.content), reply_to=message)
 
 
 def _answer_of_site(kind: Kind | None, message: Message, context: Context) -> Message:
@@ -117,23 +103,24 @@ def _answer_of_site(kind: Kind | None, message: Message, context: Context) -> Me
     with without_near_names(), plugins.only_from(unpacked()):
         try:
             client = client_of(context)
-            content = _content(kind, client, message)
+            content = reply(kind, client, message.content)
             # what refuses a run may also keep its task and method from being read
             with contextlib.suppress(UserError):
                 way = client.widened(way)
         except Exception as error:
             log.exception("%s", message.metadata.message_type)
-            content = refusal.encode(kind, None, reasons.of(error), debugging.reason(error))
+            told = {wire.ERROR: str(reasons.of(error)), wire.DETAILS: debugging.reason(error)}
+            content = wire.failed_reply(kind, told)
     return Message(leaving(kind, content, way), reply_to=message)
 
 
-def _content(kind: Kind, client: CorollaClient | Refusal, message: Message) -> RecordDict:
+def reply(kind: Kind, client: CorollaClient | Refusal, content: RecordDict) -> RecordDict:
     """Return a client's reply to a message of this kind, with all that the client has put into it."""
+    if isinstance(client, Refusal):
+        return wire.failed_reply(kind, client.answer, {"client-id": client.client_id})
     if kind == "fit":
-        return fit_reply(*client.fit(*instructions(message.content, "fit")))
-    if kind == "evaluate":
-        return evaluate_reply(*client.evaluate(*instructions(message.content, "evaluate")))
-    return properties_reply(client.get_properties(asked(message.content)))
+        return client.fit(content)
+    return client.evaluate(content) if kind == "evaluate" else client.get_properties(content)
 
 
 def _place(context: Context) -> Place:
@@ -153,7 +140,7 @@ def _is_rays() -> bool:
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
-class Refusal(NumPyClient):
+class Refusal:
     """A client that cannot take part, and answers every message with the reason."""
 
     def __init__(self, client_id: int, error: UserError, place: Place) -> None:
@@ -166,17 +153,5 @@ class Refusal(NumPyClient):
         """Return what may leave: nothing more."""
         return way
 
-    def get_properties(self, config: Config) -> Config:
-        """Return the client's id, and the reason."""
-        return {"client-id": self.client_id, **self.answer}
 
-    def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
-        """Return the reason."""
-        return [], 0, {**self.answer}
-
-    def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Return the reason."""
-        return 0.0, 0, {**self.answer}
-
-
-app = CorollaApp(client_fn)
+app = CorollaApp()

@@ -50,13 +50,13 @@ from deploy.site import Site
 from fl_app.config import RunConfig
 from fl_app.errors import DeploymentError, UserError, describe
 from fl_app.keys import Scalar, specs
+from fl_app.known_names import CLIENT_NAME
 from fl_app.log_format import about
 from fl_app.reasons import RULES, Reason, admitted
 from fl_app.server.properties import SAMPLES
-from fl_app.transport import refusal
 from fl_app.transport.app_bundle import PROJECT
 from fl_app.transport.outgoing import DETAILED, OPEN, Kind, Mode, Way, leaving, modes_of
-from fl_app.transport.wire import QUERY
+from fl_app.transport.wire import DETAILS, ERROR, QUERY, failed_reply
 
 log = logging.getLogger("corolla")
 
@@ -372,7 +372,10 @@ class Gate:
             return
         # a run that was not read may be one that must not know it
         name = self.node.name if way.modes == OPEN else ""
-        content = refusal.encode(kind, self.node.client_id, reason, f"refused by its site: {why}", name)
+        who: dict[str, Scalar] = {CLIENT_NAME: name} if name else {}
+        if self.node.client_id is not None:
+            who["client-id"] = self.node.client_id
+        content = failed_reply(kind, {ERROR: str(reason), DETAILS: f"refused by its site: {why}"}, who)
         self._reply(message, Message(leaving(kind, content, way), reply_to=message))
 
     def _send_error(self, message: Message, error: Error) -> tuple[set[str], str]:

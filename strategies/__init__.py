@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-import pkgutil
-from pathlib import Path
-
-from fl_app import earlier_names
 from strategies.registry import Methods, Params
-
-earlier_names.accept(
-    {
-        f"strategies.{module.name}": f"strategies.{folder}.{module.name}"
-        for folder in ("baselines", "kernels")
-        for module in pkgutil.iter_modules([str(Path(__file__).parent / folder)])
-    }
-)
-earlier_names.accept({"strategies.overview": "strategies.method_tables"})
 
 METHODS = Methods(
     (

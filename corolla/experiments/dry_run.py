@@ -63,7 +63,7 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     upload = strategy.protocol.expected().blank()
     # each client may hold another part of the model
     clients = range(min(config.num_clients, PARTS)) if strategy.submodel_of(0, turn) is not None else range(1)
-    uploads = [wire.upload_message(strategy.protocol.expected_from(i).blank()) for i in clients]
+    uploads = [wire.encode_upload(strategy.protocol.expected_from(i).blank()) for i in clients]
     downloads = [wire.encode_download(strategy.download_for(i, turn, "train")) for i in clients]
     n = len(strategy.chosen(list(range(config.num_clients)), dataclasses.replace(turn, round=1)))
     mask_bytes = 0 if upload.mask is None else upload.mask.size

@@ -187,7 +187,7 @@ class ClientTurn:
         # only now: a round that failed must leave no trace
         state.keep(self.context)
         records = {name: record for name, record in reply.content.items() if not isinstance(record, ArrayRecord)}
-        reply.content = RecordDict({**records, **wire.upload_message(upload)})
+        reply.content = RecordDict({**records, **wire.encode_upload(upload)})
         return reply
 
     def evaluate(self) -> Message:

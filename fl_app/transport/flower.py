@@ -11,10 +11,6 @@ from flwr.app import RecordDict as RecordDict
 from flwr.app.message.message import remove_content_from_message as remove_content_from_message
 from flwr.clientapp import ClientApp as ClientApp
 from flwr.common.constant import ErrorCode as ErrorCode
-from flwr.compat.client.client import Client as Client
-from flwr.compat.client.numpy_client import NumPyClient as NumPyClient
-from flwr.compat.common.typing import Config as Config
-from flwr.compat.common.typing import NDArrays as NDArrays
 from flwr.serverapp import Grid as Grid
 from flwr.serverapp import ServerApp as ServerApp
 from flwr.serverapp.strategy import FedAvg as FedAvg

@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.compat.common import recorddict_compat as compat
-from flwr.compat.common.typing import Code, Config
+from flwr.compat.common.typing import Code
 from numpy.typing import NDArray
 
 from fl_app import reasons
@@ -104,6 +104,7 @@ _SCALARS = frozenset({bool, int, float, str})
 _HEADER = re.compile(
     rb"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
 )
+_SUCCESS = {"code": Code.OK.value, "message": "Success"}
 _META = ("round", "attempt", "task", "experiment", "state-version", "keep", ARRAYS)
 
 
@@ -200,11 +201,6 @@ class Expected:
         return cls(layout.d, layout.b, num_params, num_selected, extras or {}, dtype, variances)
 
     @property
-    def sends_mask(self) -> bool:
-        """Whether a mask is part of the upload."""
-        return self.num_params > 0
-
-    @property
     def nbytes(self) -> int:
         """Bytes of an upload's arrays."""
         return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in self.shapes().values())
@@ -212,7 +208,7 @@ class Expected:
     def blank(self) -> Upload:
         """Return an upload of this form: all zeros, except for the ones that its mask must have."""
         mask = None
-        if self.sends_mask:
+        if self.num_params:
             ones = np.arange(self.num_params) < max(0, self.num_selected)
             mask = np.packbits(ones, bitorder="little")
         model = Model(np.zeros(self.d, np.float32), np.zeros(self.b, np.float32))
@@ -249,9 +245,9 @@ class SharedBytes:
 
     def of(self, name: str, array: Array) -> FlowerArray:
         """Return an array as bytes: those of the last array of this name if they are equal, else new ones."""
-        data, known = _dump(array), self.last.get(name)
-        if known is None or known.data != data:
-            known = self.last[name] = _sent(data)
+        new, known = _sent(array), self.last.get(name)
+        if known is None or known.data != new.data:
+            known = self.last[name] = new
         return known
 
 
@@ -263,10 +259,15 @@ def encode_download(download: Download, shared: SharedBytes | None = None) -> Re
     arrays, shared = _arrays(download.model, None, download.extras), shared or SharedBytes()
     what = "evaluateins" if download.task == "evaluate" else "fitins"
     record = _record([shared.of(name, array) for name, array in arrays.items()])
-    return _content({f"{what}.parameters": record, f"{what}.config": _config(_said(download, arrays))})
+    return fill(RecordDict(), {f"{what}.parameters": record, f"{what}.config": _config(_said(download, arrays))})
 
 
-def _said(download: Download, arrays: Iterable[str] = ()) -> Config:
+def encode_query(question: Download | None = None) -> RecordDict:
+    """Encode the question for a node's properties, or a question of a private round, which has no arrays."""
+    return fill(RecordDict(), {"getpropertiesins.config": _config(_said(question) if question else {})})
+
+
+def _said(download: Download, arrays: Iterable[str] = ()) -> dict[str, Scalar]:
     """Return the scalars of a download. arrays: the names of its arrays."""
     return {
         "task": download.task,
@@ -283,18 +284,13 @@ def _said(download: Download, arrays: Iterable[str] = ()) -> Config:
 def payload_bytes(content: RecordDict) -> int:
     """Return the bytes of a message's arrays, without headers and framing, as a round's record counts them."""
     total = 0
-    for record in _records(content, ArrayRecord):
-        for name, array in record.items():
+    for record in content.values():
+        for name, sent in record.items() if isinstance(record, ArrayRecord) else ():
             if name != compat.EMPTY_TENSOR_KEY:
-                pieces = _pieces(array)
+                pieces, start = _received(sent)
                 # a client may write any length into its header
-                total += max(0, sum(map(len, pieces)) - _header_bytes(_first(pieces, 10)))
+                total += max(0, sum(map(len, pieces)) - 10 - int.from_bytes(start[8:10], "little"))
     return total
-
-
-def encode_query(question: Download | None = None) -> RecordDict:
-    """Encode the question for a node's properties, or a question of a private round, which has no arrays."""
-    return _content({"getpropertiesins.config": _config(_said(question) if question else {})})
 
 
 def decode_properties(content: RecordDict) -> dict[str, Scalar]:
@@ -337,7 +333,12 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     arrays = {n: _load(n, t, *shapes[n]) for n, t in zip(names, tensors, strict=True)}
     mask = arrays.get("mask")
     if mask is not None:
-        _check_mask(mask.view(np.uint8), expected)
+        padding, bits = mask.size * 8 - expected.num_params, mask.view(np.uint8)
+        if padding and bits[-1] >> (8 - padding):
+            raise WireError(f"mask has ones beyond its {expected.num_params} bits")
+        ones = int(np.bitwise_count(bits).sum(dtype=np.int64))
+        if expected.num_selected >= 0 and ones != expected.num_selected:
+            raise WireError(f"mask has {ones} ones, expected {expected.num_selected}")
     params, buffers = (np.asarray(arrays.get(n, ()), np.float32) for n in ("params", "buffers"))
     if negative := sum(int(np.count_nonzero(buffers[start:stop] < 0)) for start, stop in expected.variances):
         raise WireError(f"array buffers has {negative} negative variances")
@@ -372,8 +373,8 @@ def decode_evaluation(content: RecordDict, hashed: bool = True) -> tuple[float, 
 def take_aside(content: RecordDict) -> tuple[str, str, str]:
     """Return a reply's error, printed lines and traceback. The last two are removed from the reply."""
     found = {name: "" for name in (ERROR, PRINTED, TRACEBACK)}
-    for record in _records(content, ConfigRecord):
-        for name in found:
+    for record in content.values():
+        for name in found if isinstance(record, ConfigRecord) else ():
             text = record.get(name) if name == ERROR else record.pop(name, None)
             if isinstance(text, str):
                 found[name] = text[:MAX_TEXT]
@@ -439,11 +440,6 @@ def state_version(round: int, attempt: int) -> str:
 # message would stay in memory until the garbage collector's next full pass.
 
 
-def _records(content: RecordDict, kind: type[R]) -> list[R]:
-    """Return a message's records of one kind."""
-    return [record for record in content.values() if isinstance(record, kind)]
-
-
 def _record_of(content: RecordDict, name: str, kind: type[R]) -> R:
     """Return a message's record. Raises KeyError if there is none of this name and kind."""
     record = content[name]
@@ -464,159 +460,101 @@ def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
     return out
 
 
-def _check_mask(mask: NDArray[np.uint8], expected: Expected) -> None:
-    padding = mask.size * 8 - expected.num_params
-    if padding and mask[-1] >> (8 - padding):
-        raise WireError(f"mask has ones beyond its {expected.num_params} bits")
-    ones = int(np.bitwise_count(mask).sum(dtype=np.int64))
-    if expected.num_selected >= 0 and ones != expected.num_selected:
-        raise WireError(f"mask has {ones} ones, expected {expected.num_selected}")
-
-
 # Client side --------------------------------------------------------------------------------------------------------
 
 
-def instructions(content: RecordDict, what: str) -> tuple[list[Array], Config]:
-    """Return the arrays and scalars of a download, and free the arrays' bytes in its message.
+def decode_download(content: RecordDict, what: str) -> Download:
+    """Return a download, and free the arrays' bytes in its message.
 
     what: "fit" or "evaluate". The arrays are copies that the receiver may write into. Raises WireError and KeyError if
     the message is no download.
     """
+    scalars = _scalars(_record_of(content, f"{what}ins.config", ConfigRecord))
     record, arrays = _record_of(content, f"{what}ins.parameters", ArrayRecord), []
     for name in list(record):
         sent = record.pop(name)
         if name != compat.EMPTY_TENSOR_KEY:
-            arrays.append(_own(sent.data))
-    return arrays, {**_scalars(_record_of(content, f"{what}ins.config", ConfigRecord))}
-
-
-def _own(data: bytes) -> Array:
-    """Return a copy of the array in these bytes. Raises WireError if they hold none."""
-    try:
-        dtype, shape, fortran, offset = _header(data[:256])
-        if dtype.hasobject or fortran and len(shape) > 1:
-            raise ValueError(f"dtype {dtype}, Fortran order {fortran}")
-        return np.frombuffer(data, dtype, offset=offset).reshape(shape).copy()
-    except (ValueError, TypeError) as error:
-        raise WireError(f"an array is not in NumPy's format: {error}") from None
-
-
-def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
-    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `fit`."""
-    return _content(
-        {
-            RESULT: _config(metrics),
-            "fitres.num_examples": fill(MetricRecord(), {"num_examples": num_examples}),
-            "fitres.parameters": _record([_sent(_dump(array)) for array in arrays]),
-            "fitres.status": _config({"code": Code.OK.value, "message": "Success"}),
-        }
-    )
-
-
-def properties_reply(properties: Mapping[str, object]) -> RecordDict:
-    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `get_properties`."""
-    return _content(
-        {
-            "getpropertiesres.properties": _config(properties),
-            "getpropertiesres.status": _config({"code": Code.OK.value, "message": "Success"}),
-        }
-    )
-
-
-def evaluate_reply(loss: float, num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
-    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `evaluate`."""
-    return _content(
-        {
-            "evaluateres.loss": MetricRecord({"loss": loss}),
-            "evaluateres.num_examples": MetricRecord({"num_examples": num_examples}),
-            "evaluateres.metrics": _config(metrics),
-            "evaluateres.status": _config({"code": Code.OK.value, "message": "Success"}),
-        }
-    )
-
-
-def asked(content: RecordDict) -> Config:
-    """Return the scalars of a question, which are none if it is for a node's properties."""
-    return {**_scalars(_record_of(content, "getpropertiesins.config", ConfigRecord))}
-
-
-def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Download:
-    """Decode the arguments of NumPyClient.fit and .evaluate, or the scalars of a question."""
-    names = [name for name in str(config[ARRAYS]).split(",") if name]
+            arrays.append(viewed(sent).copy())
+    names = [name for name in str(scalars[ARRAYS]).split(",") if name]
     if len(names) != len(arrays):
         raise WireError(f"expected the arrays {names}, got {len(arrays)}")
-    named = dict(zip(names, arrays, strict=True))
-    empty = np.zeros(0, np.float32)
-    model = Model(
-        np.asarray(named.pop("params", empty), np.float32), np.asarray(named.pop("buffers", empty), np.float32)
-    )
-    scalars = _scalars(config)
+    return _download(scalars, dict(zip(names, arrays, strict=True)))
+
+
+def decode_question(content: RecordDict) -> Download | None:
+    """Return a question of a private round; None if the message asks for a node's properties."""
+    scalars = _scalars(_record_of(content, "getpropertiesins.config", ConfigRecord))
+    return _download(scalars, {}) if "task" in scalars else None
+
+
+def _download(scalars: Mapping[str, Scalar], arrays: dict[str, Array]) -> Download:
+    params, buffers = (np.asarray(arrays.pop(name, ()), np.float32) for name in ("params", "buffers"))
     return Download(
         task=str(scalars["task"]),
         round=int(scalars["round"]),
         attempt=int(scalars["attempt"]),
         secret=str(scalars["experiment"]),
-        model=model,
+        model=Model(params, buffers),
         state_version=str(scalars["state-version"]),
         keep=tuple(filter(None, str(scalars["keep"]).split(","))),
-        extras=named,
-        method={k: v for k, v in scalars.items() if k not in _META},
+        extras=arrays,
+        method={name: value for name, value in scalars.items() if name not in _META},
     )
 
 
-def encode_upload(upload: Upload) -> tuple[list[Array], int, dict[str, Scalar]]:
-    """Return an upload as NumPyClient.fit returns it: arrays, number of training samples, metrics."""
+def encode_upload(upload: Upload) -> RecordDict:
+    """Return an upload as a reply of Flower's. Raises WireError if values do not fit their dtype on the wire."""
     arrays = _arrays(upload.model, upload.mask, upload.extras)
     for name in {"params", "buffers"} & arrays.keys():
-        # The server refuses a method's array of another dtype.
-        if arrays[name].dtype == np.float32:
-            arrays[name] = _narrowed(name, arrays[name], upload.dtype or UPLOADED)
-    return list(arrays.values()), upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics}
+        # the server refuses a method's array of another dtype
+        if (array := arrays[name]).dtype == np.float32:
+            with np.errstate(over="ignore"):
+                arrays[name] = sent = array.astype(upload.dtype or UPLOADED, copy=False)
+            if sent is not array and (lost := np.count_nonzero(np.isinf(sent) & np.isfinite(array))):
+                raise WireError(f"array {name} has {lost} values beyond {sent.dtype}, its dtype on the wire")
+    return fit_reply([*arrays.values()], upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics})
 
 
-def _narrowed(name: str, array: Array, dtype: str) -> Array:
-    """Return a float32 array in its dtype on the wire. Raises WireError if values do not fit."""
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        sent = array.astype(dtype, copy=False)
-    if lost := np.count_nonzero(np.isinf(sent) & np.isfinite(array)):
-        raise WireError(f"array {name} has {lost} values beyond {sent.dtype}, its dtype on the wire")
-    return sent
+# Replies as Flower's NumPyClient makes them of the results of its functions.
 
 
-def upload_message(upload: Upload) -> RecordDict:
-    """Return an upload as a reply of Flower's."""
-    return fit_reply(*encode_upload(upload))
+def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
+    """Return the content of a reply to "train", "collect" or "forget"."""
+    return fill(
+        RecordDict(),
+        {
+            RESULT: _config(metrics),
+            "fitres.num_examples": fill(MetricRecord(), {"num_examples": num_examples}),
+            "fitres.parameters": _record([_sent(array) for array in arrays]),
+            "fitres.status": _config(_SUCCESS),
+        },
+    )
 
 
-# Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
+def evaluate_reply(loss: float, num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
+    """Return the content of a reply to "evaluate"."""
+    return fill(
+        RecordDict(),
+        {
+            "evaluateres.loss": MetricRecord({"loss": loss}),
+            "evaluateres.num_examples": MetricRecord({"num_examples": num_examples}),
+            "evaluateres.metrics": _config(metrics),
+            "evaluateres.status": _config(_SUCCESS),
+        },
+    )
 
 
-def _record(arrays: Sequence[FlowerArray]) -> ArrayRecord:
-    """Return arrays as a record of Flower's, numbered in order."""
-    named = {str(k): array for k, array in enumerate(arrays)}
-    return fill(ArrayRecord(), named or {compat.EMPTY_TENSOR_KEY: _sent(b"")})
+def properties_reply(properties: Mapping[str, object]) -> RecordDict:
+    """Return the content of a reply to a question."""
+    records = {"getpropertiesres.properties": _config(properties), "getpropertiesres.status": _config(_SUCCESS)}
+    return fill(RecordDict(), records)
 
 
-def named_record(arrays: Mapping[str, Array]) -> ArrayRecord:
-    """Return arrays as a record of Flower's under their names, as `ArrayRecord` makes it of NumPy's arrays."""
-    sent = {
-        name: FlowerArray(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", data=_dump(array))
-        for name, array in arrays.items()
-    }
-    return fill(ArrayRecord(), sent)
-
-
-def viewed(sent: FlowerArray) -> Array:
-    """Return an array of a record: a view of its bytes that cannot be written into, or a copy if its layout is an unusual one."""
-    try:
-        dtype, shape, fortran, offset = _header(sent.data[:256])
-    except (ValueError, TypeError):
-        fortran, dtype = True, np.dtype(np.void)
-    if fortran or dtype.hasobject:
-        return sent.numpy()
-    return np.frombuffer(sent.data, dtype, offset=offset).reshape(shape)
+def failed_reply(kind: str, entries: Mapping[str, Scalar], who: Mapping[str, Scalar] | None = None) -> RecordDict:
+    """Return the content of a reply with an error. kind: as in outgoing.py. who: entries that only a reply to a question has."""
+    if kind == "fit":
+        return fit_reply([], 0, entries)
+    return evaluate_reply(0.0, 0, entries) if kind == "evaluate" else properties_reply({**entries, **(who or {})})
 
 
 def _config(scalars: Mapping[str, object]) -> ConfigRecord:
@@ -626,13 +564,18 @@ def _config(scalars: Mapping[str, object]) -> ConfigRecord:
     return ConfigRecord(dict(scalars))  # type: ignore[arg-type]
 
 
-def _content(records: Mapping[str, ArrayRecord | ConfigRecord | MetricRecord]) -> RecordDict:
-    """Return a message's content."""
-    return fill(RecordDict(), records)
+def _record(arrays: Sequence[FlowerArray]) -> ArrayRecord:
+    """Return arrays as a record of Flower's, numbered in order."""
+    none = FlowerArray(dtype="", shape=(), stype="numpy.ndarray", data=b"")
+    return fill(ArrayRecord(), {str(k): array for k, array in enumerate(arrays)} or {compat.EMPTY_TENSOR_KEY: none})
 
 
-def _sent(data: bytes) -> FlowerArray:
-    return FlowerArray(dtype="", shape=(), stype="numpy.ndarray", data=data)
+# Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
+
+
+def named_record(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """Return arrays as a record of Flower's under their names, as `ArrayRecord` makes it of NumPy's arrays."""
+    return fill(ArrayRecord(), {name: _sent(array, str(array.dtype), array.shape) for name, array in arrays.items()})
 
 
 def joined(arrays: Sequence[Array]) -> NDArray[np.float32]:
@@ -644,14 +587,13 @@ def joined(arrays: Sequence[Array]) -> NDArray[np.float32]:
     return np.frombuffer(b"".join([start, *(piece.data for piece in pieces)]), np.float32, offset=len(start))
 
 
-def _dump(array: Array) -> bytes:
-    if isinstance(data := array.base, bytes):
-        start = _header_of(array.dtype, array.shape)
-        if len(data) == len(start) + array.nbytes and data.startswith(start) and array.flags.c_contiguous:
-            return data
-    # NumPy gives an array without dimensions one
-    whole = np.ascontiguousarray(array)
-    return b"".join([_header_of(whole.dtype, array.shape), whole.data])
+def _sent(array: Array, dtype: str = "", shape: tuple[int, ...] = ()) -> FlowerArray:
+    """Return an array as Flower's, with its bytes. Those of `joined` are not copied."""
+    start = _header_of(array.dtype, array.shape)
+    data = array.base if isinstance(array.base, bytes) else b""
+    if not (len(data) == len(start) + array.nbytes and data.startswith(start) and array.flags.c_contiguous):
+        data = b"".join([start, np.ascontiguousarray(array).data])
+    return FlowerArray(dtype=dtype, shape=shape, stype="numpy.ndarray", data=data)
 
 
 @functools.lru_cache(maxsize=256)
@@ -663,21 +605,31 @@ def _header_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return out.getvalue()
 
 
+def viewed(sent: FlowerArray) -> Array:
+    """Return an array of a record: a view of its bytes that cannot be written into. Raises WireError if it is none."""
+    data = sent.data
+    try:
+        dtype, shape, fortran, offset = _header(data[:256])
+        return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C")
+    except (ValueError, TypeError) as error:
+        raise WireError(f"an array is not in NumPy's format: {error}") from None
+
+
 def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return a view of one array's bytes.
 
     Raises WireError unless the header names exactly this dtype and shape, and all floats are finite.
     """
-    pieces = _pieces(sent)
+    pieces, start = _received(sent)
     try:
-        got_dtype, got_shape, fortran, offset = _header(_first(pieces, 256))
+        got_dtype, got_shape, fortran, offset = _header(start)
     except (ValueError, TypeError) as error:
         raise WireError(f"array {name} is not a NumPy array: {error}") from None
     if got_dtype != np.dtype(dtype):
         raise WireError(f"array {name} has dtype {got_dtype}, expected {np.dtype(dtype)}")
     if got_shape != shape or (fortran and len(shape) > 1):
         raise WireError(f"array {name} has shape {got_shape}, expected {shape}")
-    got = sum(len(piece) for piece in pieces) - offset
+    got = sum(map(len, pieces)) - offset
     if got != (needed := np.dtype(dtype).itemsize * math.prod(shape)):
         raise WireError(f"array {name} has {got} bytes, expected {needed} for shape {shape}")
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -693,48 +645,26 @@ def check_finite(arrays: Mapping[str, Array]) -> None:
             raise WireError(f"array {name} has {np.count_nonzero(~np.isfinite(array))} non-finite values")
 
 
+def _received(sent: FlowerArray) -> tuple[Sequence[memoryview], bytes]:
+    """Return an array's bytes as they came, header included; and the first 256, without joining the rest."""
+    pieces, start = sent.pieces if isinstance(sent, ReceivedArray) else [memoryview(sent.data)], b""
+    for piece in pieces:
+        start += piece[: 256 - len(start)]
+        if len(start) == 256:
+            break
+    return pieces, start
+
+
 def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
     """Return dtype, shape, Fortran order and size in bytes of a header of NumPy's format 1.0.
 
     Only headers as NumPy writes them are read. NumPy itself reads them with Python's parser, which a stranger's bytes
     should not reach. Before Python 3.11.8 that parser sometimes fails while another thread parses
-    (python/cpython#106905).
+    (python/cpython#106905). Raises ValueError or TypeError for others.
     """
-    if start[:6] != b"\x93NUMPY":
-        raise ValueError(f"begins with {start[:6]!r}")
-    if start[6:8] != b"\1\0":
-        raise ValueError(f"format version {tuple(start[6:8])}")
-    end = _header_bytes(start)
-    if end > len(start):
-        raise ValueError(f"header {start[10:end]!r}")
-    return *_fields(start[10:end]), end
-
-
-@functools.lru_cache(maxsize=256)
-def _fields(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Return dtype, shape and Fortran order of a header's text. Raises ValueError or TypeError for another text."""
-    found = _HEADER.fullmatch(text)
-    if found is None:
-        raise ValueError(f"header {text!r}")
+    end = 10 + int.from_bytes(start[8:10], "little")
+    found = _HEADER.fullmatch(start[10:end])
+    if start[:8] != b"\x93NUMPY\1\0" or end > len(start) or found is None:
+        raise ValueError(f"begins with {start[:end]!r}")
     dtype, order, shape = (group.decode() for group in found.groups())
-    return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True"
-
-
-def _header_bytes(start: bytes) -> int:
-    """Return the length of a header of NumPy's format 1.0 from its first ten bytes."""
-    return 10 + int.from_bytes(start[8:10], "little")
-
-
-def _pieces(array: FlowerArray) -> Sequence[memoryview]:
-    """Return an array's bytes as received, header included."""
-    return array.pieces if isinstance(array, ReceivedArray) else [memoryview(array.data)]
-
-
-def _first(pieces: Sequence[memoryview], count: int) -> bytes:
-    """Return the first `count` bytes, without joining the rest."""
-    out = bytearray()
-    for piece in pieces:
-        out += piece[: count - len(out)]
-        if len(out) == count:
-            break
-    return bytes(out)
+    return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True", end

@@ -367,7 +367,7 @@ class PrivateRounds(RoundProtocol):
             expected,
             W=empty,
             B=empty,
-            bits=np.empty((n, -(-expected.num_params // 8)), np.uint8) if expected.sends_mask else None,
+            bits=np.empty((n, -(-expected.num_params // 8)), np.uint8) if expected.num_params else None,
             extras={},
             sizes=np.zeros(n),
             config=self.config,
@@ -416,7 +416,7 @@ class PrivateRounds(RoundProtocol):
             f"{PRIVATE}-most": self.store.most,
         }
         scalars |= self._splits(client_id)
-        if buffer.expected.sends_mask:
+        if buffer.expected.num_params:
             sealer = self._sealer(attempt)
             scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealer-keys": attempt.declared[sealer][KEYS]}
             scalars |= {SEALED: self.sealed[sealer][buffer.keys[client_id]]}
@@ -429,7 +429,7 @@ class PrivateRounds(RoundProtocol):
         """
         buffer, sealer = attempt.buffer, self._sealer(attempt)
         yield from self._signed_splits(buffer.ids, set(attempt.connected) - attempt.without)
-        if not buffer.expected.sends_mask:
+        if not buffer.expected.num_params:
             return
         known = self.sealed.setdefault(sealer, {})
         assert isinstance(buffer, MaskedSum)
@@ -619,7 +619,7 @@ class PrivateRounds(RoundProtocol):
         """Raise TooFewResults without the sealer if most clients cannot open what it sealed. They are not to blame."""
         from fl_app.privacy.keyring import not_sealed
 
-        if not buffer.expected.sends_mask:
+        if not buffer.expected.num_params:
             return
         sealer = self._sealer(attempt)
         complain = [

@@ -60,7 +60,7 @@ def why_kept(config: RunConfig, expected: Expected) -> str:
         return "max-size-weight compares their sizes before they count"
     if config.keep_uploads:
         return "keep-uploads writes each to the disk"
-    return "masks come with them" if expected.sends_mask else ""
+    return "masks come with them" if expected.num_params else ""
 
 
 @dataclass(kw_only=True)

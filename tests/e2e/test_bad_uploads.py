@@ -51,27 +51,25 @@ from fl_app.transport import outgoing, wire
 outgoing.leaving = lambda kind, content, way: content
 SPOIL = {{int(k): v for k, v in json.loads(os.environ["SPOIL"]).items()}}
 honest = CorollaClient.fit
-dump = wire._dump
-garbled = False  # a message is a process
 
-def fit(self, parameters, config):
-    global garbled
-    arrays, num_examples, metrics = honest(self, parameters, config)
-    match SPOIL.get(config["round"]):
-        case "nan": arrays[0] = np.where(np.arange(arrays[0].size) == 3, np.float32("nan"), arrays[0])
-        case "shape": arrays[0] = arrays[0][:7]
+def fit(self, content):
+    round = content["fitins.config"]["round"]
+    reply = honest(self, content)
+    record, metrics = reply["fitres.parameters"], reply[wire.RESULT]
+    params = wire.viewed(record["0"])
+    def send(array): record["0"] = wire.named_record({{"0": array}})["0"]
+    match SPOIL.get(round):
+        case "nan": send(np.where(np.arange(params.size) == 3, np.float32("nan"), params))
+        case "shape": send(params[:7])
         case "range": metrics["accuracy-after"] = 7.0
         case "type": metrics["accuracy-after"] = "lots"
         case "list": metrics["accuracy-after"] = [1.0] * 1000
         case "long": metrics["accuracy-after"] = "x" * {LONG}
-        case "huge": arrays[0] = np.random.default_rng(0).integers(2**63, size={HUGE} // 8).view(np.float32)
-        case "bytes": garbled = True
-    return arrays, num_examples, metrics
+        case "huge": send(np.random.default_rng(0).integers(2**63, size={HUGE} // 8).view(np.float32))
+        case "bytes": record["0"].data = b"\\x93NUMPY\\x01\\x00" + b"((((" * 1000
+    return reply
 
-def serialize(array):
-    return b"\\x93NUMPY\\x01\\x00" + b"((((" * 1000 if garbled else dump(array)
-
-CorollaClient.fit, wire._dump = fit, serialize
+CorollaClient.fit = fit
 """
 CONFIG: dict[str, Any] = {"method": "fedavg", "num-server-rounds": ROUNDS, "train-samples": 40, "local-epochs": 1}
 

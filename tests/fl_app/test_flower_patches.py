@@ -59,7 +59,9 @@ def test_an_array_whose_header_is_cut_over_pieces() -> None:
     whole = npy(f32(1, 2, 3))
     array = ReceivedArray(dtype="", shape=(), stype="", data=b"")
     array.pieces = [memoryview(whole)[i : i + 5] for i in range(0, len(whole), 5)]
-    assert wire._load("params", array, "<f4", (3,)).tolist() == [1, 2, 3]
+    content = reply(Upload(Model(f32(4, 5, 6), f32()), num_examples=1))
+    content.array_records["fitres.parameters"]["0"] = array
+    assert wire.decode_upload(content, Expected(3, 0)).model.params.tolist() == [1, 2, 3]
 
 
 def test_pieces_that_are_not_there() -> None:

@@ -209,7 +209,7 @@ def masks_of(client: int, reply: Message, bits: int) -> None:
     if client == 1:
         mask = np.zeros(len(np.frombuffer(record["2"].data, np.uint8)) - 128, np.uint8)
         mask[0] = bits
-        record["2"] = wire._sent(wire._dump(mask))
+        record["2"] = wire.named_record({"2": mask})["2"]
 
 
 @pytest.mark.parametrize("bits", [0, 255])

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from client_app.stored_state import StoredState
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.transport.wire import payload_bytes, upload_message
+from fl_app.transport.wire import encode_upload, payload_bytes
 from strategies.base import RoundContext, Uploads
 from strategies.baselines.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
 from strategies.kernels import aggregate
@@ -240,4 +240,4 @@ def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) 
     assert again.params.tolist() == [3, 4] and again.buffers.tolist() == [3]
     assert FedAMPUpdate().personal(received, state, ctx).params.tolist() == [3, 4]
     upload = FedAMPUpdate().upload(start, after, StoredState(), ctx)
-    assert upload.mask is None and payload_bytes(upload_message(upload)) == 4 * 3 and upload.num_examples == 12
+    assert upload.mask is None and payload_bytes(encode_upload(upload)) == 4 * 3 and upload.num_examples == 12

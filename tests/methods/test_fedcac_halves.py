@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from client_app.stored_state import StoredState
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.transport.wire import payload_bytes, upload_message
+from fl_app.transport.wire import encode_upload, payload_bytes
 from strategies.base import RoundContext, Uploads
 from strategies.fedcac import (
     METHOD,
@@ -205,7 +205,7 @@ def test_upload_by_hand() -> None:
     assert upload.mask.tolist() == [0b10110010]
     assert upload.model.params.tolist() == AFTER.params.tolist() and upload.model.buffers.tolist() == [1, 2]
     assert upload.num_examples == 12
-    assert payload_bytes(upload_message(upload)) == 4 * (8 + 2) + 1
+    assert payload_bytes(encode_upload(upload)) == 4 * (8 + 2) + 1
 
 
 def test_vanishing_scores_may_all_be_critical() -> None:

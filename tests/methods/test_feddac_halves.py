@@ -13,7 +13,7 @@ from fl_app.config import parse
 from fl_app.layout import Layout, Model
 from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
-from fl_app.transport.wire import payload_bytes, upload_message
+from fl_app.transport.wire import encode_upload, payload_bytes
 from strategies import METHOD_PARAMS
 from strategies.base import RoundContext, Uploads
 from strategies.feddac import (
@@ -187,7 +187,7 @@ def test_upload(guidance: str) -> None:
     assert upload.mask is not None and upload.mask.tolist() == [0b10000010]  # |-8| and 7
     assert upload.model is after and upload.num_examples == 12
     extra = 4 * 8 if guidance == "one-step" else 0
-    assert payload_bytes(upload_message(upload)) == 4 * (8 + 2) + 1 + extra
+    assert payload_bytes(encode_upload(upload)) == 4 * (8 + 2) + 1 + extra
     if extra:
         assert upload.extras["guidance"].tolist() == (after.params + 1).tolist()
         assert trainer.calls == [{"epochs": 1, "purpose": "feddac.guidance"}]

@@ -16,7 +16,7 @@ from client_app.stored_state import StoredState
 from corolla.experiments import sweep
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.transport.wire import Upload, WireError, payload_bytes, upload_message
+from fl_app.transport.wire import Upload, WireError, encode_upload, payload_bytes
 from strategies import METHOD_PARAMS
 from strategies.base import RoundContext, Uploads
 from strategies.fedobp import COUNTS, METHOD, FedOBP, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
@@ -75,7 +75,7 @@ def test_the_golden_round_on_the_client() -> None:
     assert first.extras[COUNTS].tolist() == [0, 0] and first.mask is None
     assert (
         first.model.params is PREVIOUS
-        and payload_bytes(upload_message(first)) == 4 * 6 + 8 * 2
+        and payload_bytes(encode_upload(first)) == 4 * 6 + 8 * 2
         and first.num_examples == 12
     )
     second = one_round(RECEIVED, state, ctx)
@@ -104,7 +104,7 @@ def test_the_mask_is_uploaded_on_request() -> None:
     assert (
         upload.mask is not None
         and masks.unpack(upload.mask, 5).tolist() == MASK
-        and payload_bytes(upload_message(upload)) == 4 * 6 + 1 + 8 * 2
+        and payload_bytes(encode_upload(upload)) == 4 * 6 + 1 + 8 * 2
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from client_app.stored_state import StoredState
 from fl_app.layout import Model
-from fl_app.transport.wire import Upload, WireError, payload_bytes, upload_message
+from fl_app.transport.wire import Upload, WireError, encode_upload, payload_bytes
 from strategies.base import Uploads
 from strategies.baselines.fedselect import FedSelect, FedSelectUpdate, aggregate, eligible, grow
 from strategies.kernels import masks
@@ -190,7 +190,7 @@ def test_participations_in_turn() -> None:
     upload = update.upload(second_start, second, copy, ctx)
     assert not upload.model.params[mask].any() and (upload.model.params == second.params)[~mask].all()
     assert upload.mask is not None and (masks.unpack(upload.mask, d) == mask).all()
-    assert payload_bytes(upload_message(upload)) == 4 * (d + ctx.layout.b) + -(-d // 8)
+    assert payload_bytes(encode_upload(upload)) == 4 * (d + ctx.layout.b) + -(-d // 8)
 
     third_start = update.merge(another(second, 2), copy, ctx)
     assert (third_start.params == second.params)[mask].all()

@@ -418,8 +418,8 @@ def test_a_state_that_cannot_be_written_or_read_has_a_reason_of_its_own(
 
 
 def test_what_is_not_declared_stays(caplog: pytest.LogCaptureFixture) -> None:
-    content = wire.upload_message(Upload(NOTHING, metrics={"rows": 3, "names": CELL, "test-samples": 2}))
-    content["fitres.more"] = wire.upload_message(Upload(NOTHING))["fitres.metrics"]
+    content = wire.encode_upload(Upload(NOTHING, metrics={"rows": 3, "names": CELL, "test-samples": 2}))
+    content["fitres.more"] = wire.encode_upload(Upload(NOTHING))["fitres.metrics"]
     caplog.set_level(logging.WARNING, "corolla")
     left = outgoing.leaving("fit", content, outgoing.Way(OPEN))
     assert "rows" not in left["fitres.metrics"] and CELL not in str(dict(left)) and "fitres.more" not in left

@@ -65,9 +65,7 @@ def test_the_bytes_of_clients_that_hold_parts(tmp_path: Path, method: str, keys:
     fed = Federation(tmp_path, method, **{method: keys})
     server = fed.server
     sent = sum(server.download_for(i, server.attempt, "train").model.nbytes for i in range(3))
-    uploads = sum(
-        sum(array.nbytes for array in wire.encode_upload(server.protocol.expected_from(i).blank())[0]) for i in range(3)
-    )
+    uploads = sum(wire.payload_bytes(wire.encode_upload(server.protocol.expected_from(i).blank())) for i in range(3))
     whole = server.global_model.nbytes
     # these four keep no client's model on the server; pFedHN has a layer of 100 d weights, and its momentum
     checkpoint = whole + (2 * 4 * 100 * server.layout.d if method == "pfedhn" else 0)

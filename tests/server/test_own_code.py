@@ -84,7 +84,7 @@ def test_a_sites_traceback_stays_in_its_log(write: Any, caplog: pytest.LogCaptur
     answers = {}
     for place in Place:
         client = CorollaClient(Session(parsed, METHODS[parsed.method]), 0, "", "", 1, place)
-        answers[place] = client.fit([], {})[2]
+        answers[place] = client.fit(RecordDict()).config_records[wire.RESULT]
     assert wire.TRACEBACK not in answers[Place.DEPLOYMENT] and wire.PRINTED not in answers[Place.DEPLOYMENT]
     assert answers[Place.DEPLOYMENT][wire.ERROR] == "failed//"
     assert mentions(str(answers[Place.DEPLOYMENT][wire.DETAILS]), "traceback", "SuperNode")
@@ -112,7 +112,7 @@ def test_a_breakpoint_in_a_simulated_client_ends_the_run(monkeypatch: pytest.Mon
 
 
 def test_a_reply_loses_what_is_for_the_author_alone() -> None:
-    reply = wire.upload_message(wire.Upload(NOTHING))
+    reply = wire.encode_upload(wire.Upload(NOTHING))
     reply.config_records["fitres.metrics"][wire.PRINTED] = "one\ntwo"
     assert isinstance(reply, RecordDict) and wire.take_aside(reply) == ("", "one\ntwo", "")
     assert wire.PRINTED not in reply.config_records["fitres.metrics"]

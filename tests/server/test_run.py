@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.clientapp import ClientApp
 from safetensors.torch import load_file, save_file
 
-from client_app.client_app import app as real_app
-from client_app.client_app import client_fn
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 from fl_app.config import RunConfig
@@ -436,10 +433,6 @@ def test_clients_are_handled_one_after_the_other_and_in_any_order(run: Run, monk
 
     monkeypatch.setattr(InProcessGrid, "pull_messages", last_first)
     assert read_summary(run(method="fedcac", run_name="backward").path)["digest"] == forward
-
-
-def test_the_client_app_is_the_deployed_one() -> None:
-    assert isinstance(real_app, ClientApp) and callable(client_fn)
 
 
 def test_metrics_are_plain_json(run: Run) -> None:

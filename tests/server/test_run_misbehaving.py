@@ -293,9 +293,10 @@ def test_a_bad_evaluation_is_dropped_by_name(
 ) -> None:
     original = client_app.client.CorollaClient.evaluate
 
-    def evaluate(self: Any, parameters: Any, config: Any) -> Any:
-        loss, n, own = original(self, parameters, config)
-        return loss, n, {**own, **(metrics if self.client_id == 2 else {})}
+    def evaluate(self: Any, content: Any) -> Any:
+        reply = original(self, content)
+        reply["evaluateres.metrics"].update(metrics if self.client_id == 2 else {})
+        return reply
 
     monkeypatch.setattr(client_app.client.CorollaClient, "evaluate", evaluate)
     folder = run(num_server_rounds=1)
@@ -310,8 +311,9 @@ def test_a_clients_odd_numbers_and_texts_harm_nobody_else(run: Run, monkeypatch:
     real = wire.encode_upload
 
     def odd(upload: wire.Upload) -> Any:
-        arrays, num_examples, metrics = real(upload)
-        return arrays, num_examples, {**metrics, "seconds-train": float("nan")}
+        reply = real(upload)
+        reply.config_records[wire.RESULT]["seconds-train"] = float("nan")
+        return reply
 
     monkeypatch.setattr(wire, "encode_upload", odd)
     clients = next(read_metrics(run().path))["clients"]
