@@ -51,16 +51,18 @@ def ability(method: str) -> Ability:
 
 
 def table() -> str:
-    """Return a Markdown table of all methods: their class, and what they need of the training loop."""
-    rows = ["| method | class | training loop |", "|---|---|---|"]
+    """Return a Markdown table: what methods need of the training loop, with the classes of these methods."""
+    rows: dict[str, list[str]] = {}
     for method in METHODS:
         found = ability(method)
         lines = ", ".join(f"`{line}`" for line in sorted(found.lines, reverse=True))
         needs = f"not possible: it {found.beyond}" if found.beyond else f"calls {lines}" if lines else "any"
         if found.facts:
             needs += f"; arguments {', '.join(f'`{name}`' for name in found.facts)}"
-        rows.append(f"| `{method}` | {'' if found.beyond else f'`{name_of(method)}`'} | {needs} |")
-    return "\n".join(rows)
+        rows.setdefault(needs, []).append(f"`{name_of(method)}`")
+    possible = sorted(rows.items(), key=lambda row: row[0].startswith("not possible"))
+    body = [f"| {needs} | {', '.join(names)} |" for needs, names in possible]
+    return "\n".join(["| training loop | classes |", "|---|---|", *body])
 
 
 def _tried(method: str, lines: frozenset[str], facts: tuple[str, ...]) -> UserError | None:
