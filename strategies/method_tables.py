@@ -77,12 +77,10 @@ def names_table(form: str) -> str:
 
 
 def methods_table() -> str:
-    """Return all overviews as a Markdown table, a line per method."""
-    lines = [["shared", "method", *COLUMNS.values()]]
-    for group, names in groups().items():
-        for k, name in enumerate(names):
-            overview = of(name)
-            lines.append(["" if k else group, f"`{name}`", *(getattr(overview, column) for column in COLUMNS)])
+    """Return all overviews as a Markdown table, a line per method, in the order of `groups`."""
+    lines = [["method", *COLUMNS.values()]]
+    for name in (name for names in groups().values() for name in names):
+        lines.append([f"`{name}`", *(getattr(of(name), column) for column in COLUMNS)])
     return _markdown(lines)
 
 

@@ -176,7 +176,8 @@ def methods(
     if table and as_json:
         raise UserError("--json and --table exclude each other")
     if table:
-        typer.echo(f"{method_tables.methods_table()}\n\n{method_tables.absent_table()}")
+        tables = (method_tables.names_table("`{}`"), method_tables.methods_table(), method_tables.absent_table())
+        typer.echo("\n\n".join(tables))
         return
     if name and not plugins.is_reference(name) and name not in METHODS:
         raise UserError(

@@ -12,7 +12,7 @@ from corolla.cli.listings import methods
 from corolla.cli.reference import pages_with_tables, with_table
 from fl_app.errors import UserError
 from strategies import METHODS
-from strategies.method_tables import COLUMNS, absent_table, groups, methods_table, of
+from strategies.method_tables import COLUMNS, absent_table, groups, methods_table, names_table, of
 from tests.facts import rejected
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.Ca
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
     methods(table=True)
     printed = capsys.readouterr().out
-    assert printed == f"{methods_table()}\n\n{absent_table()}\n"
+    assert printed == f"{names_table('`{}`')}\n\n{methods_table()}\n\n{absent_table()}\n"
     assert all(f"| {name} (" in printed for name in ("PartialFed", "FedVKD", "PSPFL", "pFedGF"))
 
 
