@@ -56,7 +56,7 @@ def table() -> str:
     for method in METHODS:
         found = ability(method)
         lines = ", ".join(f"`{line}`" for line in sorted(found.lines, reverse=True))
-        needs = f"not possible: it {found.beyond}" if found.beyond else f"calls {lines}" if lines else "any"
+        needs = "not possible" if found.beyond else f"calls {lines}" if lines else "any"
         if found.facts:
             needs += f"; arguments {', '.join(f'`{name}`' for name in found.facts)}"
         rows.setdefault(needs, []).append(f"`{name_of(method)}`")

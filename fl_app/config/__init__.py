@@ -112,8 +112,7 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     )
     optimizer: Literal["sgd", "adam", "adamw"] = key(
         "sgd",
-        "`adam`, `adamw`: those of torch.optim with betas 0.9 and 0.999; their moments start at zero in every round. Plain "
-        "gradient steps in a method's own algorithm stay plain.",
+        "`adam`, `adamw`: those of torch.optim with betas 0.9 and 0.999; their moments start at zero in every round.",
         headline=True,
     )
     learning_rate: float = key(0.1, "Learning rate.", POSITIVE, headline=True)
@@ -167,9 +166,8 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     discover: Literal["auto", "all", "sampled"] = key(
         "auto",
         "When the server asks clients for their properties. `all`: before the first round. `sampled`: when a client is first "
-        "sampled for a round, or evaluated; this works only in one process, where ids are known in advance. `auto`: `sampled` "
-        "above 1000 clients, else `all`. Where `sampled` is impossible (deployments, `private`, `node`, FedConcat), the server "
-        "uses `all`, and the log states it.",
+        "sampled or evaluated. `auto`: `sampled` above 1000 clients, else `all`. Where `sampled` is impossible (several processes, "
+        "`private`, `node`, FedConcat), `all`, and the log states it.",
         about="running",
     )
     round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE, about="running")
@@ -238,31 +236,28 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     record_matrices: int = key(
         1,
         "Rounds between records of numbers between clients (overlaps, attention) in `matrices/round-<t>.npz`; there is always "
-        "one after the last round. With more than 100 clients (`num-clients`) the default is 10. A matrix of more than 4 million "
-        "numbers (2,000 x 2,000 clients) is not recorded.",
+        "one after the last round. With more than 100 clients the default is 10. A matrix of more than 4 million numbers is not "
+        "recorded.",
         AT_LEAST_ONE,
         about="running",
     )
     keep_uploads: str = key(
         "",
-        "Keeps uploaded models on the server's disk: `every 10` keeps those of rounds 1, 10, 20, ... and of the last round in "
-        "`uploads/round-<t>.npz`. The report then draws [pictures of them](results-guide.md#uploads). `--dry-run` prints the size. "
-        "Empty: none. Private runs cannot keep uploads.",
+        "Keeps uploaded models on the server's disk: `every 10` keeps those of rounds 1, 10, 20, ... and of the last round, for "
+        "[pictures](results-guide.md#uploads). `--dry-run` prints the size. Empty: none. Private runs cannot keep uploads.",
         about="running",
         checked=True,
     )
     stop_when: str = key(
         "",
         "Ends the run early: `validation-accuracy: 10 rounds without better`, or `... without better by 0.01`. It can watch any "
-        "metric and `validation-loss` of the round's clients before they train, and their training `loss`. Empty: the run ends "
-        "after `num-server-rounds`.",
+        "metric and `validation-loss` of the round's clients before they train, and their training `loss`.",
         checked=True,
     )
     keep_best: bool = key(
         False,
-        "Keep the models of the round that was best on validation data, in place of the last round's: they are exported, and final "
-        "figures and the digest are theirs. The headline in evaluations of all clients decides; it needs `evaluate-every` and "
-        "`validation-ratio`.",
+        "Keep the models of the [round that was best on validation data](experiments.md#validation-data-and-early-stopping), in "
+        "place of the last round's. It needs `evaluate-every` and `validation-ratio`.",
     )
     finetune_epochs: int = key(
         0,

@@ -51,8 +51,7 @@ class ExperimentKeys:
     )
     holdout_clients: float = key(
         0.0,
-        "Part of the clients, drawn by `seed`, that never train. Evaluations report them separately (`unseen`), without "
-        "fine-tuning and after `finetune-epochs`.",
+        "Part of the clients, drawn by `seed`, that [never train](tasks.md#clients-that-never-train).",
         BELOW_ONE,
         compared=False,
     )
@@ -186,8 +185,8 @@ class ExperimentKeys:
     )
     pathological_assignment: Literal["balanced", "random", "blocks", "blocks-unbalanced"] = key(
         "balanced",
-        "Choice of the clients' classes in the `pathological` partition. `balanced`: numbers of clients per class differ by at "
-        "most one. `random`: each client draws its own classes, so some clients share them (as FedCAC's authors). `blocks`: "
+        "Clients' classes in the `pathological` partition. `balanced`: numbers of clients per class differ by at most one. "
+        "`random`: each client draws its own classes, so some clients share them (as FedCAC's authors). `blocks`: "
         "consecutive blocks of clients get the same classes (as PFLlib). `blocks-unbalanced`: the same, and the clients of a class "
         "get unequal numbers of its samples; it needs `train-samples = 0` and `test-samples = -1`.",
         about="data",
@@ -317,9 +316,8 @@ class ExperimentKeys:
     )
     initial_weights: str = key(
         "",
-        "File with the initial weights: safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). The server reads "
-        "it. If part of the model stays on the clients, they read it too, at the same path. The card beside it, `FILE.json`, is "
-        "[compared](models.md#initial-weights) with the data by name. Empty: drawn by `seed`.",
+        "File with the [initial weights](models.md#initial-weights): safetensors or a PyTorch state dict. The server reads it. If "
+        "part of the model stays on the clients, they read it too, at the same path. Empty: drawn by `seed`.",
         checked=True,
         path=File(),
     )
