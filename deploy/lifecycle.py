@@ -50,7 +50,7 @@ def up(
         time.strftime("%Y-%m-%d %H:%M:%S"),
         listen,
         str(Path(runs).absolute()),
-        log_format.chosen(),
+        log_format.JSON if log_format.is_json() else log_format.TEXT,
     )
     if before := find(inventory.name):
         if before.inventory == inventory and _superlink_ended(before):

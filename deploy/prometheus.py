@@ -31,7 +31,7 @@ from fl_app.checksums import Stamp, stamp_of
 from fl_app.errors import MALFORMED, DeploymentError, UserError, describe, plain
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.extras import require
-from fl_app.server import causes, events
+from fl_app.server import events
 from fl_app.server.run_folder import CLIENTS, NAME, read_clients
 from fl_app.server.run_log import EVENTS
 
@@ -169,7 +169,7 @@ class FolderTotals:
                 # everything before the first sum: an event that cannot be read leaves no half of it
                 seconds = {name: float(spent) for name, spent in event.seconds.items() if name != "round"}
                 # a cause is a metric's label, of which there must be few
-                failures = [(str(int(f["client"])), f["cause"]) for f in event.failures if f["cause"] in causes.KINDS]
+                failures = [(str(int(f["client"])), f["cause"]) for f in event.failures if f["cause"] in events.CAUSES]
                 sizes = {"download": int(event.download_bytes), "upload": int(event.upload_bytes)}
                 self.replies += int(event.clients)
                 self.rounds = int(event.round)

@@ -35,17 +35,12 @@ class UserError(ValueError):
         hint: str = "",
     ) -> None:
         self.code, self.key, self.rule, self.value = code, str(key), str(rule), value
-        super().__init__(message or _sentence(self.key, self.rule, value, hint))
+        got = "" if value is None else f", got {value!r}"
+        super().__init__(message or (f"{self.key}: " if self.key else "") + self.rule + got + hint)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the parts of a copy in another process."""
         return _again, (type(self), str(self), self.__dict__)
-
-
-def _sentence(key: str, rule: str, value: object, hint: str) -> str:
-    """Return `key: rule, got value` and the hint, without the parts that there are not."""
-    got = "" if value is None else f", got {value!r}"
-    return (f"{key}: " if key else "") + rule + got + hint
 
 
 def _again(kind: type[UserError], message: str, fields: dict[str, Any]) -> UserError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from typing import Any
 
 from fl_app.errors import ConfigurationError
 
@@ -29,6 +31,12 @@ def require(package: str, what: str) -> None:
         raise ConfigurationError(
             f"{what} needs {package}, which is not installed here: pip install 'corolla[{EXTRAS[package]}]'"
         )
+
+
+def module(package: str, what: str) -> Any:
+    """Return a package, imported. Raises UserError as `require` does."""
+    require(package, what)
+    return importlib.import_module(package)
 
 
 def require_pictures(what: str) -> None:

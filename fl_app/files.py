@@ -168,23 +168,15 @@ def lock(path: Path, *, wait: bool, shared: bool = False) -> IO[bytes]:
     return file
 
 
-def is_full(error: OSError) -> bool:
-    """Return whether an error means a full disk, or a file larger than this process may write.
-
-    numpy's error has no number, only a text with the size written.
-    """
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or (
-        error.errno is None and "requested and" in str(error)
-    )
-
-
 @contextmanager
 def explain_full_disk(key: str, directory: Path) -> Iterator[None]:
     """Turn a full disk's OSError into a UserError of one line. key: the key to name; directory: the one written to."""
     try:
         yield
     except OSError as error:
-        if is_full(error):
+        # numpy's error has no number, only a text with the size written
+        of_numpy = error.errno is None and "requested and" in str(error)
+        if of_numpy or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
                 key=key, rule=f"cannot write under {directory}: {os.strerror(error.errno or errno.ENOSPC)}"
             ) from None

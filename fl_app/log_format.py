@@ -30,14 +30,9 @@ def choose(wanted: str) -> None:
     os.environ[VARIABLE] = wanted
 
 
-def chosen() -> str:
-    """Return the format of this process's log lines."""
-    return JSON if os.environ.get(VARIABLE) == JSON else TEXT
-
-
 def is_json() -> bool:
-    """Return whether log lines are JSON."""
-    return chosen() == JSON
+    """Return whether this process's log lines are JSON."""
+    return os.environ.get(VARIABLE) == JSON
 
 
 def about(**fields: Any) -> dict[str, Any]:

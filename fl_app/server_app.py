@@ -51,6 +51,8 @@ from fl_app.server.run_folder import (
     READ_BY,
     SHAPE,
     SPLIT,
+    STATE_REMOVED,
+    SUMMARY,
     TESTED,
     RunFolder,
     called_in,
@@ -62,8 +64,7 @@ from fl_app.server.run_folder import (
 )
 from fl_app.server.start import Start, names_of_data, normalization_of, of_model, start_of
 from fl_app.transport import app_bundle, flower_patches
-from fl_app.transport.client_registry import ClientRegistry
-from fl_app.transport.discovery import clients_to_meet
+from fl_app.transport.client_registry import ClientRegistry, clients_to_meet
 from fl_app.transport.exchange import Exchange
 from fl_app.transport.flower import Context, Grid, ServerApp
 from fl_app.transport.inprocess import InProcessGrid
@@ -326,12 +327,14 @@ def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFold
     lacking_models = save_models(strategy, rounds, folder)
     records = list(read_metrics(folder.path))
     summary = summarize(config, folder.experiment, records, rounds.ended_early)
-    folder.write_summary(summary)
+    # a run with this file is complete
+    folder.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     if line := one_class_line(records, config.learning_rate):
         log.warning("%s", line)
     stateful = any(rounds.versions.values())
     if not config.keep_state and stateful:
-        folder.note_state_removed()
+        # it cannot be resumed any more
+        folder.note(**{STATE_REMOVED: True})
     if lacking_models:
         how = "collect-personal-models = true collects them at the end of a run, or keep-state = true after it"
         if config.keep_state or not stateful:

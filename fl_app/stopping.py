@@ -8,6 +8,7 @@ training loss.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,10 +46,8 @@ class StopRule:
         best: tuple[int, float] | None = None
         for record in rounds:
             value = record.get(self.record)
-            if value is None:
-                continue
-            gain = 0.0 if best is None else (value - best[1]) * (1 if self.higher_is_better else -1)
-            if best is None or gain > self.margin:
+            gain = (1 if self.higher_is_better else -1) * (value - best[1]) if best and value is not None else math.inf
+            if value is not None and gain > self.margin:
                 best = record["round"], value
         if best is None or rounds[-1]["round"] - best[0] < self.patience:
             return ""

@@ -10,10 +10,13 @@ import contextlib
 import logging
 import os
 import re
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -25,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.api import console as consoles
-from corolla.api import debugger, log_file, notebook, watching
+from corolla.api import debugger, log_file, notebook
 from corolla.api.waiting import Plain, is_terminal
 from fl_app.debugging import is_aside, unlabelled
 from fl_app.errors import plain, plain_lines
@@ -37,8 +40,6 @@ from fl_app.server.run_folder import ask_to_stop
 ROWS = 8
 # most clients named that take no part
 LEFT_OUT = 3
-# steps of a histogram; the first means zero
-BARS = "·▁▂▃▄▅▆▇█"
 # lines of the panel other than the rounds' rows and the notes
 OTHER_LINES = 7
 WIDTH = 100
@@ -144,8 +145,6 @@ class RunPanel:
                 lines[f"seconds of round {last.round}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = "dim"
             if last.partial:
                 lines[last.partial] = "dim"
-            if last.quantiles:
-                lines[spread(last)] = "dim"
         for who, why in list(self._left_out.items())[:LEFT_OUT]:
             lines[f"{who} takes no part: {why}"] = "bold red"
         if (more := len(self._left_out) - LEFT_OUT) > 0:
@@ -199,31 +198,18 @@ def rounds_table(rounds: Sequence[Round], width: int) -> Table:
     for column in out.columns:
         column.justify, column.no_wrap = "right", True
     for row in zip(*cells.values(), strict=True):
-        out.add_row(*(Text(cell, style=failed_style(name, cell)) for name, cell in zip(cells, row, strict=True)))
+        out.add_row(
+            *(
+                Text(cell, style="bold red" if name == "failed" and cell != "0" else "")
+                for name, cell in zip(cells, row, strict=True)
+            )
+        )
     return out
-
-
-def spread(r: Round) -> str:
-    """Return a sentence with a round's quantiles over its clients, and their histogram."""
-    write = percent if r.ratio else four_digits
-    low, lower, middle, upper, high = map(write, r.quantiles)
-    most = max(r.histogram)
-    bars = "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in r.histogram)
-    ends = ("0", "100 %") if r.ratio else ("least", "largest")
-    return (
-        f"{r.clients} clients before training: median {middle}, half {lower} to {upper}, nine tenths {low} to {high}; "
-        f"{ends[0]} {bars} {ends[1]}"
-    )
 
 
 def byte_unit(rounds: Iterable[Round]) -> tuple[float, str]:
     """Return the unit for the bytes of rounds, as (bytes per unit, name)."""
     return events.byte_unit(max(max(r.upload_bytes, r.download_bytes) for r in rounds))
-
-
-def failed_style(name: str, cell: str) -> str:
-    """Return the style of a table cell."""
-    return "bold red" if name == "failed" and cell != "0" else ""
 
 
 def percent(value: float | None, deviation: float | None = None) -> str:
@@ -323,7 +309,7 @@ class Display:
                 self.folder = Path(folder)
                 self._panel.begin(before)
                 if consoles.opens:
-                    self._around.callback(watching.begin(self.folder, self._print))
+                    self._around.callback(open_page(self.folder, self._print))
             case Stopped(round=last):
                 self.stopped = last
                 self._doing("ending the run", 0, 0)
@@ -420,3 +406,73 @@ def log_to(display: Display, traces: bool = True) -> Iterator[None]:
         raise
     finally:
         log.handlers, log.propagate = before, propagate
+
+
+AFTER_ROUND = "stopping after this round; press Ctrl-C again to stop at once"
+AT_ONCE = "stopping at once"
+
+
+@contextlib.contextmanager
+def answered(display: Display) -> Iterator[None]:
+    """Context in which the first Ctrl-C asks the run to end after its round, and the second raises KeyboardInterrupt.
+
+    The first one already raises if no round has started, or if the run's folder is on another machine. An ignored
+    SIGINT stays ignored. Threads other than the main one never receive it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    asked = False
+
+    def answer(number: int, frame: object) -> None:
+        nonlocal asked
+        if not asked and display.folder is not None and ask_to_stop(display.folder):
+            asked = display.interrupted = True
+            display.note(AFTER_ROUND)
+        else:
+            display.note(AT_ONCE)
+            raise debugger.AtOnce if debugger.is_waiting() else KeyboardInterrupt
+
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, answer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# seconds for the pages' last answers
+_PAGE_SECONDS = 15.0
+
+
+def open_page(folder: Path, say: Callable[[str], None]) -> Callable[[], None]:
+    """Open the page of a run, and return the function that ends its server. say: prints a line, from another thread."""
+    if not folder.is_dir():
+        say(f"--open: the run folder is on the SuperLink's machine; there: corolla watch {folder}")
+        return lambda: None
+    command = [sys.executable, "-m", "corolla", "watch", str(folder), "--open", "--until-input-ends"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdin and process.stdout
+    asking, output = process.stdin, process.stdout
+
+    def tell() -> None:
+        if address := output.readline().strip():
+            say(f"this run's page: {address}")
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+
+    def end() -> None:
+        asking.close()
+        try:
+            process.wait(_PAGE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        telling.join()
+        output.close()
+
+    return end

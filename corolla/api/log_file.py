@@ -1,7 +1,9 @@
-"""The file of `--log-file`: all terminal output and the run's further log lines, each with its time."""
+"""Output that never ends a run, and the file of `--log-file`, with all of it and the run's further log lines."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import io
 import time
 from collections.abc import Iterator
@@ -12,12 +14,24 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.control import Control
 from rich.segment import Segment
 
-from corolla.api.output import Lenient
 from fl_app.errors import UserError, plain_lines
 from fl_app.files import make_directory, opener
 
 WIDTH = 200
+HANDLER = "corolla-replace"
+# signs in Corolla's own lines, in ASCII
+_SIGNS = {"±": "+-", "–": "-", "—": "-", "…": "...", "×": "x", "→": "->", "≤": "<=", "≥": ">=", "▸": ">"}
 _open: list[IO[str]] = []
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_SIGNS.get(sign, "?") for sign in text), error.end
+
+
+codecs.register_error(HANDLER, _replaced)
 
 
 def begin(path: Path | None) -> Path | None:
@@ -38,6 +52,30 @@ def write(text: str) -> None:
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     for file in _open:
         file.writelines(f"{now} {line.rstrip()}\n" for line in text.splitlines())
+
+
+class Lenient:
+    """A text stream that stands before another one. Writing to it raises neither UnicodeError nor OSError."""
+
+    def __init__(self, behind: Any) -> None:
+        self._behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the stream's own attribute."""
+        return getattr(self._behind, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, with what the stream's encoding cannot show replaced. Return its length."""
+        encoding = self._behind.encoding or "utf-8"
+        # a reader that has ended, a full disk
+        with contextlib.suppress(OSError):
+            self._behind.write(text.encode(encoding, HANDLER).decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        with contextlib.suppress(OSError):
+            self._behind.flush()
 
 
 class LoggedConsole(Console):

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.markup import escape
 
-from corolla.api import backends
-from corolla.api.backends import Backend
+from corolla.api import settings
 from corolla.api.checks import check_locally, check_resources, check_resumable, warn_of_settings
 from corolla.api.console import command, console, errors, warn
-from corolla.api.interrupts import answered
-from corolla.api.live import Display, log_to
+from corolla.api.live import Display, answered, log_to
 from corolla.api.ranges import Number, Whole
 from corolla.api.settings import (
+    Backend,
     Scale,
     look_for_plugins,
     name_plugins,
@@ -30,7 +29,7 @@ from corolla.api.settings import (
     scaled,
     with_clients,
 )
-from corolla.api.waiting import Submit, simulated, waiting
+from corolla.api.waiting import Submit, waiting
 from corolla.experiments.runs import RecordedRun, elsewhere
 from fl_app import debugging, plugins
 from fl_app.config import RunConfig, ids_in
@@ -122,8 +121,8 @@ def configure(preset: str | None, given: dict[str, Scalar], how: LaunchOptions) 
     if len(named := [option for option, chosen in where.items() if chosen]) > 1:
         raise UserError(f"{' and '.join(named)} exclude each other")
     if how.in_process or how.superlink is not None:
-        backends.refuse_beside(named[0], how.backend)
-    backends.refuse_unable(how.backend, how.ray_address, how.gpus_per_client)
+        settings.refuse_beside(named[0], how.backend)
+    settings.refuse_unable(how.backend, how.ray_address, how.gpus_per_client)
     if how.clients_at_once != 1 and not how.in_process:
         raise UserError(f"--clients-at-once needs --in-process, got {how.clients_at_once} without it")
     if how.in_process and how.gpus_per_client:
@@ -139,7 +138,7 @@ def configure(preset: str | None, given: dict[str, Scalar], how: LaunchOptions) 
         )
     base: dict[str, Scalar] = {}
     if how.resume:
-        base = saved_config(how.resume)
+        base = opened("resume", how.resume).settings | {"resume": str(how.resume.resolve())}
         if given_too := _beside(preset, how, ("--output-dir", how.output_dir is not None)):
             raise UserError(
                 f"--resume takes its configuration from the run folder {how.resume}: leave out {' and '.join(given_too)}; "
@@ -176,8 +175,12 @@ def configure(preset: str | None, given: dict[str, Scalar], how: LaunchOptions) 
     if how.superlink is None:
         config["num-clients"] = number_of_clients(config)
     parsed = resolve(config)
-    if how.replay:
-        refuse_other_settings(how.replay, base, parsed)
+    # it may have fewer rounds than the other run
+    if how.replay and (changed := changed_keys(base, parsed)):
+        lines = "\n".join(changed)
+        raise UserError(
+            f"replay: these keys must be as in {how.replay}, because its arrivals follow from them:\n{lines}"
+        )
     # no warning for values that another run, or a shipped preset, itself sets, while what they depend on is the preset's too
     shipped = bool(preset) and not str(preset).endswith(".toml") and not given.keys() & REFERRED_TO
     warn_of_settings(given, [(parsed, given if how.resume or how.from_run or shipped else {**base, **given})])
@@ -192,12 +195,17 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: LaunchOptions) -> P
     """
     if how.resume:
         check_unchanged(how.resume, parsed)
-        warn_of_changed_plugins(how.resume / PLUGINS)
+        for copy in sorted((how.resume / PLUGINS).rglob("*.py")):
+            here = Path(copy.relative_to(how.resume / PLUGINS))
+            if here.is_file() and here.read_bytes() != copy.read_bytes():
+                warn(f"{here} has changed since the run started; the run uses its copy {copy}")
         if is_finished(how.resume, parsed):
             if missing := lacking(parsed, list(read_metrics(how.resume)), called_in(how.resume)):
                 raise UserError(f"this run is complete: {missing}")
-            early = RecordedRun(how.resume).summary.get("stopped-early")
-            if not (parsed.collect_personal_models and lacks_models(how.resume)):
+            summary = RecordedRun(how.resume).summary
+            early, models = summary.get("stopped-early"), how.resume / MODELS
+            has_models = all((models / f"client-{i}.safetensors").is_file() for i in range(summary["num-clients"]))
+            if has_models or not parsed.collect_personal_models:
                 console.print(
                     "this run is complete; there is nothing to resume" + (f" ({escape(early)})" if early else "")
                 )
@@ -217,7 +225,7 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: LaunchOptions) -> P
         ray = None
     else:
         config, ray = on_cluster(config, parsed, at, *per_client)
-    backend = backends.chosen(how.backend, at, how.gpus_per_client, [parsed.device])
+    backend = settings.backend_of(how.backend, at, how.gpus_per_client, [parsed.device])
     where = f"--ray-address {at} " if ray else f"--backend {how.backend.value} " if how.backend else ""
     with simulating(backend, parsed.num_clients, *per_client, ray) as simulate:
         return simulate(config, parsed, how.verbose, where)
@@ -261,10 +269,7 @@ def replayed_config(preset: str | None, how: LaunchOptions) -> dict[str, Scalar]
         raise UserError(
             f"--replay takes its configuration from {run}, and simulates it: leave out {' and '.join(beside)}"
         )
-    if not is_run(run):
-        raise UserError(key="replay", rule=f"{run} is not a run folder{elsewhere(run)}")
-    look_for_plugins(run / PLUGINS)
-    settings = RecordedRun(run).settings
+    settings = opened("replay", run).settings
     if settings.get("dataset") == NODE:
         raise UserError(key="replay", rule=f"the data of {run} are at its sites (dataset = {NODE}), and not here")
     arrivals.read(run)
@@ -275,10 +280,7 @@ def replayed_config(preset: str | None, how: LaunchOptions) -> dict[str, Scalar]
 
 def next_config(run: Path) -> dict[str, Scalar]:
     """Return the config of a run that goes on from another one. The data may have more or fewer clients."""
-    if not is_run(run):
-        raise UserError(key="from", rule=f"{run} is not a run folder{elsewhere(run)}")
-    look_for_plugins(run / PLUGINS)
-    recorded = RecordedRun(run)
+    recorded = opened("from", run)
     # raises UserError unless the run is finished
     _ = recorded.summary
     settings = dict(recorded.settings)
@@ -289,31 +291,12 @@ def next_config(run: Path) -> dict[str, Scalar]:
     return settings | {"from-run": str(run.resolve()), "overwrite": False}
 
 
-def refuse_other_settings(run: Path, settings: Mapping[str, Scalar], config: RunConfig) -> None:
-    """Raise UserError if a replay's config differs from the other run's in a key that changes results.
-
-    settings: of that run. It may have fewer rounds.
-    """
-    if changed := changed_keys(settings, config):
-        raise UserError(
-            f"replay: these keys must be as in {run}, because its arrivals follow from them:\n" + "\n".join(changed)
-        )
-
-
-def saved_config(run: Path) -> dict[str, Scalar]:
-    """Return the config of an interrupted run to resume. Its copies of the user's own files are used from then on."""
+def opened(key: str, run: Path) -> RecordedRun:
+    """Return the run of an option's folder. Its copies of the user's own files are used from then on. Raises UserError."""
     if not is_run(run):
-        raise UserError(key="resume", rule=f"{run} is not a run folder{elsewhere(run)}")
+        raise UserError(key=key, rule=f"{run} is not a run folder{elsewhere(run)}")
     look_for_plugins(run / PLUGINS)
-    return RecordedRun(run).settings | {"resume": str(run.resolve())}
-
-
-def warn_of_changed_plugins(copies: Path) -> None:
-    """Warn of files of the user's that have changed since the run started: it resumes with its copies."""
-    for copy in sorted(copies.rglob("*.py")):
-        here = Path(copy.relative_to(copies))
-        if here.is_file() and here.read_bytes() != copy.read_bytes():
-            warn(f"{here} has changed since the run started; the run uses its copy {copy}")
+    return RecordedRun(run)
 
 
 def is_finished(run: Path, config: RunConfig) -> bool:
@@ -327,12 +310,6 @@ def is_finished(run: Path, config: RunConfig) -> bool:
     rounds = recorded.summary["rounds"]
     refuse_fewer_rounds(config, rounds)
     return "stopped-early" in recorded.summary or bool(rounds == config.num_server_rounds)
-
-
-def lacks_models(run: Path) -> bool:
-    """Return whether a finished run's folder lacks a client's model."""
-    count = RecordedRun(run).summary["num-clients"]
-    return not all((run / MODELS / f"client-{i}.safetensors").is_file() for i in range(count))
 
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
@@ -458,25 +435,17 @@ def simulating(
 ) -> Iterator[Simulate]:
     """Yield a function that runs simulations of `num_clients` clients, one after the other. ray: use this cluster."""
     if backend is Backend.ray:
-        with simulated(console, num_clients, cpus_per_client, gpus_per_client, ray) as submit:
+        from corolla.experiments.launch import simulation
 
-            def with_ray(
-                config: Mapping[str, Scalar], parsed: RunConfig, verbose: bool, where: str = "", until: int = 0
-            ) -> Path | None:
-                return run_one(config, submit, verbose, where, until)
-
-            yield with_ray
+        # the simulation itself reports its end
+        shown = waiting(console, interrupted="")
+        with shown as steps, simulation(num_clients, cpus_per_client, gpus_per_client, steps.step, ray) as submit:
+            yield lambda config, parsed, *how: run_one(config, submit, *how)
         return
     from corolla.experiments.pool import workers
 
     count = workers(cpus_per_client, num_clients)
-
-    def with_pool(
-        config: Mapping[str, Scalar], parsed: RunConfig, verbose: bool, where: str = "", until: int = 0
-    ) -> Path | None:
-        return run_pooled(config, parsed, count, verbose, where, until)
-
-    yield with_pool
+    yield lambda config, parsed, *how: run_pooled(config, parsed, count, *how)
 
 
 def run_pooled(

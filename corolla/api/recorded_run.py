@@ -64,8 +64,7 @@ class Run:
     @brief
     def rounds(self) -> pandas.DataFrame:
         """Numbers of metrics.jsonl, indexed by round; those of `evaluation` and `seconds` have this prefix."""
-        extras.require("pandas", "a run's metrics as a data frame")
-        import pandas
+        pandas = extras.module("pandas", "a run's metrics as a data frame")
 
         from corolla.report.csv_files import round_lines
 
@@ -79,18 +78,12 @@ class Run:
 
         Columns as in `metrics`.
         """
-        extras.require("pandas", "a run's clients as a data frame")
-        import pandas
+        pandas = extras.module("pandas", "a run's clients as a data frame")
 
         from corolla.report.csv_files import client_lines
 
         lines = client_lines(self._recorded)
         return pandas.DataFrame(lines, columns=_columns("round", "client", lines=lines)).set_index(["round", "client"])
-
-    @property
-    def metrics(self) -> pandas.DataFrame:
-        """The earlier name of `rounds`."""
-        return self.rounds
 
     @cached_property
     @brief
@@ -99,9 +92,7 @@ class Run:
 
         Rounds without a recorded matrix have no rows, and a pair without a number has none either.
         """
-        extras.require("pandas", "a run's pairs as a data frame")
-        import pandas
-
+        pandas = extras.module("pandas", "a run's pairs as a data frame")
         found: dict[str, dict[int, Any]] = {}
         for t in self._recorded.rounds:
             for name, between in matrices.read(self.path, t).items():
@@ -128,9 +119,7 @@ class Run:
         Rows and columns are labelled with client ids. round: default is the last round that has one. Raises UserError
         if there is none.
         """
-        extras.require("pandas", "a run's matrix as a data frame")
-        import pandas
-
+        pandas = extras.module("pandas", "a run's matrix as a data frame")
         recorded = self._recorded
         for t, record in reversed(recorded.rounds.items()):
             found = matrices.matrix_of(self.path, record, name) if round in (None, t) else None

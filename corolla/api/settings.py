@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
 
 from rich.markup import escape
@@ -13,7 +14,7 @@ from corolla.api.console import errors
 from fl_app import plugins
 from fl_app.config import RunConfig, parse
 from fl_app.config.rules import with_implied
-from fl_app.errors import ConfigurationError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.keys import Scalar
 from fl_app.paths import anchored
 from fl_app.transport.app_bundle import APP_DIRECTORY
@@ -86,18 +87,13 @@ def with_clients(given: dict[str, Scalar], clients: int | None) -> dict[str, Sca
     return {**given, "num-clients": clients}
 
 
-def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
-    """Return a config with absolute paths: the ServerApp and the clients have other working directories."""
-    return anchored(config, Path())
-
-
 def ready(config: dict[str, Scalar]) -> dict[str, Scalar]:
     """Return a config that other processes can use: absolute paths, implied keys, fingerprints of the user's own files.
 
     Callbacks' files are not among these: they change no result.
     """
     result = {**config, "callbacks": ""}
-    return absolute_paths(with_implied(config)) | {"plugins": plugins.fingerprint(plugins.files(result))}
+    return anchored(with_implied(config), Path()) | {"plugins": plugins.fingerprint(plugins.files(result))}
 
 
 def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
@@ -107,3 +103,47 @@ def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
         # a missing file is an error later, when it is loaded
         if origin := plugins.origin(reference):
             errors.print(f"{key} {escape(reference)}: {escape(origin)}", soft_wrap=True)
+
+
+class Backend(Enum):
+    """Processes in which a simulation's clients run."""
+
+    pool = "pool"
+    ray = "ray"
+
+
+def refuse_unable(asked: Backend | None, ray_address: str | None, gpus_per_client: float) -> None:
+    """Raise UserError if a pool is asked for work that only Ray can do: sharing GPUs, or using other machines."""
+    if asked is Backend.pool and (needs := _need_of_ray(ray_address, gpus_per_client)):
+        raise UserError(f"{needs} is for --backend ray, got --backend {asked.value}")
+
+
+def refuse_beside(option: str, asked: Backend | None) -> None:
+    """Raise UserError if a backend is given together with an option that excludes simulations."""
+    if asked:
+        raise UserError(f"{option} and --backend exclude each other: --backend is for simulations")
+
+
+def backend_of(
+    asked: Backend | None, ray_address: str | None, gpus_per_client: float, devices: Iterable[str]
+) -> Backend:
+    """Return the backend of simulations. devices: values of the runs' key `device`.
+
+    The pool is the default on Linux if no GPU may be used, where it is tested. Ray is the default elsewhere.
+    """
+    if _need_of_ray(ray_address, gpus_per_client):
+        return Backend.ray
+    if asked:
+        return asked
+    if sys.platform != "linux":
+        return Backend.ray
+    if all(device == "cpu" for device in devices):
+        return Backend.pool
+    import torch
+
+    return Backend.ray if torch.cuda.is_available() else Backend.pool
+
+
+def _need_of_ray(ray_address: str | None, gpus_per_client: float) -> str:
+    """Return the option that needs Ray, or ""."""
+    return "--ray-address" if ray_address is not None else "--gpus-per-client" if gpus_per_client else ""

@@ -13,10 +13,9 @@ from typing import Any
 import click
 
 from corolla.api import one_run
-from corolla.api.backends import Backend
 from corolla.api.console import begin_warnings, console
 from corolla.api.one_run import OPTION_TYPES, LaunchOptions
-from corolla.api.settings import Scale, look_for_plugins
+from corolla.api.settings import Backend, Scale, look_for_plugins
 from corolla.experiments.runs import named
 from fl_app import rng
 from fl_app.config.earlier_keys import current

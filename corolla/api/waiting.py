@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,9 +14,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from corolla.api import debugger
 from fl_app import progress
 from fl_app.keys import Scalar
-
-if TYPE_CHECKING:
-    from corolla.experiments.launch import RayCluster
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
@@ -160,16 +156,3 @@ def waiting(console: Console, interrupted: str = "stopping") -> Iterator[Waiting
         raise
     finally:
         shown.end()
-
-
-@contextlib.contextmanager
-def simulated(
-    console: Console, num_clients: int, cpus_per_client: float, gpus_per_client: float, ray: RayCluster | None = None
-) -> Iterator[Submit]:
-    """Yield a function that submits runs to a private SuperLink, and show its start and end. ray: use this cluster."""
-    from corolla.experiments.launch import simulation
-
-    # the simulation itself reports its end
-    display = waiting(console, interrupted="")
-    with display as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:
-        yield submit

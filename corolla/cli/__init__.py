@@ -22,7 +22,7 @@ import deploy.node_cli
 from corolla.api import console as consoles
 from corolla.api import log_file
 from corolla.api.console import errors
-from corolla.api.output import HANDLER
+from corolla.api.log_file import HANDLER
 from corolla.api.ranges import in_words
 from corolla.api.settings import look_for_plugins
 from corolla.cli import audits, completion, flower_app, listings, products, results, run, sweeps, verify, watch

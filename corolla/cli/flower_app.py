@@ -41,7 +41,7 @@ def init(
 ) -> None:
     """Write a Flower app in PyTorch whose server uses a method, and whose client app has its mod."""
     from corolla.flower.abilities import ability
-    from corolla.flower.strategy_classes import name_of
+    from corolla.flower.method_strategy import name_of
     from corolla.flower.training_loop import beyond_app
     from strategies import METHODS
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from corolla.api.checks import warn_of_data
 from corolla.api.console import command, console
 from corolla.api.one_run import CLIENTS
-from corolla.api.settings import Scale, absolute_paths, number_of_clients, read_preset, resolve, scaled, with_clients
+from corolla.api.settings import Scale, number_of_clients, read_preset, resolve, scaled, with_clients
 from corolla.api.waiting import waiting
 from corolla.cli.as_json import of_data, of_methods, of_presets, show_json
 from corolla.cli.options import JsonOption, PresetArgument, QuietOption, ScaleOption, SetOption, be_quiet, parse_set
@@ -31,6 +31,7 @@ from fl_app.data import site_columns
 from fl_app.data.site_columns import SiteColumns
 from fl_app.errors import UserError, counted, listed, size
 from fl_app.keys import nearest, specs, without_others
+from fl_app.paths import anchored
 from fl_app.sources import NODE
 from fl_app.toml import value_to_toml
 from strategies import METHOD_PARAMS, METHODS, method_tables
@@ -294,7 +295,7 @@ def data_config(preset: str | None, pairs: list[str], clients: int | None, scale
     """Return the config of a command about data, resolved as `corolla run` does."""
     given = with_clients(parse_set(pairs), clients)
     base = scaled(read_preset(preset) if preset else {}, scale)
-    flat = absolute_paths(without_others({**base, **given}, [str(base.get("method"))]))
+    flat = anchored(without_others({**base, **given}, [str(base.get("method"))]), Path())
     flat["num-clients"] = number_of_clients(flat)
     config = resolve(flat)
     if config.dataset == NODE:

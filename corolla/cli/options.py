@@ -11,10 +11,9 @@ import typer
 
 from corolla import presets
 from corolla.api import log_file
-from corolla.api.backends import Backend
 from corolla.api.console import console, open_page, show_tracebacks, write_events
 from corolla.api.one_run import CPUS, GPUS
-from corolla.api.settings import Scale
+from corolla.api.settings import Backend, Scale
 from corolla.api.waiting import stand_still
 from corolla.cli.completion import completed
 from fl_app.config import RunConfig

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from corolla.api import backends
+from corolla.api import settings
 from corolla.api.checks import check_files, check_locally
 from corolla.api.console import console
 from corolla.api.one_run import AT_ONCE, CLIENTS, LaunchOptions, configure, simulating, start
@@ -206,7 +206,7 @@ def demo(
     base = read_preset("demo") | {"output-dir": str(Path(output_dir).resolve())}
     parsed = resolve(base)
     check_locally(parsed)
-    backend = backends.chosen(None, None, 0, [parsed.device])
+    backend = settings.backend_of(None, None, 0, [parsed.device])
     folders: list[Path | None] = []
     stamp = time.strftime("%Y%m%d-%H%M%S")
     with simulating(backend, parsed.num_clients, 1, 0) as simulate:

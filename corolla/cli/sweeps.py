@@ -14,11 +14,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from corolla.api import backends, one_run
-from corolla.api.backends import Backend
+from corolla.api import one_run, settings
 from corolla.api.checks import check_locally, check_resources, warn_of_settings
 from corolla.api.console import console, errors, same_without
-from corolla.api.settings import Scale, look_for_plugins, name_plugins, ready, resolve
+from corolla.api.settings import Backend, Scale, look_for_plugins, name_plugins, ready, resolve
 from corolla.cli.completion import columns_of
 from corolla.cli.options import (
     BackendOption,
@@ -168,9 +167,9 @@ def sweep(
         return
     options = [f"--cpus-per-client={cpus_per_client:g}", f"--gpus-per-client={gpus_per_client:g}"]
     options += [f"--backend={backend.value}"] if backend else []
-    backends.refuse_unable(backend, None, gpus_per_client)
+    settings.refuse_unable(backend, None, gpus_per_client)
     if in_process:
-        backends.refuse_beside("--in-process", backend)
+        settings.refuse_beside("--in-process", backend)
     if slurm:
         sets = [word for pair in set_ or [] for word in ("--set", pair)]
         words = [*asked.words, f"--output-dir={directory}", f"--scale={scale.value}", *sets]
@@ -184,7 +183,7 @@ def sweep(
     how = None
     if not in_process:
         check_resources(cpus_per_client, gpus_per_client)
-        found = backends.chosen(backend, None, gpus_per_client, [point.parsed.device for point in points])
+        found = settings.backend_of(backend, None, gpus_per_client, [point.parsed.device for point in points])
         how = Simulation(found, cpus_per_client, gpus_per_client)
     if only is not None:
         with sweeping.locked(directory, shared=True):
@@ -525,7 +524,7 @@ def run_points(points: Sequence[Point], how: Simulation | None, verbose: bool, u
                     if simulate is None:
                         one_run.run_in_process(point.config, point.parsed, until)
                     else:
-                        simulate(point.config, point.parsed, verbose, until=until)
+                        simulate(point.config, point.parsed, verbose, "", until)
                 except RunFailed:
                     failed[point.name] = "the run failed; the end of its log is above"
                 # one bad run must not end a whole sweep

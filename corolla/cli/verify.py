@@ -8,17 +8,18 @@ from pathlib import Path
 from rich.markup import escape
 
 from corolla.api.console import console
-from corolla.api.settings import absolute_paths, resolve
+from corolla.api.settings import resolve
 from corolla.cli.options import QuietOption, SetOption, parse_set
 from fl_app import checksums
 from fl_app.errors import UserError, size
+from fl_app.paths import anchored
 
 
 def data_verify(set_: SetOption = None, quiet: QuietOption = False) -> None:
     """Check all prepared data sets and partitions against their checksums. From --set, only data-dir is used."""
     from fl_app.data import data_root
 
-    root = data_root(resolve(absolute_paths(parse_set(set_ or []))))
+    root = data_root(resolve(anchored(parse_set(set_ or []), Path())))
     damaged: dict[str, str] = {}
     sound = 0
     for directory, nbytes, problems in checked(root):

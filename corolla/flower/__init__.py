@@ -24,4 +24,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name in _PARTS:
         return getattr(importlib.import_module(f"{__name__}.{_PARTS[name]}"), name)
-    return importlib.import_module(f"{__name__}.strategy_classes").strategy_class(name)
+    return importlib.import_module(f"{__name__}.method_strategy").strategy_class(name)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from corolla.flower.client_mod import App, ClientTurn
-from corolla.flower.strategy_classes import name_of, strategy_class
+from corolla.flower.method_strategy import name_of, strategy_class
 from corolla.flower.training_loop import BEYOND_APP, LACKS_LINE, LOOP_FACTS, computes_with_steps, current_wishes
 from fl_app.errors import UserError
 from fl_app.transport.flower import ArrayRecord, ClientApp, Context, Message, MetricRecord, RecordDict

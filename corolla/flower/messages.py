@@ -7,6 +7,7 @@ upload has the user's metrics and Corolla's own upload (fl_app/transport/wire.py
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import math
@@ -96,7 +97,7 @@ class AppForm:
             batchnorm=frozenset(name for name in shapes if _path(name) in paths),
         )
         split = _split({slot.name: slot for slot in params}, _matching("classifier", classifier, shapes))
-        return cls(_with_split(layout, split), dtypes)
+        return cls(dataclasses.replace(layout, classifier=split.classifier & layout.names, split=split), dtypes)
 
     @cached_property
     def constants(self) -> list[str]:
@@ -154,7 +155,8 @@ class AppForm:
         said = json.loads(text)
         params, buffers = (packed((name, tuple(shape)) for name, shape in said[part]) for part in ("params", "buffers"))
         split = Split(frozenset(said["classifier"]), said["layer"], fault=said["fault"])
-        return cls(_with_split(Layout(params, buffers, batchnorm=frozenset(said["batchnorm"])), split), said["dtypes"])
+        batchnorm = frozenset(said["batchnorm"])
+        return cls(Layout(params, buffers, split.classifier, batchnorm, split=split), said["dtypes"])
 
 
 def _path(name: str) -> str:
@@ -188,7 +190,3 @@ def _of_names(params: Mapping[str, Slot], classifier: frozenset[str]) -> Split:
     shapes = {name.rpartition(".")[2]: params[name].shape for name in classifier if name in params}
     linear = len(paths) == 1 and {"weight"} <= set(shapes) <= {"weight", "bias"} and len(shapes["weight"]) == 2
     return Split(classifier, min(paths) if len(paths) == 1 else None, linear)
-
-
-def _with_split(layout: Layout, split: Split) -> Layout:
-    return Layout(layout.params, layout.buffers, split.classifier & layout.names, layout.batchnorm, split=split)

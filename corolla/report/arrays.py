@@ -15,7 +15,7 @@ from fl_app.errors import UserError
 from fl_app.figures import Figure, from_json
 from fl_app.keys import show
 from fl_app.metrics import Metric, moments
-from fl_app.server import arrivals, client_rows, events
+from fl_app.server import arrivals, client_rows
 from fl_app.server.client_rows import Rows
 from fl_app.server.record import VIRTUAL
 
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 # curves of at least this many rounds are drawn as a running mean over a fortieth of them
 LONG = 80
 # for more clients than this, pictures show quantiles, histograms and groups instead of single clients
-MANY = events.MANY
+MANY = 60
 # function that selects an evaluation's clients, by name of the curve
 EVALUATED = {"evaluation": that_train, "unseen": that_never_train}
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from corolla.report.arrays import Floats, ReportedRun
 from fl_app.layout import Slot
 from fl_app.server import kept_uploads
+from fl_app.server.client_files import read_tensors
 from fl_app.server.kept_uploads import KeptUploads
 from fl_app.server.run_folder import MODELS
-from fl_app.server.tensor_files import read_tensors
 
 # of more clients in a round, this many are measured, at equal distances
 MOST_CLIENTS = 200

@@ -59,41 +59,40 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 class Replay:
-    """A clock that lets uploads arrive in the rounds in which they arrived in another run. now: the rounds that have closed."""
+    """A clock that lets uploads arrive in the rounds in which they arrived in another run. now: the rounds that have closed.
+
+    rounds: the lines of the other run by round.
+    """
 
     def __init__(self, run: Path) -> None:
         self.run, self.now, self.began = run, 0.0, 0.0
         try:
-            self._lines = {int(line["round"]): line for line in read(run)}
+            self.rounds = {int(line["round"]): line for line in read(run)}
             # (client, round of its work) -> round of its end, and why there is no upload
             self._ends = {
                 (end["client"], number - end["age"]): WorkEnd(
                     float(number), "it failed in the run that is repeated" if end["fate"] == FAILED else ""
                 )
-                for number, line in self._lines.items()
+                for number, line in self.rounds.items()
                 for end in line["ends"]
             }
         except MALFORMED as error:
             raise UserError(key="replay", rule=f"{run / FILE} is damaged: {error!r}") from None
 
-    def lacking(self, rounds: int) -> int | None:
-        """Return the first of a number of rounds that has no arrivals; None if all have them."""
-        return next((t for t in range(1, rounds + 1) if t not in self._lines), None)
-
     def begin(self, round: int) -> None:
         """Begin a round. Raises UserError if the other run has none of this number."""
-        if round not in self._lines:
+        if round not in self.rounds:
             raise UserError(key="replay", rule=f"{self.run} has no arrivals of round {round}")
         self.began = float(round - 1)
 
     @property
     def lasted(self) -> float:
         """The seconds of the round in the other run."""
-        return float(self._lines[int(self.began) + 1]["seconds"])
+        return float(self.rounds[int(self.began) + 1]["seconds"])
 
     def waits_for(self, client_ids: list[int]) -> list[int]:
         """Return the clients that were there in the round."""
-        away = set(self._lines[int(self.began) + 1]["away"])
+        away = set(self.rounds[int(self.began) + 1]["away"])
         return [i for i in client_ids if i not in away]
 
     def answer(self, client_id: int, round: int, attempt: int, samples: int, down: int, up: int) -> WorkEnd:
@@ -105,26 +104,21 @@ class Replay:
         self.now = float(round)
 
 
-def _checked(replay: Replay, config: RunConfig) -> Replay:
-    """Return a replay that has every round of the run, or as many as a run that may stop early needs."""
-    missing = replay.lacking(config.num_server_rounds)
-    if missing == 1:
-        raise UserError(key="replay", rule=f"{replay.run} has no arrivals of round 1")
-    if missing is not None and not config.stop_when:
-        raise UserError(
-            key="replay",
-            rule=f"{replay.run} has no arrivals of round {missing}; repeat fewer rounds with --set "
-            f"num-server-rounds={missing - 1}",
-            value=config.num_server_rounds,
-        )
-    return replay
-
-
 def clock_of(config: RunConfig, parameters: int) -> Clock | Replay | None:
     """Return the clock of a run, None if its uploads arrive when they come. parameters: the number of trained parameters.
 
     Raises UserError if the file of `speeds`, or the run of `replay`, cannot be used, or has too few rounds.
     """
     if config.replay:
-        return _checked(Replay(Path(config.replay)), config)
+        replay = Replay(Path(config.replay))
+        missing = next((t for t in range(1, config.num_server_rounds + 1) if t not in replay.rounds), None)
+        # a run that may stop early needs some rounds
+        if missing is not None and (missing == 1 or not config.stop_when):
+            fewer = f"; repeat fewer rounds with --set num-server-rounds={missing - 1}" if missing > 1 else ""
+            raise UserError(
+                key="replay",
+                rule=f"{replay.run} has no arrivals of round {missing}{fewer}",
+                value=config.num_server_rounds,
+            )
+        return replay
     return Clock(config, parameters) if config.is_timed else None

@@ -22,8 +22,7 @@ from fl_app import software
 from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
 from fl_app.files import explain_full_disk, make_directory, numbered, publish, publish_text
-from fl_app.server.client_files import ClientFiles, Personal, read_index
-from fl_app.server.tensor_files import write_tensors
+from fl_app.server.client_files import ClientFiles, Personal, read_index, write_tensors
 
 log = logging.getLogger("corolla")
 

@@ -9,6 +9,8 @@ files never hold more than about twice the size of the clients' arrays.
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.checksums import sha256_of
 from fl_app.files import publish
-from fl_app.server.tensor_files import read_tensors, write_tensors
 
 # Client id, and name of the array.
 Key = tuple[int, str]
@@ -59,10 +61,16 @@ class ClientFiles:
         """
         arrays = {(i, name): array for i, own in personal.items() for name, array in own.items()}
         kept = {key: saved for key, saved in self._saved.items() if key in arrays and saved.array() is arrays[key]}
-        kept = self._without_sparse(kept, arrays)
+        # of files of which less than half is needed, what is needed is written again
+        needed: dict[str, int] = defaultdict(int)
+        for key, saved in kept.items():
+            needed[saved.file] += arrays[key].nbytes + _ENTRY
+        kept = {key: saved for key, saved in kept.items() if 2 * needed[saved.file] >= self._sizes[saved.file]}
         changed = {key: array for key, array in arrays.items() if key not in kept}
         if changed:
-            path = self._free_path(round)
+            # a skipped checkpoint may name a file of the same round
+            names = itertools.chain([f"clients-{round:06d}"], (f"clients-{round:06d}-{k}" for k in itertools.count(2)))
+            path = next(path for name in names if not (path := self.directory / f"{name}.safetensors").exists())
             publish(path, lambda file: write_tensors(file, {_tensor(key): array for key, array in changed.items()}))
             self._hashes[path.name] = sha256_of(path)
             self._sizes[path.name] = sum(array.nbytes + _ENTRY for array in changed.values())
@@ -70,14 +78,6 @@ class ClientFiles:
                 array.flags.writeable = False
                 kept[key] = _Saved(weakref.ref(array), path.name)
         self._saved = kept
-        return self._index()
-
-    def _free_path(self, round: int) -> Path:
-        """Return a path without a file. A skipped checkpoint may name a file of the same round."""
-        names = itertools.chain([f"clients-{round:06d}"], (f"clients-{round:06d}-{k}" for k in itertools.count(2)))
-        return next(path for name in names if not (path := self.directory / f"{name}.safetensors").exists())
-
-    def _index(self) -> list[dict[str, Any]]:
         found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for (client_id, name), saved in sorted(self._saved.items()):
             found[saved.file][name].append(client_id)
@@ -85,13 +85,6 @@ class ClientFiles:
             {"file": file, "sha256": self._hashes[file], "bytes": self._sizes[file], "arrays": dict(of)}
             for file, of in sorted(found.items())
         ]
-
-    def _without_sparse(self, kept: dict[Key, _Saved], arrays: Mapping[Key, NDArray[Any]]) -> dict[Key, _Saved]:
-        """Leave out arrays in files of which less than half is needed."""
-        needed: dict[str, int] = defaultdict(int)
-        for key, saved in kept.items():
-            needed[saved.file] += arrays[key].nbytes + _ENTRY
-        return {key: saved for key, saved in kept.items() if 2 * needed[saved.file] >= self._sizes[saved.file]}
 
     def moved(self, client_id: int, before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> None:
         """Record that a client's arrays are other objects with the same values."""
@@ -138,3 +131,27 @@ def read_index(directory: Path, index: Iterable[Mapping[str, Any]]) -> dict[str,
 def _tensor(key: Key) -> str:
     client_id, name = key
     return f"client.{client_id}.{name}"
+
+
+def write_tensors(file: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write arrays by name. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, file)
+    except SafetensorError as error:  # which has the system's error only in its text
+        if found := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+        raise
+
+
+def read_tensors(file: Path, names: Iterable[str]) -> dict[str, NDArray[Any]]:
+    """Return some of a file's arrays by name. Raises ValueError if it lacks one, or is no safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np") as opened:
+            return {name: opened.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{file.name}: {error}") from None

@@ -146,9 +146,14 @@ class RowFiles:
     def column(self, key: tuple[int, str], name: str) -> NDArray[np.float64]:
         """Return a column of a part as numbers, float64 [n], NaN where there is none."""
         table = self._part(key)
-        if table is None or name not in table.column_names or not _is_number(table.schema.field(name).type):
-            return np.full(self.count(key), np.nan)
-        return _as_floats(table.column(name))
+        if table is not None and name in table.column_names:
+            from pyarrow import compute, float64, types
+
+            column = table.column(name)
+            if types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type):
+                floats: NDArray[np.float64] = compute.fill_null(column.cast(float64(), safe=False), np.nan).to_numpy()
+                return floats
+        return np.full(self.count(key), np.nan)
 
     def _part(self, key: tuple[int, str]) -> pyarrow.Table | None:
         """Return the rows of a part as a table, None if the round has no file. Raises UserError for a damaged file."""
@@ -217,33 +222,15 @@ def _array(values: list[Any]) -> tuple[pyarrow.Array, dict[bytes, bytes]]:
     import pyarrow
 
     kinds = {type(value) for value in values if value is not _ABSENT}
-    nulls = np.array([value is _ABSENT for value in values], bool)
-    known = [None if value is _ABSENT else value for value in values]
-    if kinds == {bool}:
-        return pyarrow.array(known, pyarrow.bool_()), {}
-    if kinds == {str}:
-        return pyarrow.array(known, pyarrow.string()), {}
-    whole = [value for value in known if type(value) is int]
-    if kinds == {int} and all(abs(value) < 2**63 for value in whole):
-        return pyarrow.array(known, pyarrow.int64()), {}
-    if kinds <= {int, float, type(None)} and all(abs(value) <= 2**53 for value in whole):
-        floats = np.array([np.nan if value is None else value for value in known], np.float64)
-        return pyarrow.array(floats, mask=nulls), {}
-    texts = [None if value is _ABSENT else json.dumps(value, allow_nan=False) for value in values]
-    return pyarrow.array(texts, pyarrow.string()), _JSON
-
-
-def _is_number(kind: pyarrow.DataType) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
-
-
-def _as_floats(column: pyarrow.ChunkedArray) -> NDArray[np.float64]:
-    from pyarrow import compute, float64
-
-    floats: NDArray[np.float64] = compute.fill_null(column.cast(float64(), safe=False), np.nan).to_numpy()
-    return floats
+    try:
+        if kinds & {list, dict} or (bool in kinds and len(kinds) > 1):
+            raise TypeError
+        known = [None if value is _ABSENT else np.nan if value is None else value for value in values]
+        return pyarrow.array(known), {}
+    # values of several types, and numbers that a column would round
+    except (TypeError, ValueError, OverflowError):
+        texts = [None if value is _ABSENT else json.dumps(value, allow_nan=False) for value in values]
+        return pyarrow.array(texts, pyarrow.string()), _JSON
 
 
 def _decoded(table: pyarrow.Table) -> dict[str, Record]:

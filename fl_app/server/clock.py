@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,12 +222,8 @@ def read_speeds(path: Path, num_clients: int, day_length: float) -> dict[int, Sp
         lasts = (hours[1] - hours[0]) % day_length if hours else 0.0
         compute, down, up = values
         found[client_id] = Speed(compute, down, up, hours[0] if hours else 0.0, lasts or math.inf)
-    if lacking := _lacking(found, num_clients):
+    if lacking := sorted(set(range(num_clients)) - set(found)):
         raise ConfigurationError(
             key="speeds", rule=f"{path} has no row for client {lacking[0]} of {num_clients} (num-clients)"
         )
     return found
-
-
-def _lacking(found: Iterable[int], num_clients: int) -> list[int]:
-    return sorted(set(range(num_clients)) - set(found))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +22,11 @@ from fl_app.debugging import is_aside
 from fl_app.errors import MALFORMED, UserError, plain, plain_lines
 from fl_app.log_format import JsonFormatter, TextFormatter, utc
 from fl_app.metrics import moments
-from fl_app.server import causes
 
 log = logging.getLogger("corolla")
 
 # how a line of Corolla's begins in a log stream
 LOG_MARK = "corolla: "
-# The event of a round with more clients also has the spread over clients.
-MANY = 60
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-BINS = 20
 # Seconds between two events of progress.
 PROGRESS_SECONDS = 0.25
 # the ServerApp's, in JSON log lines
@@ -39,6 +35,21 @@ COMPONENT = "serverapp"
 _JSON = '{"time":'
 # attribute of log records
 _EVENT = "corolla_event"
+OTHER_CAUSE = "other"
+# Kinds of failures: a few words for the many causes in `failures` of metrics.jsonl. The first pattern that is found decides.
+_CAUSES = {
+    "refused": r"refused by its site",
+    "late": r"^no reply within ",
+    "unavailable": r"^error \d+: .*(Node Unavailable|unavailable)|could not be delivered",
+    "ended": r"^error \d+: ",
+    "malformed": r"^malformed ",
+    "diverged": r"non-finite|diverged",
+    "state": r"\bstate\b",
+    "memory": r"memory",
+    "array": r"^array |^mask |^expected the arrays ",
+}
+CAUSES = (*_CAUSES, OTHER_CAUSE)
+"""All kinds of failures, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +134,6 @@ class Round(Event):
     take no part. partial: the clients that the means leave out, and the reason. virtual_seconds: of simulated time.
     working: number of clients that the round did not wait for. of_clients: clients that a round should have results of; 0 if
     none is missing. all_of: (clients in the mean over all clients, their number), empty if none is missing.
-
-    quantiles: of the clients' metric before training, at QUANTILES. histogram: number of clients in each of BINS equal
-    bins, from 0 to 1 for a ratio, else from the smallest to the largest value. Both are empty for up to MANY clients.
     """
 
     round: int
@@ -147,8 +155,6 @@ class Round(Event):
     far: int = 0
     left_out: int = 0
     partial: str = ""
-    quantiles: Sequence[float] = ()
-    histogram: Sequence[int] = ()
     virtual_seconds: float | None = None
     working: int = 0
     of_clients: int = 0
@@ -171,7 +177,6 @@ class Round(Event):
         evaluation = record.get("evaluation", {})
         among = (int(evaluation.get("evaluated", 0)), int(evaluation.get("expected", 0)))
         name_before, name_after = moments(metric)
-        quantiles, histogram = _spread(record, name_before, ratio)
         return cls(
             round=record["round"],
             rounds=rounds,
@@ -188,12 +193,10 @@ class Round(Event):
             upload_bytes=record["upload-bytes"],
             download_bytes=record["download-bytes"],
             seconds={phase: round(seconds, 3) for phase, seconds in record["seconds"].items()},
-            failures=[{"client": f["client"], "cause": causes.kind(f["cause"])} for f in record["failures"]],
+            failures=[{"client": f["client"], "cause": cause_kind(f["cause"])} for f in record["failures"]],
             far=len(record.get("far", ())),
             left_out=len(record.get("left-out", ())),
             partial=partial,
-            quantiles=quantiles,
-            histogram=histogram,
             virtual_seconds=_short(record.get("virtual-seconds")),
             working=len(record.get("working", ())),
             of_clients=expected if expected > len(record["clients"]) else 0,
@@ -425,6 +428,14 @@ def _read(told: dict[str, Any]) -> Event:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
+def cause_kind(cause: str) -> str:
+    """Return the kind of a failure's cause, one of CAUSES.
+
+    Clients write parts of causes. So their text cannot name a metric's label, of which there must be few.
+    """
+    return next((name for name, pattern in _CAUSES.items() if re.search(pattern, cause)), OTHER_CAUSE)
+
+
 def byte_unit(nbytes: float) -> tuple[float, str]:
     """Return a unit for this number of bytes, in bytes, and its name: kB below 100 kB, else MB."""
     return (1e3, "kB") if 0 < nbytes < 1e5 else (1e6, "MB")
@@ -452,20 +463,6 @@ def _clean(value: Any) -> Any:
 def _deviation(record: Mapping[str, Any], name: str) -> float | None:
     values = [float(row[name]) for row in record["clients"].values() if row.get(name) is not None]
     return _short(statistics.stdev(values)) if len(values) > 1 else None
-
-
-def _spread(record: Mapping[str, Any], name: str, ratio: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return quantiles and histogram of a metric over the round's clients; both empty unless more than MANY have it."""
-    values = sorted(float(row[name]) for row in record["clients"].values() if row.get(name) is not None)
-    if len(values) <= MANY:
-        return (), ()
-    low, high = (0.0, 1.0) if ratio else (values[0], values[-1])
-    bins = [0] * BINS
-    for value in values:
-        place = (value - low) / (high - low) * BINS if high > low else 0
-        bins[min(int(place), BINS - 1)] += 1
-    # the value with at most that share of all values below it
-    return tuple(round(values[int(share * (len(values) - 1))], 6) for share in QUANTILES), tuple(bins)
 
 
 def _short(value: float | None) -> float | None:

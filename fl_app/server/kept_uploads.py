@@ -97,7 +97,8 @@ def save(
         arrays["sent.buffers"] = np.float32, (len(whose), layout.b), (sent(i).buffers for i in whose)
     if bits is not None:
         arrays["mask"] = np.uint8, bits.shape, bits
-    text = np.array(_described(layout) if fits else _described_whole(W.shape[1], B.shape[1]))
+    whole = Layout(packed([(WHOLE, (W.shape[1],))]), packed([("buffers", (B.shape[1],))] if B.shape[1] else []))
+    text = np.array(_described(layout if fits else whole))
     arrays["layout"] = text.dtype, (), [text]
     make_directory(run / DIRECTORY)
     publish(_path(run, round), lambda temporary: _write(temporary, arrays))
@@ -113,10 +114,6 @@ def _all_equal(models: Iterator[Model]) -> bool:
 def _described(layout: Layout) -> str:
     tensors = {what: [[s.name, list(s.shape)] for s in getattr(layout, what)] for what in ("params", "buffers")}
     return json.dumps({**tensors, "classifier": sorted(layout.classifier)})
-
-
-def _described_whole(d: int, b: int) -> str:
-    return json.dumps({"params": [[WHOLE, [d]]], "buffers": [["buffers", [b]]] if b else [], "classifier": []})
 
 
 def _write(file: Path, arrays: dict[str, _Array]) -> None:

@@ -9,12 +9,11 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_app import software
-from fl_app.checksums import HASHES, DataHashes, told_hashes
+from fl_app.checksums import HASHES, told_hashes
 from fl_app.config import RunConfig
 from fl_app.data.encoding import Encoding, of_features
 from fl_app.data.moments import PIXEL, MomentSums
@@ -158,59 +157,36 @@ class Names(NamedTuple):
 
 
 class ClientReport:
-    """A client's answer. Parts that are compared with other clients' answers are parsed once."""
+    """A client's answer, and its parts that are compared with other clients' answers. None: malformed, or not sent.
+
+    num_clients: the number of clients that it was configured with (1 to MOST_CLIENTS). shape: of its data. hashes: of its data.
+    shared_hashes: the same, if its data are a part of a shared data set. software: what it computes with. keys, key_list: in a
+    private run, its list of all sites' keys, and the list's hash. names: of its features and classes. tags: of these, in a
+    private run. sums_kind: number of features in its sums, and their unit; (0, 0) if it sends none.
+    """
 
     def __init__(self, answer: Properties) -> None:
         self.answer = answer
-
-    @cached_property
-    def num_clients(self) -> int | None:
-        """Number of clients that it was configured with (1 to MOST_CLIENTS); None if it is malformed."""
-        value = self.answer.get("num-clients")
-        return value if type(value) is int and 1 <= value <= MOST_CLIENTS else None
-
-    @cached_property
-    def shape(self) -> Shape | None:
-        """Shape of its data, None if it is malformed."""
-        return shape(self.answer)
-
-    @cached_property
-    def hashes(self) -> DataHashes | None:
-        """Hashes that identify its data; None without them."""
-        return told_hashes(self.answer)
-
-    @cached_property
-    def shared_hashes(self) -> DataHashes | None:
-        """Its hashes if its data are a part of a shared data set, else None."""
-        return self.hashes if self.hashes is not None and self.hashes.partition else None
-
-    @cached_property
-    def software(self) -> dict[str, str]:
-        """What it computes with; facts that it does not send are missing."""
-        return software.told(self.answer.get(SOFTWARE))
-
-    @cached_property
-    def keys(self) -> KeyList | None:
-        """Its list of all sites' keys in a private run, None if it is malformed or missing."""
+        count = answer.get("num-clients")
+        self.num_clients = count if type(count) is int and 1 <= count <= MOST_CLIENTS else None
+        self.shape = shape(answer)
+        self.hashes = told_hashes(answer)
+        self.shared_hashes = self.hashes if self.hashes is not None and self.hashes.partition else None
+        self.software = software.told(answer.get(SOFTWARE))
+        self.names = Names(_names(answer.get(FEATURES)), _names(answer.get("class-names")))
+        self.tags = Tags(answer.get("client-id"), str(answer.get(FEATURE_TAGS, "")).split(","))
         try:
-            return _key_list(str(self.answer[LIST]))
+            self.keys = _key_list(str(answer[LIST]))
         except (KeyError, ValueError):
-            return None
-
-    @property
-    def key_list(self) -> str | None:
-        """Hash of this list."""
-        return self.keys.fingerprint if self.keys else None
-
-    @cached_property
-    def names(self) -> Names:
-        """Its names of features and classes."""
-        return Names(_names(self.answer.get(FEATURES)), _names(self.answer.get("class-names")))
-
-    @cached_property
-    def tags(self) -> Tags:
-        """Tags of its names, in a private run."""
-        return Tags(self.answer.get("client-id"), str(self.answer.get(FEATURE_TAGS, "")).split(","))
+            self.keys = None
+        self.key_list = self.keys.fingerprint if self.keys else None
+        self._sums: MomentSums | WireError | None = None
+        if (text := answer.get(SUMS)) is not None:
+            try:
+                self._sums = MomentSums.from_json(text)
+            except ValueError as error:
+                self._sums = WireError(f"property {SUMS}: {error}")
+        self.sums_kind = None if isinstance(self._sums, WireError) else self._sums.kind if self._sums else (0, 0)
 
     @property
     def sums(self) -> MomentSums | None:
@@ -218,22 +194,6 @@ class ClientReport:
         if isinstance(self._sums, WireError):
             raise self._sums
         return self._sums
-
-    @cached_property
-    def sums_kind(self) -> tuple[int, int] | None:
-        """Number of features in its sums, and their unit; (0, 0) if it sends none, None if they are malformed."""
-        if isinstance(self._sums, WireError):
-            return None
-        return self._sums.kind if self._sums else (0, 0)
-
-    @cached_property
-    def _sums(self) -> MomentSums | WireError | None:
-        if (text := self.answer.get(SUMS)) is None:
-            return None
-        try:
-            return MomentSums.from_json(text)
-        except ValueError as error:
-            return WireError(f"property {SUMS}: {error}")
 
 
 def splits_column(features: Iterable[str], kept: Iterable[str]) -> bool:
@@ -370,11 +330,10 @@ def check_sums(told: ClientReport, agreed: tuple[int, int] | None, validation: b
     validation: whether sites keep samples for validation. The sums include these; `train-samples` does not.
     """
     found = told.sums
-    kind = found.kind if found else (0, 0)
-    if agreed is not None and kind != agreed:
+    if agreed is not None and told.sums_kind != agreed:
+        mine, theirs = _scaled_how(told.sums_kind or (0, 0)), _scaled_how(agreed)
         raise WireError(
-            f"normalize: it has {_scaled_how(kind)}, the others {_scaled_how(agreed)}; set normalize to a value that suits all "
-            "sites, or normalize-over = site"
+            f"normalize: it has {mine}, the others {theirs}; set normalize to what suits all sites, or normalize-over = site"
         )
     train = told.answer.get("train-samples")
     if found is None or type(train) is not int:
@@ -384,17 +343,9 @@ def check_sums(told: ClientReport, agreed: tuple[int, int] | None, validation: b
 
 
 def _scaled_how(kind: tuple[int, int]) -> str:
-    features, unit = kind
-    if not features:
+    if not kind[0]:
         return "samples that are not scaled by mean and std"
-    return (
-        f"{features} channels of images of 8 bits" if unit == PIXEL else f"{features} features or channels of numbers"
-    )
-
-
-def describe(shape: Shape | None) -> str:
-    """Return a shape in words."""
-    return "no known shape" if shape is None else str(shape)
+    return f"{kind[0]} {'channels of images of 8 bits' if kind[1] == PIXEL else 'features or channels of numbers'}"
 
 
 def differing_shapes(clients: Iterable[ClientReport]) -> str:
@@ -404,9 +355,7 @@ def differing_shapes(clients: Iterable[ClientReport]) -> str:
         client_id = told.answer.get("client-id")
         if told.shape is not None and type(client_id) is int:
             shapes.setdefault(told.shape, []).append(client_id)
-    lines = [
-        f"  clients {sorted(ids)}: {describe(s)}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))
-    ]
+    lines = [f"  clients {sorted(ids)}: {s}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))]
     return "\n".join(lines) if len(lines) > 1 else ""
 
 

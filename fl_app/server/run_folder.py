@@ -23,7 +23,6 @@ from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig
 from fl_app.config.earlier_keys import current
-from fl_app.config.rules import split_names
 from fl_app.errors import MALFORMED, UserError, counted, listed, plain, with_name
 from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
@@ -35,7 +34,7 @@ from fl_app.paths import anchored, path_of
 from fl_app.run_secret import experiment_of
 from fl_app.server import arrivals, client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
-from fl_app.sources import NODE, path_in
+from fl_app.sources import path_in
 from fl_app.toml import flatten, parse_toml, to_toml
 
 log = logging.getLogger("corolla")
@@ -73,7 +72,7 @@ HASHED = "-sha256"
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
 # Keys of clients.json.
 CLIENT_HASH, NAME = HASHES[0], "name"
-ROUNDS, NORMALIZED_OVER = "num-server-rounds", "normalize-over"
+ROUNDS = "num-server-rounds"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 MOST_UNPACKED = 10**9
@@ -304,14 +303,6 @@ class RunFolder:
         """Add facts to run.json, or replace them."""
         self.write(RUN, json.dumps({**read_about(self.path), **facts}) + "\n")
 
-    def note_state_removed(self) -> None:
-        """Record that the clients have removed their state: the run cannot be resumed any more."""
-        self.note(**{STATE_REMOVED: True})
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json. A run with this file is complete."""
-        self.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-
     def save_model(self, name: str, layout: Layout, model: Model) -> None:
         """Write models/<name>.safetensors."""
         from fl_app.weights import save_safetensors
@@ -475,65 +466,39 @@ def open_file(run: Path, name: str) -> Iterator[IO[bytes]]:
             with open(plain, "rb") as file:
                 yield file
         elif archive.exists():
-            unpacked = io.BufferedReader(_Unpacked(lzma.open(archive), archive))
-            with unpacked, tarfile.open(fileobj=unpacked, mode="r:") as members:
-                yield _member(members, name)
+            content, damage = io.BytesIO(), None
+            with lzma.open(archive) as packed:
+                try:
+                    while piece := packed.read1(1 << 20):
+                        content.write(piece)
+                        # run folders are passed on, and a small file can unpack to any size
+                        if content.tell() > MOST_UNPACKED:
+                            most = MOST_UNPACKED / 1e9
+                            raise ValueError(f"{archive} must unpack to at most {most:.3g} GB, got more")
+                except (EOFError, lzma.LZMAError) as error:
+                    damage = error
+            content.seek(0)
+            with tarfile.open(fileobj=content, mode="r:") as members:
+                yield _member(members, name, damage)
         else:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(plain))
     except (EOFError, lzma.LZMAError, tarfile.TarError) as error:
         raise ValueError(f"{name} in {run} is damaged: {error}") from None
 
 
-class _Unpacked(io.RawIOBase):
-    """The content of a compressed file, which ends in a ValueError after MOST_UNPACKED bytes.
-
-    Run folders are passed on, and a small file can unpack to any size.
-    """
-
-    def __init__(self, file: lzma.LZMAFile, path: Path) -> None:
-        self._file, self._path = file, path
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._file.read1(len(buffer))
-        buffer[: len(part)] = part
-        self._refuse_beyond(self._file.tell())
-        return len(part)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._refuse_beyond(offset)
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def _refuse_beyond(self, place: int) -> None:
-        if place > MOST_UNPACKED:
-            raise ValueError(f"{self._path} must unpack to at most {MOST_UNPACKED / 1e9:.3g} GB, got more")
-
-
-def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+def _member(archive: tarfile.TarFile, name: str, damage: Exception | None) -> IO[bytes]:
     """Return a file of an archive. Raises FileNotFoundError if the archive has none of that name, ValueError for no file.
 
-    The members are tried in turn. A look-up by name would read the whole archive first, and fail if its end is missing.
+    The members are tried in turn. A look-up by name would fail if the archive's end is missing, which is the damage.
     """
     for member in archive:
         if member.name == name:
-            # the holes of a sparse file are not among the bytes that _Unpacked counts
+            # the holes of a sparse file are not among the bytes that are counted
             file = None if member.issparse() else archive.extractfile(member)
             if file is None:
                 raise ValueError(f"{name} must be a plain file in {PACKED}")
             return file
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    raise damage or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
 def read_file(run: Path, name: str) -> bytes:
@@ -543,27 +508,13 @@ def read_file(run: Path, name: str) -> bytes:
 
 
 def read_config(run: Path) -> dict[str, Scalar]:
-    """Return a run folder's resolved config, flat. Raises UserError if there is none.
-
-    Configs of earlier versions are converted. Their key `tensorboard` becomes part of `track`. Their `normalize-over`
-    is `sites` if clients shared a data set, and `site` if each had its own. Their files also hold the tables of other
-    methods.
-    """
+    """Return a run folder's resolved config, flat. Raises UserError if there is none."""
     try:
-        saved: dict[str, Scalar] = current(flatten(parse_toml(read_file(run, CONFIG), run / CONFIG)))
+        return current(flatten(parse_toml(read_file(run, CONFIG), run / CONFIG)))
     except OSError as error:
         raise UserError(f"{run} is not a run folder: {run / CONFIG}: {error.strerror}") from None
     except (UserError, ValueError) as error:
         raise UserError(f"{run} is not a run folder: {error}") from None
-    if saved.pop("tensorboard", False):
-        trackers = split_names(str(saved.get("track", "")))
-        saved["track"] = ",".join(dict.fromkeys((*trackers, "tensorboard")))
-    if saved.get("normalize") == "mean-std" and NORMALIZED_OVER not in saved:
-        hidden = saved.get("private") or saved.get("dp-epsilon")
-        before, now = ("site" if saved["dataset"] == NODE else "sites"), ("site" if hidden else "sites")
-        # set only if the default would change the run
-        saved |= {NORMALIZED_OVER: before} if before != now else {}
-    return saved
 
 
 def refuse_fewer_rounds(config: RunConfig, done: int, may_be_equal: bool = True) -> None:

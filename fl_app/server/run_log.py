@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,13 +22,17 @@ log = logging.getLogger("corolla")
 class RunLog(logging.FileHandler):
     """Appends this process's log to a file in the run's folder, after the lines of earlier starts, until it is closed.
 
-    Progress is left out. A full disk loses log lines without an error: the writers of essential files raise their own.
+    lines: returns a record's lines. Progress is left out. A full disk loses log lines without an error: the writers of essential
+    files raise their own.
     """
 
-    file = NAME
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder / self.file, encoding="utf-8")
+    def __init__(self, path: Path, lines: Callable[[logging.LogRecord], str]) -> None:
+        # an earlier start may have been killed within a line
+        with contextlib.suppress(OSError):
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                path.open("a").write("\n")
+        super().__init__(path, encoding="utf-8")
+        self._lines = lines
         self.addFilter(is_no_progress)
         log.addHandler(self)
 
@@ -43,9 +48,8 @@ class RunLog(logging.FileHandler):
             self.handle(record_of(event))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record's lines as plain text. The first one begins with the time."""
-        when = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(record.created))
-        return when + plain_lines(record.getMessage())
+        """Return a record's lines."""
+        return self._lines(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Continue without the line."""
@@ -54,38 +58,15 @@ class RunLog(logging.FileHandler):
         return cast(IO[Any], open(self.baseFilename, "a", encoding="utf-8", opener=opener))
 
 
-class JsonRunLog(RunLog):
-    """The same as JSON lines, in another file (fl_app/log_format.py)."""
-
-    file = JSON_NAME
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._lines = JsonLines(run=folder.name)
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return a record as a JSON line."""
-        return self._lines.format(record)
-
-
-class EventLog(RunLog):
-    """The run's events, for programs (fl_app/server/events.py)."""
-
-    file = EVENTS
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / self.file
-        # an earlier start may have been killed within a line
-        with contextlib.suppress(OSError):
-            if path.read_bytes()[-1:] not in (b"", b"\n"):
-                path.open("a").write("\n")
-        super().__init__(folder)
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return a record's event as a JSON line."""
-        return encode(event_of(record))
+def _text(record: logging.LogRecord) -> str:
+    """Return a record's lines as plain text. The first one begins with the time."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(record.created))
+    return when + plain_lines(record.getMessage())
 
 
 def begin(folder: Path) -> list[RunLog]:
     """Begin the logs of a run's folder: text, events, and also JSON lines if the deployment's log lines are JSON."""
-    return [RunLog(folder), EventLog(folder), *([JsonRunLog(folder)] if log_format.is_json() else [])]
+    logs = [RunLog(folder / NAME, _text), RunLog(folder / EVENTS, lambda record: encode(event_of(record)))]
+    if log_format.is_json():
+        logs.append(RunLog(folder / JSON_NAME, JsonLines(run=folder.name).format))
+    return logs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig
@@ -13,6 +13,8 @@ from fl_app.sources import NODE
 from fl_app.transport import wire
 
 T = TypeVar("T", bound=Hashable)
+# of a ClientReport
+_FACTS = ("num_clients", "shape", "sums_kind", "key_list", "shared_hashes")
 
 
 class Agreed(NamedTuple):
@@ -33,26 +35,9 @@ class Agreed(NamedTuple):
     like: ClientReport | None = None
 
 
-class Majority(Generic[T]):
-    """The most frequent value; in a tie, the one that came first. None if there is none."""
-
-    def __init__(self) -> None:
-        self.value: T | None = None
-        # value -> number of times it occurs; value -> its place in the order of first occurrence
-        self._counts: dict[T, int] = {}
-        self._places: dict[T, int] = {}
-
-    def add(self, value: T | None) -> None:
-        """Count a value, in constant time. None does not count."""
-        if value is None:
-            return
-        self._counts[value] = self._counts.get(value, 0) + 1
-        self._places.setdefault(value, len(self._places))
-        if self.value is None or self._rank(value) > self._rank(self.value):
-            self.value = value
-
-    def _rank(self, value: T) -> tuple[int, int]:
-        return self._counts[value], -self._places[value]
+def most(counts: Counter[T]) -> T | None:
+    """Return the most frequent value; in a tie, the one that came first. None if there is none."""
+    return max(counts, key=counts.__getitem__, default=None)
 
 
 class Features:
@@ -106,34 +91,31 @@ class Agreement:
         self._config = config
         # names and sums are compared if each site has its own data, and names with those of an earlier run
         self._by_site = config.dataset == NODE or bool(before)
-        self._num_clients = Majority[int]()
-        self._shape = Majority[Shape]()
-        self._features, self._classes = Features(before), Majority[tuple[str, ...]]()
-        self._sums_kind = Majority[tuple[int, int]]()
-        self._key_list = Majority[str]()
-        self._hashes = Majority[DataHashes]()
+        self._features, self._classes = Features(before), Counter[tuple[str, ...]]()
+        self._facts: dict[str, Counter[Any]] = {
+            name: Counter() for name in _FACTS if self._by_site or name != "sums_kind"
+        }
 
     def add(self, told: ClientReport) -> None:
-        """Count a client's answer."""
-        self._num_clients.add(told.num_clients)
-        self._shape.add(told.shape)
+        """Count a client's answer. A fact that it does not have does not count."""
         if self._by_site:
             self._features.add(told.names.features, told.answer.get("client-id"))
-            self._classes.add(told.names.classes)
-            self._sums_kind.add(told.sums_kind)
-        self._key_list.add(told.key_list)
-        self._hashes.add(told.shared_hashes)
+            self._classes.update([told.names.classes] if told.names.classes is not None else [])
+        for name, counts in self._facts.items():
+            if (fact := getattr(told, name)) is not None:
+                counts[fact] += 1
 
     @property
     def found(self) -> Agreed:
         """The facts that most clients report, without `like`."""
+        facts = {name: most(counts) for name, counts in self._facts.items()}
         return Agreed(
-            self._config.num_clients or self._num_clients.value or 0,
-            self._shape.value,
-            Names(self._features.value, self._classes.value) if self._by_site else None,
-            self._sums_kind.value,
-            self._key_list.value,
-            self._hashes.value,
+            self._config.num_clients or facts["num_clients"] or 0,
+            facts["shape"],
+            Names(self._features.value, most(self._classes)) if self._by_site else None,
+            facts.get("sums_kind"),
+            facts["key_list"],
+            facts["shared_hashes"],
         )
 
 

@@ -38,6 +38,7 @@ from fl_app.transport import site_data, wire
 from fl_app.transport.agreement import Agreed, Agreement, majority
 from fl_app.transport.fetched_reply import SuperLinkCalls, has_fixed_nodes
 from fl_app.transport.identity import Holders, Identity
+from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.replies import Answer, Inbox
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ _ARRIVAL = 2.0
 _REST = 9
 # Most client ids in an error.
 _MOST_SHOWN = 50
+FEW = 1000
+"""Most clients for which `discover = auto` queries all of them before the first round."""
 
 
 class Stage(Enum):
@@ -143,6 +146,9 @@ class ClientRegistry:
         # client id -> node id
         self.node_of: dict[int, int] = {}
         self._before = () if config.private else features_before(config)
+        # Whether columns are matched by the server: those of sites, and of data that another run had in another order. Sites of a
+        # private run do so themselves.
+        self._by_name = not config.private and (config.dataset == NODE or bool(self._before))
         self._agreement = Agreement(config, self._before)
         # number of reports when all ids were last assigned, and what most of these said
         self._assigned_among, self._assigned_by = 0, self.agreed
@@ -199,10 +205,10 @@ class ClientRegistry:
 
     def expect(self, nodes: Mapping[int, int]) -> None:
         """Query each client only when it is first needed (`query`). nodes: node id by client id."""
-        there = {client_id: node for client_id, node in nodes.items() if client_id not in self.config.gone}
-        self._known = {client_id: self._found(node) for client_id, node in there.items()}
-        for client_id, node in self._known.items():
-            node.client_id = client_id
+        for client_id, node_id in nodes.items():
+            if client_id not in self.config.gone:
+                self._known[client_id] = node = self._found(node_id)
+                node.client_id = client_id
 
     def wait(self) -> None:
         """Wait until `minimum` clients are connected, and every connected node has answered or has had its time.
@@ -212,14 +218,19 @@ class ClientRegistry:
         the limit is at least `round-timeout`.
         """
         if self._known and not self._started:
-            self._query_first()
+            # one answer has the facts that are enough to start the run
+            for client_id in self._known:
+                self.query([client_id])
+                if self.node_of:
+                    break
+            self._start()
             return
         started = time.monotonic()
         hinted = False
         while True:
             waited = time.monotonic() - started
             answered = self._take_in(late=waited > self.config.available_timeout)
-            pending = self._pending
+            pending = bool(self._unanswered)
             if not pending:
                 self._warn_of_refused()
             if len(self.node_of) >= self.minimum and (not pending or waited > self.config.available_timeout):
@@ -253,7 +264,7 @@ class ClientRegistry:
         heard = time.monotonic()
         while (left := len(self._unanswered - silent)) and time.monotonic() - heard <= self.config.available_timeout:
             self.progress("clients queried", len(nodes) - left, len(nodes))
-            if self._take_answers():
+            if self._take_in():
                 heard = time.monotonic()
             else:
                 time.sleep(POLL_SECONDS)
@@ -327,10 +338,6 @@ class ClientRegistry:
     def _left_out(self) -> list[Node]:
         """Nodes that take no part, each with the cause."""
         return [*self._at[Stage.REFUSED].values(), *self._at[Stage.CONTESTED].values()]
-
-    def _leave_out(self, node: Node, stage: Stage, who: str, why: str) -> None:
-        self._move(node, stage)
-        node.left_out = who, why
 
     def _warn_of_refused(self) -> None:
         for node in self._left_out:
@@ -414,15 +421,11 @@ class ClientRegistry:
         found = self._nodes[node] = self._at[Stage.FOUND][node] = Node(node)
         return found
 
-    def _move(self, node: Node, stage: Stage) -> None:
+    def _move(self, node: Node, stage: Stage, who: str = "", why: str = "") -> None:
+        """Move a node to another stage. who, why: the client that it claims to be, and why it takes no part."""
         self._at[node.stage].pop(node.id, None)
-        node.stage = stage
+        node.stage, node.left_out = stage, (who, why)
         self._at[stage][node.id] = node
-
-    @property
-    def _pending(self) -> bool:
-        """Whether a node has yet to answer."""
-        return bool(self._at[Stage.ASKED] or self._at[Stage.PAUSED])
 
     @property
     def _unanswered(self) -> set[Node]:
@@ -438,35 +441,38 @@ class ClientRegistry:
         for client_id in self.node_of:
             self._record_hashes(client_id)
 
-    def _query_first(self) -> None:
-        """Query clients one by one until one answers: its facts are enough to start the run."""
-        for client_id in self._known:
-            self.query([client_id])
-            if self.node_of:
-                break
-        self._start()
-
     def _take_in(self, late: bool = False) -> bool:
-        """Query new nodes and take in answers. Return whether there were any answers.
+        """Find nodes that came or went, query new ones, take in answers, give client ids. Return whether there were answers.
 
-        late: assign client ids even if answers are pending.
+        late: assign client ids even if answers are pending. The cost of finding nodes grows with their number.
         """
-        if not self._known and time.monotonic() >= self._next_look:
-            self._look_around()
-        return self._take_answers(late)
-
-    def _look_around(self) -> None:
-        """Find nodes that came or went, and query the new ones. The cost grows with the number of nodes."""
         started = time.monotonic()
-        if not (self._nodes and has_fixed_nodes(self.grid)):
-            online = set(self.grid.get_node_ids())
-            if gone := [node for node in self._nodes.values() if node.id not in online]:
-                self._leave(gone)
-            for node in online - self._nodes.keys():
-                self._found(node)
-        now = time.monotonic()
-        self._next_look = now + max(POLL_SECONDS, _REST * (now - started))
-        self._ask([*self._at[Stage.FOUND].values()])
+        looks = not self._known and started >= self._next_look
+        if looks:
+            if not (self._nodes and has_fixed_nodes(self.grid)):
+                online = set(self.grid.get_node_ids())
+                if gone := [node for node in self._nodes.values() if node.id not in online]:
+                    self._leave(gone)
+                for node_id in online - self._nodes.keys():
+                    self._found(node_id)
+            now = time.monotonic()
+            self._next_look = now + max(POLL_SECONDS, _REST * (now - started))
+        due = [node for node in self._at[Stage.PAUSED].values() if node.due <= started]
+        self._ask([*due, *(self._at[Stage.FOUND].values() if looks else ())])
+        answers = self._inbox.take(0) if self._queries else []
+        for answer in answers:
+            self._receive(self._queries.pop(answer.message_id), answer)
+        # In private runs with sites' own data the most common names are found by comparing all answers, which are few.
+        compares_all = self.config.private and self.config.dataset == NODE
+        if self._started or not (compares_all or self._agreement.found != self._assigned_by):
+            for node in [*self._at[Stage.ANSWERED].values()]:
+                self._assign_client_id(node)
+        # A new majority makes all ids be assigned anew, at a cost that grows with the number of reports. So this waits until their
+        # number has doubled, no answer is pending, or `late` is set.
+        elif self._at[Stage.ANSWERED]:
+            if late or not self._unanswered or len(self._reported) >= 2 * self._assigned_among:
+                self._assign_anew()
+        return bool(answers)
 
     def _leave(self, gone: list[Node]) -> None:
         """Forget nodes that have gone. Before the start, the others are counted and given client ids anew."""
@@ -506,17 +512,6 @@ class ClientRegistry:
                 self._queries[message_id] = node
                 self._inbox.expect(message_id, self.config.round_timeout)
 
-    def _take_answers(self, late: bool = False) -> bool:
-        """Take in answers and assign client ids. Return whether there were any answers. late: as in `_take_in`."""
-        if paused := self._at[Stage.PAUSED]:
-            now = time.monotonic()
-            self._ask([node for node in paused.values() if node.due <= now])
-        answers = self._inbox.take(0) if self._queries else []
-        for answer in answers:
-            self._receive(self._queries.pop(answer.message_id), answer)
-        self._assign_new(late)
-        return bool(answers)
-
     def _receive(self, node: Node, answer: Answer) -> None:
         """Take in a node's report, or the reason why it has none. Schedule another query after an error."""
         if answer.kind in ("error", "late") and node.queries < _QUERIES:
@@ -534,7 +529,7 @@ class ClientRegistry:
             report = ClientReport(given)
             properties.check_wire(report.software)
         except wire.WireError as error:
-            self._leave_out(node, Stage.REFUSED, who, str(error))
+            self._move(node, Stage.REFUSED, who, str(error))
             return
         node.report = report
         self._reported[node.id] = node
@@ -544,42 +539,10 @@ class ClientRegistry:
 
     # Which node is which client
 
-    def _assign_new(self, late: bool) -> None:
-        """Give every node that has answered the client id it claims, or record why not.
-
-        Before the start, a new majority makes all ids be assigned anew. The cost grows with the number of reports. So
-        this waits until the number of reports has doubled, no answer is pending, or `late` is set.
-        """
-        if not self._started and self._at[Stage.ANSWERED] and self._outdated:
-            if not self._pending or late or len(self._reported) >= 2 * self._assigned_among:
-                self._assign_anew()
-            return
-        for node in [*self._at[Stage.ANSWERED].values()]:
-            self._assign_client_id(node)
-
     def _try_again(self) -> None:
         """Let contested nodes claim their client ids again, because an id or a key may have become free."""
         for node in [node for node in self._reported.values() if node.stage in (Stage.ANSWERED, Stage.CONTESTED)]:
             self._move(node, Stage.ANSWERED)
-
-    @property
-    def _by_name(self) -> bool:
-        """Whether columns are matched by the server: those of sites, and of data that another run had in another order.
-
-        Sites of a private run do so themselves.
-        """
-        return not self.config.private and (self.config.dataset == NODE or bool(self._before))
-
-    @property
-    def _outdated(self) -> bool:
-        """Whether the client ids rest on facts that most clients no longer share.
-
-        Always true in private runs with sites' own data: the most common names are found by comparing all answers. This
-        is cheap, because sites are few.
-        """
-        if self.config.private and self.config.dataset == NODE:
-            return True
-        return self._agreement.found != self._assigned_by
 
     def _assign_anew(self) -> None:
         """Assign all client ids anew, by the facts that most clients share."""
@@ -618,7 +581,7 @@ class ClientRegistry:
             stage = Stage.CONTESTED
             self._holders.claim(client_id, node.who, client_id in self.node_of)
         except wire.WireError as error:
-            self._leave_out(node, stage, claimed(report.answer), str(error))
+            self._move(node, stage, claimed(report.answer), str(error))
             return
         if client_id in self.properties and self._started:
             log.warning("client %s is now another SuperNode", called(client_id, self.properties))
@@ -627,7 +590,7 @@ class ClientRegistry:
         if client_id in self.node_of:
             other = self._nodes[self.node_of[client_id]]
             who = f"client {called(client_id, self.properties)}"
-            self._leave_out(other, Stage.CONTESTED, who, "two SuperNodes carry this partition-id")
+            self._move(other, Stage.CONTESTED, who, "two SuperNodes carry this partition-id")
         self.node_of[client_id], node.client_id = node.id, client_id
         self._move(node, Stage.CLIENT)
         self.properties[client_id] = report.answer
@@ -654,24 +617,18 @@ class ClientRegistry:
                     "can compare them: their site.toml leaves out a column ([data] exclude), renames it or fills it in"
                 )
         if told.shape != (most := self.agreed.shape):
-            raise wire.WireError(
-                f"its data have {properties.describe(told.shape)}, the others' {properties.describe(most)}"
-            )
+            shapes = (told.shape or "no known shape", most or "no known shape")
+            raise wire.WireError("its data have {}, the others' {}".format(*shapes))
         properties.check_sums(told, self.agreed.sums_kind, self.config.validation_ratio > 0)
-        self._check_data(client_id, told.hashes)
+        if (found := told.hashes) is not None:
+            whose = None if found.partition else client_id
+            if differs := found.difference(self.recorded.get(whose, found)):
+                raise wire.WireError(f"its {differs} has changed since the run started")
+            if whose is None and (most_hashes := self.agreed.hashes) and (differs := found.difference(most_hashes)):
+                raise wire.WireError(f"its {differs} differs from the others'")
         if self.config.private:
             properties.check_keys(told, client_id, self.agreed.key_list, self.statements)
         return client_id
-
-    def _check_data(self, client_id: int, found: DataHashes | None) -> None:
-        """Raise WireError if a client's data differ from those that the run started with, or from the others'."""
-        if found is None:
-            return
-        whose = None if found.partition else client_id
-        if differs := found.difference(self.recorded.get(whose, found)):
-            raise wire.WireError(f"its {differs} has changed since the run started")
-        if whose is None and (most := self.agreed.hashes) is not None and (differs := found.difference(most)):
-            raise wire.WireError(f"its {differs} differs from the others'")
 
     def _record_hashes(self, client_id: int) -> None:
         """Keep the hashes of a client's data, to check them when the client returns."""
@@ -685,3 +642,28 @@ def claimed(given: Properties) -> str:
     """Return the client that a node claims to be, as text, with its name if it tells one."""
     name = name_of(given)
     return f"client {wire.one_line(given.get('client-id', '?'))[:40]}" + f" ({name})" * bool(name)
+
+
+def clients_to_meet(grid: Grid, config: RunConfig, needs_all: str = "") -> Mapping[int, int]:
+    """Return nodes by client id, if each client is queried when it is first drawn; {} if all are queried first.
+
+    needs_all: why the method needs to know all clients before its first round, "" if it does not. If `discover`, or the
+    number of clients, calls for the first way and the second is needed, the log gives the reason.
+    """
+    if config.discover != "sampled" and (config.discover != "auto" or config.num_clients <= FEW):
+        return {}
+    why = needs_all
+    if config.private:
+        why = why or "a private run needs the keys of all clients"
+    elif config.dataset == NODE:
+        why = why or "the sites' own data must be compared"
+    elif type(grid).get_node_ids is not InProcessGrid.get_node_ids:
+        why = why or "only their answers show which node is which client"
+    if why:
+        log.info("discover = all: every client is asked for its properties before the first round, because %s", why)
+        return {}
+    known = {node - 1: node for node in grid.get_node_ids()}
+    log.info(
+        "discover = sampled: each of %d clients is asked for its properties when first sampled or evaluated", len(known)
+    )
+    return known

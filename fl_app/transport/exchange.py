@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,19 +73,6 @@ class Exchange:
         self.inbox = Inbox(grid, link)
         self.registry = ClientRegistry(grid, config, progress, link)
 
-    @property
-    def client_ids(self) -> list[int]:
-        """Ids of connected clients, sorted."""
-        return self.registry.client_ids
-
-    def query(self, client_ids: Sequence[int]) -> bool:
-        """Query those of the clients that have not answered yet. Return whether all of them take part."""
-        return self.registry.query(client_ids)
-
-    def refresh(self) -> None:
-        """Take in nodes that came or went since the last round. Wait only if too few clients are left."""
-        self.registry.refresh()
-
     def message(self, client_id: int, content: RecordDict, kind: str, round: int) -> Message:
         """Address a message to a client."""
         return Message(
@@ -118,7 +105,9 @@ class Exchange:
                 if ends and done + len(waiting) == total and ends():
                     self._late, waiting = self._late | waiting, {}
                     break
-                while done + len(waiting) < total and self._has_room(len(waiting), largest):
+                while done + len(waiting) < total and (
+                    len(waiting) < self.useful_messages and len(waiting) * largest < self.in_flight
+                ):
                     message = next(requests)
                     client_id = self.registry.client(message.metadata.dst_node_id)
                     if self.in_flight < math.inf:
@@ -178,13 +167,6 @@ class Exchange:
             "supernode": plain(who.name),
             "key": who.fingerprint,
         }
-
-    def _has_room(self, waiting: int, largest: int) -> bool:
-        """Return whether another message can be sent now.
-
-        waiting: number of unanswered messages. largest: bytes of the largest one.
-        """
-        return waiting < self.useful_messages and waiting * largest < self.in_flight
 
     def abandon(self, client_ids: Iterable[int]) -> None:
         """Expect no late replies of these clients any more."""

@@ -72,13 +72,6 @@ def has_fixed_nodes(grid: Grid) -> bool:
     return type(grid).get_node_ids is InMemoryGrid.get_node_ids
 
 
-def known_clients(grid: Grid) -> dict[int, int]:
-    """Return each client's node by client id, if it is known before clients answer (in one process); else {}."""
-    if type(grid).get_node_ids is not InProcessGrid.get_node_ids:
-        return {}
-    return {node - 1: node for node in grid.get_node_ids()}
-
-
 def connect(grid: Grid) -> SuperLinkCalls | None:
     """Return a grid's access to its SuperLink.
 

@@ -237,28 +237,18 @@ def _arrays(model: Model, mask: Array | None, extras: Mapping[str, Array]) -> di
 # Server side --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class SharedBytes:
-    """The arrays of the last download, as bytes by name: messages that follow share those that are equal."""
-
-    last: dict[str, FlowerArray] = field(default_factory=dict)
-
-    def of(self, name: str, array: Array) -> FlowerArray:
-        """Return an array as bytes: those of the last array of this name if they are equal, else new ones."""
-        new, known = _sent(array), self.last.get(name)
-        if known is None or known.data != new.data:
-            known = self.last[name] = new
-        return known
-
-
-def encode_download(download: Download, shared: SharedBytes | None = None) -> RecordDict:
+def encode_download(download: Download, shared: dict[str, FlowerArray] | None = None) -> RecordDict:
     """Encode a download as Flower's fit instructions ("train", "collect", "forget") or evaluate instructions.
 
-    shared: bytes to share with the downloads that were encoded before with it.
+    shared: the last arrays by name. Downloads that are encoded with it share the bytes of arrays that are equal.
     """
-    arrays, shared = _arrays(download.model, None, download.extras), shared or SharedBytes()
+    arrays, shared = _arrays(download.model, None, download.extras), {} if shared is None else shared
+    for name, array in arrays.items():
+        new, known = _sent(array), shared.get(name)
+        if known is None or known.data != new.data:
+            shared[name] = new
     what = "evaluateins" if download.task == "evaluate" else "fitins"
-    record = _record([shared.of(name, array) for name, array in arrays.items()])
+    record = _record([shared[name] for name in arrays])
     return fill(RecordDict(), {f"{what}.parameters": record, f"{what}.config": _config(_said(download, arrays))})
 
 

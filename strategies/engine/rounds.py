@@ -241,7 +241,7 @@ class Rounds:
     def begin_training(self, round: int) -> None:
         """Begin an attempt at a round. Raises UserError if a disk has no room for it."""
         self.disks.check()
-        self.exchange.refresh()
+        self.exchange.registry.refresh()
         earlier = [attempt for attempt in self.spoilt if attempt.round == round]
         without = frozenset().union(*(attempt.absent for attempt in earlier))
         name = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {len(earlier) + 1}" if earlier else "")
@@ -251,10 +251,10 @@ class Rounds:
 
     def begin_evaluation(self, round: int, name: str = "evaluation") -> list[int]:
         """Begin a step that asks every connected client about its models. Return the clients."""
-        self.exchange.refresh()
+        self.exchange.registry.refresh()
         self.begin(RoundAttempt(self.config, round, name=name, generation=self.attempt.generation))
-        self.exchange.query(self.exchange.client_ids)
-        ids = self.exchange.client_ids
+        self.exchange.registry.query(self.exchange.registry.client_ids)
+        ids = self.exchange.registry.client_ids
         self.attempt.sent = dict.fromkeys(ids, 0)
         return ids
 
@@ -326,7 +326,7 @@ class Rounds:
         """
         unseen, working, entered = self.config.unseen, self.working, self.clock.now if self.clock else 0.0
         while True:
-            connected = [i for i in self.exchange.client_ids if i not in unseen and i not in working]
+            connected = [i for i in self.exchange.registry.client_ids if i not in unseen and i not in working]
             there = self.clock.waits_for(connected) if self.clock else connected
             self.attempt.connected = there
             try:
@@ -335,13 +335,13 @@ class Rounds:
                 if isinstance(self.clock, Clock) and self.clock.goes_on(connected, entered):
                     continue
                 raise
-            if self.exchange.query(ids):
+            if self.exchange.registry.query(ids):
                 self.attempt.began = time.monotonic()
                 return ids
 
     def messages(self, ids: Iterable[int], task: str) -> Iterator[Message]:
         """Build clients' messages one at a time, as they are sent, and count their bytes."""
-        attempt, shared = self.attempt, wire.SharedBytes()
+        attempt, shared = self.attempt, dict[str, Any]()
         kind = "evaluate" if task == "evaluate" else "train"
         for client_id in ids:
             sent = self.server.downloaded(client_id, attempt)
@@ -630,7 +630,7 @@ class Rounds:
 
     def forget(self) -> None:
         """Ask the connected clients to remove their state of a finished run. Failures are logged."""
-        ids, round = self.exchange.client_ids, self.server.state.round
+        ids, round = self.exchange.registry.client_ids, self.server.state.round
         download = Download("forget", round, self.attempt.generation, self.folder.secret, NOTHING)
         messages = (self.exchange.message(i, wire.encode_download(download), "train", round) for i in ids)
         seconds = min(_FORGET_SECONDS, self.config.round_timeout)

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from client_app.client_app import app as client_app
 from corolla.api import one_run
-from corolla.api.interrupts import AFTER_ROUND, AT_ONCE, answered
-from corolla.api.live import Display
+from corolla.api.live import AFTER_ROUND, AT_ONCE, Display, answered
 from corolla.api.waiting import waiting
 from corolla.experiments.launch import LOST
 from fl_app import server_app

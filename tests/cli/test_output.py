@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.api.log_file import LoggedConsole
-from corolla.api.output import Lenient
+from corolla.api.log_file import Lenient, LoggedConsole
 from tests.conftest import Command
 
 RUN = (

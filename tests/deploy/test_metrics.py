@@ -21,7 +21,7 @@ from deploy import certificates, commands, inventory, prometheus
 from deploy.commands import HostPlaces
 from deploy.prometheus import TABLE, Exporter, Watched
 from fl_app.errors import DeploymentError
-from fl_app.server import causes, events
+from fl_app.server import events
 from tests.facts import mentions, rejected
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -173,7 +173,7 @@ def test_a_folder_whose_name_is_no_text_hides_no_other(tmp_path: Path) -> None:
     ],
 )
 def test_kinds_of_failures(cause: str, kind: str) -> None:
-    assert causes.kind(cause) == kind and kind in causes.KINDS
+    assert events.cause_kind(cause) == kind and kind in events.CAUSES
 
 
 def test_days_of_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_an_empty_model_sends_no_bytes() -> None:
 
 
 def test_equal_arrays_of_one_steps_downloads_are_one_in_memory() -> None:
-    shared = wire.SharedBytes()
+    shared: dict[str, Any] = {}
 
     def arrays(params: np.ndarray) -> list[bytes]:
         content = wire.encode_download(Download("train", 1, 0, "e", Model(params, f32(7))), shared)

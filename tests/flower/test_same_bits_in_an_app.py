@@ -11,7 +11,7 @@ import pytest
 import corolla.flower
 from client_app.session import Session
 from client_app.trainer import LocalTrainer
-from corolla.flower.strategy_classes import name_of
+from corolla.flower.method_strategy import name_of
 from fl_app import weights
 from fl_app.errors import UserError
 from fl_app.keys import Scalar

@@ -24,7 +24,7 @@ from deploy.prometheus import Exporter, Watched, text_of
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.errors import plain
-from fl_app.server import causes
+from fl_app.server.events import CAUSES
 from fl_app.server.run_folder import NAME, read_clients
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command
@@ -264,7 +264,7 @@ def test_no_name_of_a_client_is_code_anywhere(attacked: Outcome, tmp_path: Path,
     assert samples and not [s for s in samples if "owned" in s.name or "owned" in "".join(s.labels)]
     assert {s.labels["client"] for s in samples if s.name == "corolla_failures_total"} <= {*names}
     kinds = {kind for _, _, kind in exporter.samples()["failures_total"]}
-    assert kinds and kinds <= set(causes.KINDS)
+    assert kinds and kinds <= set(CAUSES)
 
     # the terminal and the log, in which no cause begins a line
     for words in (("compare", folder), ("compare", folder, "--json"), ("runs", folder.parent)):

@@ -30,23 +30,23 @@ def refused(e: Exchange) -> str:
 def test_clients_are_known_by_their_ids() -> None:
     e = exchange(three())
     e.registry.wait()
-    assert e.client_ids == [0, 1, 2] and e.registry.num_clients == 3
-    assert [e.message(i, RecordDict(), "train", 1).metadata.dst_node_id for i in e.client_ids] == [77, 91, 50]
+    assert e.registry.client_ids == [0, 1, 2] and e.registry.num_clients == 3
+    assert [e.message(i, RecordDict(), "train", 1).metadata.dst_node_id for i in e.registry.client_ids] == [77, 91, 50]
     assert e.registry.properties[2]["client-id"] == 2
 
 
 def test_every_node_is_asked_once() -> None:
     e = exchange(three())
     e.registry.wait()
-    e.refresh()
-    e.refresh()
+    e.registry.refresh()
+    e.registry.refresh()
     assert sorted(e.grid.asked) == [50, 77, 91]  # type: ignore[attr-defined]
 
 
 def test_the_number_of_clients_comes_from_the_nodes_if_not_configured() -> None:
     e = exchange({1: properties(0, 2), 2: properties(1, 2)}, num_clients=0)
     e.registry.wait()
-    assert e.registry.num_clients == 2 and e.registry.minimum == 2 and e.client_ids == [0, 1]
+    assert e.registry.num_clients == 2 and e.registry.minimum == 2 and e.registry.client_ids == [0, 1]
 
 
 def test_fewer_clients_than_there_are_may_be_enough() -> None:
@@ -54,7 +54,7 @@ def test_fewer_clients_than_there_are_may_be_enough() -> None:
     del nodes[91]
     e = exchange(nodes, min_available_clients=2)
     e.registry.wait()
-    assert e.client_ids == [0, 2]
+    assert e.registry.client_ids == [0, 2]
 
 
 def test_too_few_clients_fail_after_the_timeout() -> None:
@@ -73,21 +73,21 @@ def test_clients_may_come_later() -> None:
 
     e = exchange(nodes, arrive, available_timeout=10)
     e.registry.wait()
-    assert e.client_ids == [0, 1, 2] and polls[0] == ("clients connected", 0, 3)
+    assert e.registry.client_ids == [0, 1, 2] and polls[0] == ("clients connected", 0, 3)
 
 
 def test_a_slow_nodes_properties_are_waited_for() -> None:
     answers = iter([SILENT] * 5 + [properties(1)] * 5)
     e = exchange(three() | {91: lambda: next(answers)}, available_timeout=0.02, round_timeout=10)
     e.registry.wait()
-    assert e.client_ids == [0, 1, 2]
+    assert e.registry.client_ids == [0, 1, 2]
 
 
 def test_a_query_that_could_not_be_delivered_is_sent_again() -> None:
     nodes = three() | {91: UNDELIVERED}
     e = exchange(nodes, lambda *a: nodes.update({91: properties(1)}), available_timeout=10)
     e.registry.wait()
-    assert e.client_ids == [0, 1, 2] and e.grid.asked.count(91) == 2  # type: ignore[attr-defined]
+    assert e.registry.client_ids == [0, 1, 2] and e.grid.asked.count(91) == 2  # type: ignore[attr-defined]
 
 
 # properties that are refused
@@ -154,17 +154,17 @@ def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     e.registry.wait()
     del nodes[77]
     nodes[123] = properties(0)
-    e.refresh()
-    assert e.client_ids == [0, 1, 2]
+    e.registry.refresh()
+    assert e.registry.client_ids == [0, 1, 2]
     assert e.message(0, RecordDict(), "train", 2).metadata.dst_node_id == 123
     # the old node of client 1 is not yet known to be gone
     nodes[124] = properties(1)
-    e.refresh()
+    e.registry.refresh()
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 91
     assert mentions(caplog.text, "client 1 cannot take", "part", "two SuperNodes carry", "partition-id")
     assert e.registry.left_out == [{"who": "client 1", "cause": "two SuperNodes carry this partition-id"}]
     del nodes[91]
-    e.refresh()
+    e.registry.refresh()
     assert e.registry.left_out == []
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 124
     assert mentions(caplog.text, "client 1", "another SuperNode")
@@ -178,11 +178,11 @@ def test_a_client_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.
     e = exchange(nodes, min_available_clients=2)
     e.registry.wait()
     del nodes[50]
-    e.refresh()
-    assert e.client_ids == [0, 1] and mentions(caplog.text, "client 2 (Bern)", "is gone")
+    e.registry.refresh()
+    assert e.registry.client_ids == [0, 1] and mentions(caplog.text, "client 2 (Bern)", "is gone")
     del nodes[77]
     with rejected(UserError, "min-available-clients", "2 clients", "connected", "1 were after", "(client ids [1])"):
-        e.refresh()
+        e.registry.refresh()
 
 
 def test_a_refused_latecomer_does_not_stop_the_run(
@@ -193,8 +193,8 @@ def test_a_refused_latecomer_does_not_stop_the_run(
     e = exchange(nodes)
     e.registry.wait()
     nodes[99] = properties(2, 7)
-    e.refresh()
-    assert e.client_ids == [0, 1, 2] and mentions(caplog.text, "num-partitions", "run's 3 clients", "got 7")
+    e.registry.refresh()
+    assert e.registry.client_ids == [0, 1, 2] and mentions(caplog.text, "num-partitions", "run's 3 clients", "got 7")
 
 
 # a start among nodes that lie
@@ -243,8 +243,8 @@ def test_who_cannot_take_part_is_left_out_once_there_are_enough(
     e.registry.wait()
     # who answers with an error is asked again
     for _ in range(2):
-        e.refresh()
-    assert e.client_ids == [0, 1, 2] and set(e.registry.node_of.values()) == {50, 77, 91}
+        e.registry.refresh()
+    assert e.registry.client_ids == [0, 1, 2] and set(e.registry.node_of.values()) == {50, 77, 91}
     assert ("has not answered within" if answer is SILENT else "cannot take part") in caplog.text
     assert "\x1b" not in caplog.text
 
@@ -263,14 +263,14 @@ def test_a_silent_node_is_named_while_it_waits_to_be_asked_again(
 def test_how_many_clients_there_are_is_what_most_say() -> None:
     e = exchange({20: properties(0, 1)} | three(), num_clients=0)
     e.registry.wait()
-    assert e.registry.num_clients == 3 and e.client_ids == [0, 1, 2]
+    assert e.registry.num_clients == 3 and e.registry.client_ids == [0, 1, 2]
 
 
 def test_a_client_may_come_after_others_were_refused() -> None:
     nodes = {20: properties(5), 50: properties(2), 77: properties(0)}
     e = exchange(nodes, lambda *told: nodes.update(three()), available_timeout=10)
     e.registry.wait()
-    assert e.client_ids == [0, 1, 2]
+    assert e.registry.client_ids == [0, 1, 2]
 
 
 def test_a_node_that_comes_back_as_another_client_is_refused() -> None:
@@ -278,18 +278,18 @@ def test_a_node_that_comes_back_as_another_client_is_refused() -> None:
     e = exchange(nodes, min_available_clients=1)
     e.registry.wait()
     del nodes[50]
-    e.refresh()
+    e.registry.refresh()
     nodes[50] = properties(1)
-    e.refresh()
-    assert e.client_ids == [0, 1] and e.registry.node_of[1] == 91
+    e.registry.refresh()
+    assert e.registry.client_ids == [0, 1] and e.registry.node_of[1] == 91
     # not even when that one is gone
     del nodes[91]
-    e.refresh()
-    assert e.client_ids == [0]
+    e.registry.refresh()
+    assert e.registry.client_ids == [0]
     nodes[50] = properties(2)
     nodes[91] = properties(1)
-    e.refresh()
-    assert e.client_ids == [0, 1]  # node 50 is asked once
+    e.registry.refresh()
+    assert e.registry.client_ids == [0, 1]  # node 50 is asked once
 
 
 def test_only_what_was_asked_for_is_kept_of_properties() -> None:

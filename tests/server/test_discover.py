@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from client_app.client_app import app
 from fl_app.errors import UserError
 from fl_app.server.run_folder import CLIENTS, RunFolder, read_clients, read_metrics, read_summary
-from fl_app.transport import discovery
+from fl_app.transport import client_registry
 from tests.conftest import IN_TWO_ROUNDS, Run, config, of_each_kind
 from tests.facts import mentions, rejected
 from tests.server.fake_grid import SILENT, FakeGrid, exchange, three
@@ -131,8 +131,8 @@ def test_a_run_that_is_resumed_meets_those_it_draws(run: Run) -> None:
 def test_above_1000_clients_of_one_process_each_is_asked_when_it_is_drawn(
     run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert discovery.FEW == 1000
-    monkeypatch.setattr(discovery, "FEW", N - 1)
+    assert client_registry.FEW == 1000
+    monkeypatch.setattr(client_registry, "FEW", N - 1)
     heard = Heard()
     with caplog.at_level("INFO", "corolla"):
         run(heard, num_clients=N, fraction_train=0.4)
@@ -165,18 +165,18 @@ def test_sites_data_are_compared_before_the_first_round(caplog: pytest.LogCaptur
     e = exchange(three())
     parsed = config(discover="sampled", dataset="node", classes="0,1")
     with caplog.at_level("INFO", "corolla"):
-        assert discovery.clients_to_meet(e.grid, parsed) == {}
+        assert client_registry.clients_to_meet(e.grid, parsed) == {}
     assert mentions(caplog.text, "because the sites'", "data", "compared")
 
 
 def test_a_deployment_asks_all_as_nobody_knows_which_node_is_which_client(caplog: pytest.LogCaptureFixture) -> None:
     grid = FakeGrid(three())
     with caplog.at_level("INFO", "corolla"):
-        assert discovery.clients_to_meet(grid, config(discover="sampled", num_clients=3)) == {}
+        assert client_registry.clients_to_meet(grid, config(discover="sampled", num_clients=3)) == {}
     assert mentions(caplog.text, "because only their", "node", "client")
     caplog.clear()
     with caplog.at_level("INFO", "corolla"):
-        assert discovery.clients_to_meet(grid, config(num_clients=3)) == {}
+        assert client_registry.clients_to_meet(grid, config(num_clients=3)) == {}
     assert not caplog.text
 
 
@@ -186,7 +186,7 @@ def test_a_node_that_says_it_is_another_client_is_refused() -> None:
     e.registry.expect({0: 77, 1: 50, 2: 91})
     with rejected(UserError, "", "client 2", "node is another", "client's"):
         e.registry.wait()
-        e.query([1])
+        e.registry.query([1])
 
 
 def test_a_silent_client_is_left_out_by_name_and_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,10 +195,10 @@ def test_a_silent_client_is_left_out_by_name_and_waited_for_once(caplog: pytest.
     e.registry.expect({0: 77, 1: 91, 2: 50})
     with caplog.at_level("WARNING", "corolla"):
         e.registry.wait()
-        assert not e.query([0, 2])
-    assert e.client_ids == [0, 1]
+        assert not e.registry.query([0, 2])
+    assert e.registry.client_ids == [0, 1]
     assert mentions(caplog.messages[-1], "client 2 has not", "answered within 0 s", "run goes", "without it")
     caplog.clear()
     started = time.monotonic()
-    assert e.query([0, 1])
+    assert e.registry.query([0, 1])
     assert time.monotonic() - started < 0.15 and not caplog.messages

@@ -27,9 +27,9 @@ def connected(nodes: dict[int, Any], **changes: Any) -> Exchange:
 
 
 def ask(e: Exchange, timeout: float = 0.03) -> dict[int, Reply]:
-    requests = (e.message(i, RecordDict(), "train", 1) for i in e.client_ids)
-    replies = list(e.ask("round 1", requests, timeout, len(e.client_ids)))
-    assert len(replies) == len({r.client_id for r in replies}) == len(e.client_ids)
+    requests = (e.message(i, RecordDict(), "train", 1) for i in e.registry.client_ids)
+    replies = list(e.ask("round 1", requests, timeout, len(e.registry.client_ids)))
+    assert len(replies) == len({r.client_id for r in replies}) == len(e.registry.client_ids)
     return {r.client_id: r for r in replies}
 
 
@@ -104,7 +104,7 @@ def test_unanswered_messages_are_limited_by_their_bytes_and_by_their_use(
 
     def requests() -> Iterator[Message]:
         nonlocal unanswered, highest
-        for i in e.client_ids:
+        for i in e.registry.client_ids:
             unanswered += 1
             highest = max(highest, unanswered)
             yield e.message(i, weight(), "train", 1)

@@ -87,7 +87,7 @@ def test_a_start_costs_the_same_for_each_client() -> None:
     def started(n: int) -> int:
         e = exchange({k + 1: properties(k, n) for k in range(n)})
         cost = calls(e.registry.wait)
-        assert e.client_ids == list(range(n))
+        assert e.registry.client_ids == list(range(n))
         return cost
 
     assert growth(started) < MOST
@@ -101,7 +101,7 @@ def test_who_is_settled_is_not_looked_at_again(n: int, monkeypatch: pytest.Monke
     assert seated == claimed == [n]
     assert e.grid.looked_at == n  # type: ignore[attr-defined]
     for _ in range(3):
-        e.refresh()
+        e.registry.refresh()
     assert seated == [n]
 
 
@@ -121,7 +121,7 @@ def test_messages_to_all_cost_the_same_for_each_client() -> None:
     def asked(n: int) -> int:
         e = exchange({k + 1: properties(k, n) for k in range(n)})
         e.registry.wait()
-        messages = (e.message(i, RecordDict(), "get_properties", 1) for i in e.client_ids)
+        messages = (e.message(i, RecordDict(), "get_properties", 1) for i in e.registry.client_ids)
         return calls(lambda: [reply.client_id for reply in e.ask("round", messages, 100.0, n)])
 
     assert growth(asked) < MOST
@@ -137,6 +137,6 @@ def test_meeting_those_who_are_drawn_costs_the_same_for_each_client() -> None:
         e = exchange({k + 1: properties(k, n) for k in range(n)})
         e.registry.expect({k: k + 1 for k in range(n)})
         e.registry.wait()
-        return calls(lambda: [e.query([k, k + 1]) for k in range(0, n, 2)])
+        return calls(lambda: [e.registry.query([k, k + 1]) for k in range(0, n, 2)])
 
     assert growth(met) < MOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -94,7 +95,7 @@ class Server:
             if t % EVERY == 0 or t == ROUNDS:
                 self.save(record)
             self.folder.append(record)
-        self.folder.write_summary({"rounds": self.round})
+        self.folder.write("summary.json", json.dumps({"rounds": self.round}))
 
     def save(self, record: dict[str, Any]) -> None:
         checkpoint.save(

@@ -132,6 +132,6 @@ def test_a_site_that_comes_later_is_compared(caplog: pytest.LogCaptureFixture) -
     e.registry.wait()
     assert e.registry.notes() == []
     nodes[73] = site(3, tables[3], 4)
-    e.refresh()
-    e.refresh()
+    e.registry.refresh()
+    e.registry.refresh()
     assert len([line for line in caplog.messages if "pressure" in line and "3 (plant 3)" in line]) == 1

@@ -140,9 +140,9 @@ def test_clients_with_other_software_are_named_once(caplog: pytest.LogCaptureFix
     assert e.registry.notes() == []
     # one that comes back with another version is named again
     del nodes[91]
-    e.refresh()
+    e.registry.refresh()
     nodes[92] = answer(1, corolla="0.1")
-    e.refresh()
+    e.registry.refresh()
     assert each_mentions(
         [r.message for r in caplog.records if "as the server" in r.message],
         ("client 1", "corolla 0.1", f"not {software.announced()['corolla']}", "server", "results may differ"),
@@ -153,13 +153,13 @@ def test_a_client_that_sends_no_versions_takes_part_unnamed() -> None:
     for text in ("{", "[1]", '{"torch": 1}', "null"):
         e = exchange(three() | {91: properties(1, software=text)})
         e.registry.wait()
-        assert e.client_ids == [0, 1, 2] and e.registry.notes() == []
+        assert e.registry.client_ids == [0, 1, 2] and e.registry.notes() == []
 
 
 def test_a_client_whose_messages_have_another_version_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     e = exchange(three() | {91: answer(1, wire="2", corolla="9.9")}, min_available_clients=2)
     e.registry.wait()
-    assert e.client_ids == [0, 2]
+    assert e.registry.client_ids == [0, 2]
     assert e.registry.left_out == [
         {
             "who": "client 1",

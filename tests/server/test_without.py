@@ -97,7 +97,7 @@ def test_no_round_waits_for_one_that_is_gone() -> None:
     del nodes[91]
     e = exchange(nodes, without="1")
     e.registry.wait()
-    assert e.registry.minimum == 2 and e.client_ids == [0, 2]
+    assert e.registry.minimum == 2 and e.registry.client_ids == [0, 2]
     e = exchange(nodes, without="1", min_available_clients=3)
     e.registry.wait()
     with rejected(UserError, "min-available-clients", "2 clients", "connected", "1 were"):
@@ -107,7 +107,7 @@ def test_no_round_waits_for_one_that_is_gone() -> None:
 def test_one_that_comes_back_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     e = exchange(three(), without="1")
     e.registry.wait()
-    assert e.client_ids == [0, 2] and [each["who"] for each in e.registry.left_out] == ["client 1"]
+    assert e.registry.client_ids == [0, 2] and [each["who"] for each in e.registry.left_out] == ["client 1"]
 
 
 def test_a_client_that_left_months_ago_is_still_known_by_name(june: Path, tmp_path: Path) -> None:
