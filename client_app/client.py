@@ -108,8 +108,8 @@ class CorollaClient:
         checks whether files of the data were overwritten.
         """
         try:
-            question = wire.decode_question(content)
-            told = self._answered(question) if question else self._properties()
+            question = wire.decode_download(content, "getproperties")
+            told = self._answered(question) if question.task else self._properties()
         except Exception as error:
             name = {CLIENT_NAME: self.name} if self.name and not self.config.is_confidential else {}
             told = {"client-id": self.client_id, **name, **refused(self.client_id, error, self.place)}
@@ -127,7 +127,7 @@ class CorollaClient:
             self._leave_network()
             return reply
         except Exception as error:
-            return wire.fit_reply([], 0, {**self._failed(error), **aside})
+            return wire.fit_reply({}, 0, {**self._failed(error), **aside})
 
     def evaluate(self, content: RecordDict) -> RecordDict:
         """Evaluate the personalized model, after `finetune-epochs` again, and with `evaluate-global` the global model."""

@@ -111,15 +111,7 @@ def _read(item: object) -> Figure | None:
     values: dict[str, Any] = {f.name: item[f.name] for f in dataclasses.fields(kind) if f.name in item}
     if "beside" in values:
         values["beside"] = _read(values["beside"])
-    flags = {f.name for f in dataclasses.fields(kind) if f.type == "bool"}
-    for name, value in values.items():
-        fits = (
-            isinstance(value, bool)
-            if name in flags
-            else isinstance(value, kind)
-            if name == "beside"
-            else isinstance(value, str)
-        )
-        if not fits:
-            return None
+    types = {f.name: {"bool": bool, "str": str}.get(str(f.type), kind) for f in dataclasses.fields(kind)}
+    if not all(isinstance(value, types[name]) for name, value in values.items()):
+        return None
     return kind(**values) if values.get("record") and "title" in values else None

@@ -87,10 +87,10 @@ def pieces(root: Path, path: str, most: int) -> Iterator[bytes]:
             yield piece
 
 
-def read_text(root: Path, path: str, most: int = MOST_BYTES) -> str:
+def read_text(root: Path, path: str) -> str:
     """Return a file's text in UTF-8. Raises FileNotFoundError if there is none, and Refused, also for other bytes."""
     try:
-        return read(root, path, most).decode()
+        return read(root, path).decode()
     except UnicodeDecodeError:
         raise Refused(f"{root / path}: must be text in UTF-8") from None
 

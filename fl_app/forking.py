@@ -297,7 +297,12 @@ def _kill(pid: int) -> None:
 def _work(files: Sequence[int], work: Callable[[socket.socket], None], parent: int) -> NoReturn:
     code = 1
     try:
-        _end_with(parent)
+        # have the kernel kill this process when its parent ends, where it can
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            # the parent may have ended before prctl
+            if os.getppid() != parent:
+                os._exit(1)
         _lead_group(os.getpid())
         own, output = files
         os.dup2(output, 1)
@@ -316,12 +321,3 @@ def _work(files: Sequence[int], work: Callable[[socket.socket], None], parent: i
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, where it can (Linux). parent: its process id."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        # the parent may have ended before prctl
-        if os.getppid() != parent:
-            os._exit(1)

@@ -23,11 +23,10 @@ _OTHERS = ("flwr", "uvicorn")
 
 def choose(wanted: str) -> None:
     """Set the format for this process and those that it starts. "" leaves it as it is. Raises UserError."""
-    if not wanted:
-        return
-    if wanted not in (TEXT, JSON):
+    if wanted not in ("", TEXT, JSON):
         raise UserError(key="--log-format", rule=f"must be {TEXT} or {JSON}", value=wanted)
-    os.environ[VARIABLE] = wanted
+    if wanted:
+        os.environ[VARIABLE] = wanted
 
 
 def is_json() -> bool:

@@ -230,7 +230,12 @@ def _unfit(card: Card) -> str:
     if more := sorted(card.get("table", {}).get("site", {}).keys() - get_type_hints(_SiteEntry)):
         return f"table.site must have no other entries, got {reprlib.repr(more[0])}"
     encodings = card.get("table", {}).get("encodings", [])
-    return _not_encodings(encodings) or (_unfit_table(card, width) if encodings else "")
+    for k, fields in enumerate(encodings):
+        try:
+            Encoding.from_json(fields)
+        except MALFORMED:
+            return f"table.encodings[{k}] must be the encoding of a column, got {reprlib.repr(fields)}"
+    return _unfit_table(card, width) if encodings else ""
 
 
 def _unfit_table(card: Card, width: int) -> str:
@@ -250,15 +255,6 @@ def _unfit_table(card: Card, width: int) -> str:
     names = [name for encoding in encodings for name in encoding.names]
     if len(names) not in (1, width):
         return f"table.encodings must give the model's {width} features, got {len(names)}"
-    return ""
-
-
-def _not_encodings(encodings: list[dict[str, Any]]) -> str:
-    for k, fields in enumerate(encodings):
-        try:
-            Encoding.from_json(fields)
-        except MALFORMED:
-            return f"table.encodings[{k}] must be the encoding of a column, got {reprlib.repr(fields)}"
     return ""
 
 

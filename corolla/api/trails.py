@@ -43,11 +43,6 @@ class SiteAudit:
     refusal: str
 
     @property
-    def had_no_part(self) -> bool:
-        """Whether it knows the run, and answered at most the questions from before the first round."""
-        return bool(self.runs) and all(line["message"] == QUERY for line in self.up.values())
-
-    @property
     def data(self) -> dict[str, Any]:
         """The last hash of its data and numbers of samples, as it answered the server."""
         return next((data for line in reversed([*self.up.values()]) if (data := _data(line))), {})
@@ -82,7 +77,9 @@ def join(run: Path, audits: Iterable[Path]) -> Joined:
     for path in audits:
         found = _read(path, runs)
         whose = {asked[name] for name in found.down if name in asked}
-        if not whose and found.had_no_part:
+        # it knows the run, and answered at most the questions from before the first round
+        had_no_part = bool(found.runs) and {line["message"] for line in found.up.values()} <= {QUERY}
+        if not whose and had_no_part:
             apart.append({"audit": str(path), "why": found.refusal or "the server used none of its answers"})
             continue
         if len(whose) != 1:

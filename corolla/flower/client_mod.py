@@ -112,7 +112,7 @@ def personalize(message: Message, context: Context, call_next: App) -> Message:
         log.error("corolla: %s", error, exc_info=None if isinstance(error, UserError) else error)
         told = {wire.ERROR: str(error) if isinstance(error, UserError) else describe(error)}
         ends = isinstance(error, UserError) and error.rule in ENDS_RUN
-        return Message(wire.fit_reply([], 0, told | ({REFUSED: True} if ends else {})), reply_to=message)
+        return Message(wire.fit_reply({}, 0, told | ({REFUSED: True} if ends else {})), reply_to=message)
 
 
 class AppContext(RoundContext[Any]):

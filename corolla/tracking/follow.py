@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from corolla.experiments.runs import RecordedRun
 from fl_app import plugins
@@ -34,20 +34,20 @@ FILES = (CONFIG, METRICS, CLIENTS, RUN, SUMMARY)
 FOLDERS = {MODELS: "*.safetensors", matrices.DIRECTORY: "*.npz", client_rows.DIRECTORY: "*.parquet"}
 
 
-class Store(Protocol):
+class Follows:
     """One tracker's run, in a module with the tracker's name. It is opened with the run and its last tracked round."""
 
     def round(self, number: int, values: Mapping[str, Any]) -> None:
         """Track a round's metrics. A callback gets the round's record instead."""
 
     def file(self, path: Path) -> None:
-        """Track a file of the run folder."""
+        """Track a file of the run folder. Without this, files stay there alone."""
 
     def end(self, summary: Mapping[str, Scalar] | None) -> None:
         """Save everything. summary: of a finished run; None for an interrupted one."""
 
 
-class Callback:
+class Callback(Follows):
     """The user's own object as a store; each of its hooks is called if it is there. out: gets the lines that it prints."""
 
     def __init__(self, run: RecordedRun, reference: str, out: TextIO) -> None:
@@ -65,9 +65,6 @@ class Callback:
     def round(self, number: int, values: Mapping[str, Any]) -> None:
         """Pass on a round's record."""
         self._call("on_round_end", values)
-
-    def file(self, path: Path) -> None:
-        """Do nothing: files stay in the run folder."""
 
     def end(self, summary: Mapping[str, Scalar] | None) -> None:
         """Pass on the summary."""
@@ -110,7 +107,7 @@ def follow(name: str, path: Path, after: int, seconds: float, out: TextIO) -> No
 
     callback = plugins.is_reference(name)
     run, last = RecordedRun(path), after
-    store: Store = Callback(run, name, out) if callback else _module(name).Store(run, after)
+    store: Follows = Callback(run, name, out) if callback else _module(name).Store(run, after)
     position = 0
     while not ended:
         # Nothing is ever written to stdin: it becomes readable when the run's process closes it.

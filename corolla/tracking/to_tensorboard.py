@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -15,14 +14,14 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from corolla.experiments.runs import RecordedRun
-from corolla.tracking.follow import settings
+from corolla.tracking.follow import Follows, settings
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
 
 DIRECTORY = "tensorboard"
 
 
-class Store:
+class Store(Follows):
     """Event files."""
 
     def __init__(self, run: RecordedRun, after: int) -> None:
@@ -40,9 +39,6 @@ class Store:
     def round(self, number: int, values: Mapping[str, float]) -> None:
         """Write a round immediately."""
         self._summary(number, *(Summary.Value(tag=name, simple_value=value) for name, value in values.items()))
-
-    def file(self, path: Path) -> None:
-        """Do nothing: files stay in the run folder."""
 
     def end(self, summary: Mapping[str, Scalar] | None) -> None:
         """Close the event file."""

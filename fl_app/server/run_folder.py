@@ -358,7 +358,9 @@ def check_free(config: RunConfig) -> None:
         return
     if not config.overwrite:
         raise _taken(path)
-    if path.is_symlink() or not _is_whole_run(path):
+    # a run wrote it, and it holds no other runs
+    is_whole_run = is_run(path) and "experiment" in read_about(path) and not any(map(is_run, path.glob("*/")))
+    if path.is_symlink() or not is_whole_run:
         raise UserError(
             key="overwrite", rule=f"{path} is no run folder; choose another run-name, or remove it yourself"
         )
@@ -385,12 +387,6 @@ def _held(path: Path) -> IO[bytes]:
         return lock(path / LOCK, wait=False)
     except BlockingIOError:
         raise UserError(f"{path} is still being run by another process; end that first") from None
-
-
-def _is_whole_run(path: Path) -> bool:
-    """Return whether a run wrote this folder: its run.json names an experiment, and it holds no other runs."""
-    inside = any(is_run(folder) for folder in path.glob("*/"))
-    return is_run(path) and "experiment" in read_about(path) and not inside
 
 
 @contextmanager
@@ -542,7 +538,14 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
         )
     if changed:
         raise UserError(key="resume", rule="these keys must not change:\n" + "\n".join(changed))
-    _check_files(run, config)
+    for key, path in _files_of(config).items():
+        began = read_about(run).get(f"{key}{HASHED}")
+        if began and path.is_file() and (now_is := sha256_of(path)) != began:
+            raise UserError(
+                key=key,
+                rule=f"{path} has changed since the run started: {shown(now_is, began)}; put the old file back, "
+                "or start a new run",
+            )
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -576,18 +579,6 @@ def _files_of(config: RunConfig) -> dict[str, Path]:
     speeds = path_in("speeds", config.speeds)
     found = {"initial-weights": config.initial_weights, "speeds": speeds}
     return {key: Path(path) for key, path in found.items() if path}
-
-
-def _check_files(run: Path, config: RunConfig) -> None:
-    """Raise UserError if one of the run's files has changed since it started."""
-    for key, path in _files_of(config).items():
-        began = read_about(run).get(f"{key}{HASHED}")
-        if began and path.is_file() and (now := sha256_of(path)) != began:
-            raise UserError(
-                key=key,
-                rule=f"{path} has changed since the run started: {shown(now, began)}; put the old file back, "
-                "or start a new run",
-            )
 
 
 def check_data(run: Path, found: DataHashes, config: RunConfig) -> None:
@@ -751,14 +742,19 @@ def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
     return [plain(name)[:LONGEST_NAME] for name in names] if fits else []
 
 
-def read_clients(run: Path) -> dict[str, dict[str, Any]]:
-    """Return clients.json, facts by client id; {} if it is missing or cannot be read."""
+def _json_of(run: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file of a run folder, {} if it is missing or cannot be read."""
     try:
-        clients = json.loads((run / CLIENTS).read_text(encoding="utf-8"))
+        found = json.loads(read_file(run, name))
     except (OSError, *MALFORMED):
         return {}
-    sound = isinstance(clients, dict) and all(isinstance(facts, dict) for facts in clients.values())
-    return clients if sound else {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_clients(run: Path) -> dict[str, dict[str, Any]]:
+    """Return clients.json, facts by client id; {} if it is missing or cannot be read."""
+    clients = _json_of(run, CLIENTS)
+    return clients if all(isinstance(facts, dict) for facts in clients.values()) else {}
 
 
 def read_about(run: Path) -> dict[str, Any]:
@@ -769,11 +765,7 @@ def read_about(run: Path) -> dict[str, Any]:
     and a note on which models were tested, where this is needed. It also holds hashes of data and initial weights, and
     the normalization of inputs.
     """
-    try:
-        about = json.loads(read_file(run, RUN))
-    except (OSError, *MALFORMED):
-        return {}
-    return about if isinstance(about, dict) else {}
+    return _json_of(run, RUN)
 
 
 def read_summary(run: Path) -> dict[str, Any]:

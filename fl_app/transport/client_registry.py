@@ -255,9 +255,11 @@ class ClientRegistry:
         Return whether all of the clients take part. Refused and silent clients leave `client_ids`, and the log names
         them. Raises UserError if fewer than `minimum` clients are left.
         """
+        if self.node_of.keys() >= {*client_ids}:
+            return True
         nodes = [node for i in client_ids if (node := self._known.get(i)) and node.stage is Stage.FOUND]
         if not nodes:
-            return all(i in self.node_of for i in client_ids)
+            return False
         # those that were silent when they were needed first: no later meeting waits for them
         silent = self._unanswered
         self._ask(nodes)
@@ -272,7 +274,7 @@ class ClientRegistry:
         self._warn_of_silent(time.monotonic() - heard)
         if len(self.client_ids) < self.minimum:
             raise self._too_few(0.0)
-        return all(i in self.node_of for i in client_ids)
+        return self.node_of.keys() >= {*client_ids}
 
     def columns(self, client_id: int) -> dict[str, str]:
         """Return the scalar that a client needs to take its columns by the run's names; {} if it has these."""

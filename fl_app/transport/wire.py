@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from fl_app import reasons
 from fl_app.errors import plain
 from fl_app.keys import Scalar
-from fl_app.layout import Layout, Model
+from fl_app.layout import NOTHING, Layout, Model
 from fl_app.metrics import MAX_NUMBER, range_error
 from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
 from fl_app.run_secret import experiment_of
@@ -53,6 +54,7 @@ AGREE, OPEN = "agree", "open"
 # Task of a question to members: sign the split of their aggregation group. The answer's entry; and the splits so far, in
 # questions and downloads.
 SPLIT, SIGNED, SPLITS = "split", "private-signed", "private-splits"
+_QUESTIONS = (SEAL, AGREE, OPEN, SPLIT)
 # Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # Metric: the generation of state that this message made, "" without any.
@@ -102,10 +104,9 @@ UPLOADED, WHOLE = "<f4", "<f4"
 _LINE = 500
 _SCALARS = frozenset({bool, int, float, str})
 _HEADER = re.compile(
-    rb"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
+    r"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
 )
 _SUCCESS = {"code": Code.OK.value, "message": "Success"}
-_META = ("round", "attempt", "task", "experiment", "state-version", "keep", ARRAYS)
 
 
 def simulated_node(client_id: int, num_clients: int, where: str) -> dict[str, Scalar]:
@@ -226,49 +227,41 @@ class Expected:
         return {name: spec for name, spec in out.items() if math.prod(spec[1])}
 
 
-def _arrays(model: Model, mask: Array | None, extras: Mapping[str, Array]) -> dict[str, Array]:
-    named: dict[str, Array] = {"params": model.params, "buffers": model.buffers}
-    if mask is not None:
-        named["mask"] = mask
-    named |= extras
-    return {name: a for name, a in named.items() if a.size}
-
-
 # Server side --------------------------------------------------------------------------------------------------------
 
 
 def encode_download(download: Download, shared: dict[str, FlowerArray] | None = None) -> RecordDict:
-    """Encode a download as Flower's fit instructions ("train", "collect", "forget") or evaluate instructions.
+    """Encode a download as Flower's fit instructions ("train", "collect", "forget"), evaluate instructions or a question.
 
     shared: the last arrays by name. Downloads that are encoded with it share the bytes of arrays that are equal.
     """
-    arrays, shared = _arrays(download.model, None, download.extras), {} if shared is None else shared
+    arrays = {"params": download.model.params, "buffers": download.model.buffers, **download.extras}
+    shared, sent = {} if shared is None else shared, dict[str, FlowerArray]()
     for name, array in arrays.items():
-        new, known = _sent(array), shared.get(name)
-        if known is None or known.data != new.data:
-            shared[name] = new
-    what = "evaluateins" if download.task == "evaluate" else "fitins"
-    record = _record([shared[name] for name in arrays])
-    return fill(RecordDict(), {f"{what}.parameters": record, f"{what}.config": _config(_said(download, arrays))})
-
-
-def encode_query(question: Download | None = None) -> RecordDict:
-    """Encode the question for a node's properties, or a question of a private round, which has no arrays."""
-    return fill(RecordDict(), {"getpropertiesins.config": _config(_said(question) if question else {})})
-
-
-def _said(download: Download, arrays: Iterable[str] = ()) -> dict[str, Scalar]:
-    """Return the scalars of a download. arrays: the names of its arrays."""
-    return {
+        if array.size:
+            sent[name], known = _sent(array), shared.get(name)
+            if known is not None and known.data == sent[name].data:
+                sent[name] = known
+    shared |= sent
+    said = {
         "task": download.task,
         "round": download.round,
         "attempt": download.attempt,
         "experiment": download.secret,
         "state-version": download.state_version,
         "keep": ",".join(download.keep),
-        ARRAYS: ",".join(arrays),
+        ARRAYS: ",".join(sent),
         **download.method,
     }
+    if download.task in _QUESTIONS:
+        return fill(RecordDict(), {"getpropertiesins.config": _config(said)})
+    what = "evaluateins" if download.task == "evaluate" else "fitins"
+    return fill(RecordDict(), {f"{what}.parameters": _record(sent), f"{what}.config": _config(said)})
+
+
+def encode_query() -> RecordDict:
+    """Encode the question for a node's properties."""
+    return fill(RecordDict(), {"getpropertiesins.config": ConfigRecord()})
 
 
 def payload_bytes(content: RecordDict) -> int:
@@ -308,7 +301,7 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
         record = _record_of(content, "fitres.parameters", ArrayRecord)
         metrics = _scalars(_record_of(content, RESULT, ConfigRecord))
         num_examples = _record_of(content, "fitres.num_examples", MetricRecord)["num_examples"]
-        tensors = [record[name] for name in record if name != compat.EMPTY_TENSOR_KEY]
+        tensors = [] if compat.EMPTY_TENSOR_KEY in record else [*record.values()]
     except Exception as error:
         raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
     if why := error_in(metrics):
@@ -316,12 +309,14 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     if type(num_examples) is not int or num_examples < 0:
         raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(num_examples)}")
     shapes = expected.shapes()
-    names = [name for name in str(metrics.pop(ARRAYS, "")).split(",") if name]
-    if names != list(shapes) or len(tensors) != len(names):
+    names = [*filter(None, str(metrics.pop(ARRAYS, "")).split(","))]
+    if names != [*shapes] or len(tensors) != len(names):
         more = [name for name in names if name not in shapes]
         raise OtherArrays(f"expected the arrays {list(shapes)}, got {reprlib.repr(names)} ({len(tensors)} sent)", more)
-    arrays = {n: _load(n, t, *shapes[n]) for n, t in zip(names, tensors, strict=True)}
-    mask = arrays.get("mask")
+    arrays: dict[str, Array] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        arrays[name] = _load(name, tensor, *shapes[name])
+    mask = arrays.pop("mask", None)
     if mask is not None:
         padding, bits = mask.size * 8 - expected.num_params, mask.view(np.uint8)
         if padding and bits[-1] >> (8 - padding):
@@ -329,11 +324,12 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
         ones = int(np.bitwise_count(bits).sum(dtype=np.int64))
         if expected.num_selected >= 0 and ones != expected.num_selected:
             raise WireError(f"mask has {ones} ones, expected {expected.num_selected}")
-    params, buffers = (np.asarray(arrays.get(n, ()), np.float32) for n in ("params", "buffers"))
-    if negative := sum(int(np.count_nonzero(buffers[start:stop] < 0)) for start, stop in expected.variances):
-        raise WireError(f"array buffers has {negative} negative variances")
-    extras = {n: arrays[n] for n in expected.extras if n in arrays}
-    return Upload(Model(params, buffers), mask, extras, metrics, num_examples)  # type: ignore[arg-type]
+    params = np.asarray(arrays.pop("params", ()), np.float32)
+    buffers = np.asarray(arrays.pop("buffers", ()), np.float32)
+    for start, stop in expected.variances:
+        if negative := np.count_nonzero(buffers[start:stop] < 0):
+            raise WireError(f"array buffers has {negative} negative variances")
+    return Upload(Model(params, buffers), mask, arrays, metrics, num_examples)  # type: ignore[arg-type]
 
 
 def decode_evaluation(content: RecordDict, hashed: bool = True) -> tuple[float, int, dict[str, Scalar]]:
@@ -362,7 +358,7 @@ def decode_evaluation(content: RecordDict, hashed: bool = True) -> tuple[float, 
 
 def take_aside(content: RecordDict) -> tuple[str, str, str]:
     """Return a reply's error, printed lines and traceback. The last two are removed from the reply."""
-    found = {name: "" for name in (ERROR, PRINTED, TRACEBACK)}
+    found = dict.fromkeys((ERROR, PRINTED, TRACEBACK), "")
     for record in content.values():
         for name in found if isinstance(record, ConfigRecord) else ():
             text = record.get(name) if name == ERROR else record.pop(name, None)
@@ -456,66 +452,65 @@ def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
 def decode_download(content: RecordDict, what: str) -> Download:
     """Return a download, and free the arrays' bytes in its message.
 
-    what: "fit" or "evaluate". The arrays are copies that the receiver may write into. Raises WireError and KeyError if
-    the message is no download.
+    what: "fit", "evaluate", or "getproperties" for a question; one without a task asks for the node's properties. The arrays
+    are copies that the receiver may write into. Raises WireError and KeyError if the message is no download.
     """
     scalars = _scalars(_record_of(content, f"{what}ins.config", ConfigRecord))
-    record, arrays = _record_of(content, f"{what}ins.parameters", ArrayRecord), []
-    for name in list(record):
-        sent = record.pop(name)
-        if name != compat.EMPTY_TENSOR_KEY:
-            arrays.append(viewed(sent).copy())
-    names = [name for name in str(scalars[ARRAYS]).split(",") if name]
-    if len(names) != len(arrays):
-        raise WireError(f"expected the arrays {names}, got {len(arrays)}")
-    return _download(scalars, dict(zip(names, arrays, strict=True)))
-
-
-def decode_question(content: RecordDict) -> Download | None:
-    """Return a question of a private round; None if the message asks for a node's properties."""
-    scalars = _scalars(_record_of(content, "getpropertiesins.config", ConfigRecord))
-    return _download(scalars, {}) if "task" in scalars else None
-
-
-def _download(scalars: Mapping[str, Scalar], arrays: dict[str, Array]) -> Download:
-    params, buffers = (np.asarray(arrays.pop(name, ()), np.float32) for name in ("params", "buffers"))
+    if what == "getproperties" and "task" not in scalars:
+        return Download("", 0, 0, "", NOTHING)
+    names = [*filter(None, str(scalars.pop(ARRAYS)).split(","))]
+    record = ArrayRecord() if what == "getproperties" else _record_of(content, f"{what}ins.parameters", ArrayRecord)
+    record.pop(compat.EMPTY_TENSOR_KEY, None)
+    if len(names) != len(record):
+        raise WireError(f"expected the arrays {names}, got {len(record)}")
+    arrays: dict[str, Array] = {}
+    for name, key in zip(names, [*record], strict=True):
+        arrays[name] = viewed(record.pop(key)).copy()
     return Download(
-        task=str(scalars["task"]),
-        round=int(scalars["round"]),
-        attempt=int(scalars["attempt"]),
-        secret=str(scalars["experiment"]),
-        model=Model(params, buffers),
-        state_version=str(scalars["state-version"]),
-        keep=tuple(filter(None, str(scalars["keep"]).split(","))),
+        task=str(scalars.pop("task")),
+        round=int(scalars.pop("round")),
+        attempt=int(scalars.pop("attempt")),
+        secret=str(scalars.pop("experiment")),
+        model=Model(
+            np.asarray(arrays.pop("params", ()), np.float32), np.asarray(arrays.pop("buffers", ()), np.float32)
+        ),
+        state_version=str(scalars.pop("state-version")),
+        keep=tuple(filter(None, str(scalars.pop("keep")).split(","))),
         extras=arrays,
-        method={name: value for name, value in scalars.items() if name not in _META},
+        method=scalars,
     )
 
 
 def encode_upload(upload: Upload) -> RecordDict:
     """Return an upload as a reply of Flower's. Raises WireError if values do not fit their dtype on the wire."""
-    arrays = _arrays(upload.model, upload.mask, upload.extras)
-    for name in {"params", "buffers"} & arrays.keys():
+    arrays: dict[str, Array] = {"params": upload.model.params, "buffers": upload.model.buffers}
+    if upload.mask is not None:
+        arrays["mask"] = upload.mask
+    sent: dict[str, FlowerArray] = {}
+    for name, array in (arrays | dict(upload.extras)).items():
         # the server refuses a method's array of another dtype
-        if (array := arrays[name]).dtype == np.float32:
+        if name in ("params", "buffers") and array.dtype == np.float32:
+            given = array
             with np.errstate(over="ignore"):
-                arrays[name] = sent = array.astype(upload.dtype or UPLOADED, copy=False)
-            if sent is not array and (lost := np.count_nonzero(np.isinf(sent) & np.isfinite(array))):
-                raise WireError(f"array {name} has {lost} values beyond {sent.dtype}, its dtype on the wire")
-    return fit_reply([*arrays.values()], upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics})
+                array = given.astype(upload.dtype or UPLOADED, copy=False)
+            if array is not given and (lost := np.count_nonzero(np.isinf(array) & np.isfinite(given))):
+                raise WireError(f"array {name} has {lost} values beyond {array.dtype}, its dtype on the wire")
+        if array.size:
+            sent[name] = _sent(array)
+    return fit_reply(sent, upload.num_examples, {ARRAYS: ",".join(sent), **upload.metrics})
 
 
 # Replies as Flower's NumPyClient makes them of the results of its functions.
 
 
-def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
-    """Return the content of a reply to "train", "collect" or "forget"."""
+def fit_reply(arrays: Mapping[str, FlowerArray], num_examples: int, metrics: Mapping[str, object]) -> RecordDict:
+    """Return the content of a reply to "train", "collect" or "forget". arrays: in order."""
     return fill(
         RecordDict(),
         {
             RESULT: _config(metrics),
             "fitres.num_examples": fill(MetricRecord(), {"num_examples": num_examples}),
-            "fitres.parameters": _record([_sent(array) for array in arrays]),
+            "fitres.parameters": _record(arrays),
             "fitres.status": _config(_SUCCESS),
         },
     )
@@ -543,21 +538,23 @@ def properties_reply(properties: Mapping[str, object]) -> RecordDict:
 def failed_reply(kind: str, entries: Mapping[str, Scalar], who: Mapping[str, Scalar] | None = None) -> RecordDict:
     """Return the content of a reply with an error. kind: as in outgoing.py. who: entries that only a reply to a question has."""
     if kind == "fit":
-        return fit_reply([], 0, entries)
+        return fit_reply({}, 0, entries)
     return evaluate_reply(0.0, 0, entries) if kind == "evaluate" else properties_reply({**entries, **(who or {})})
 
 
 def _config(scalars: Mapping[str, object]) -> ConfigRecord:
     """Return scalars as a record of Flower's. Raises TypeError for a value that is no scalar."""
-    if all(type(value) in _SCALARS for value in scalars.values()):
+    if {*map(type, scalars.values())} <= _SCALARS:
         return fill(ConfigRecord(), scalars)
     return ConfigRecord(dict(scalars))  # type: ignore[arg-type]
 
 
-def _record(arrays: Sequence[FlowerArray]) -> ArrayRecord:
+def _record(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
     """Return arrays as a record of Flower's, numbered in order."""
-    none = FlowerArray(dtype="", shape=(), stype="numpy.ndarray", data=b"")
-    return fill(ArrayRecord(), {str(k): array for k, array in enumerate(arrays)} or {compat.EMPTY_TENSOR_KEY: none})
+    numbered = dict(zip(map(str, itertools.count()), arrays.values(), strict=False))
+    if not numbered:
+        numbered[compat.EMPTY_TENSOR_KEY] = FlowerArray(dtype="", shape=(), stype="numpy.ndarray", data=b"")
+    return fill(ArrayRecord(), numbered)
 
 
 # Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
@@ -653,8 +650,8 @@ def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
     (python/cpython#106905). Raises ValueError or TypeError for others.
     """
     end = 10 + int.from_bytes(start[8:10], "little")
-    found = _HEADER.fullmatch(start[10:end])
+    found = _HEADER.fullmatch(start[10:end].decode("latin1"))
     if start[:8] != b"\x93NUMPY\1\0" or end > len(start) or found is None:
         raise ValueError(f"begins with {start[:end]!r}")
-    dtype, order, shape = (group.decode() for group in found.groups())
+    dtype, order, shape = found.groups()
     return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True", end

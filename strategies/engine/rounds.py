@@ -299,7 +299,7 @@ class Rounds:
         attempt = self.attempt
         facts = attempt.round, attempt.generation, self.folder.secret, NOTHING
         for task, asked in questions:
-            contents = ((i, wire.encode_query(Download(task, *facts, method=said))) for i, said in asked.items())
+            contents = ((i, wire.encode_download(Download(task, *facts, method=said))) for i, said in asked.items())
             messages = (self.exchange.message(i, content, wire.QUERY, attempt.round) for i, content in contents)
             name = f"{attempt.name}, {task}"
             with closing(self.exchange.ask(name, messages, self.config.round_timeout, len(asked))) as replies:

@@ -479,14 +479,18 @@ def test_replies_are_flowers_own() -> None:
     for sent in (arrays, []):
         fit = FitRes(status, ndarrays_to_parameters(sent), 7, dict(metrics))
         flowers = compat.fitres_to_recorddict(fit, keep_input=True)
-        assert wire.fit_reply(sent, 7, dict(metrics)) == flowers
+        numbered = {str(k): array for k, array in enumerate(sent)}
+        made = wire.fit_reply(dict(wire.named_record(numbered)), 7, dict(metrics))
+        assert dict(made["fitres.metrics"]) == metrics and made["fitres.status"] == flowers["fitres.status"]
+        theirs = compat.recorddict_to_fitres(made, keep_input=True)
+        assert [*map(bytes, theirs.parameters.tensors)] == [*map(npy, sent)] and theirs.num_examples == 7
     evaluation = EvaluateRes(status, 0.25, 7, dict(metrics))
     assert wire.evaluate_reply(0.25, 7, dict(metrics)) == compat.evaluateres_to_recorddict(evaluation)
 
 
 def test_only_scalars_travel_as_metrics() -> None:
     with pytest.raises(TypeError):
-        wire.fit_reply([], 1, {"accuracy": np.float32(1)})  # type: ignore[dict-item]
+        wire.fit_reply({}, 1, {"accuracy": np.float32(1)})  # type: ignore[dict-item]
 
 
 def test_headers_of_any_declared_length_make_no_negative_bytes() -> None:

@@ -136,7 +136,7 @@ class Server:
         **said: str,
     ) -> dict[str, Any]:
         told = {"private-members": ",".join(map(str, survivors)), **said}
-        content = wire.encode_query(Download(task, 1, attempt, experiment, NOTHING, method=told))
+        content = wire.encode_download(Download(task, 1, attempt, experiment, NOTHING, method=told))
         reply = self.grid._handle(Message(content, client_id + 1, wire.QUERY))
         return wire.decode_answer(reply.content)
 
