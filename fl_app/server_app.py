@@ -92,8 +92,7 @@ def main(grid: Grid, context: Context) -> None:
     simulated = bool(os.environ.get(SIMULATION))
     in_flight = SIMULATION_IN_FLIGHT if simulated else math.inf
     try:
-        config = parse(context.run_config, METHOD_PARAMS)
-        run(grid, config, ProgressEvents(), in_flight, hears=simulated)
+        run(grid, parse(context.run_config, METHOD_PARAMS), ProgressEvents(), in_flight, hears=simulated)
     except Exception as error:
         tell(failed := Failed.of(named := _named(error)))
         if failed.kind == "own-code":

@@ -117,8 +117,7 @@ def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:
 
     check_state(run)
     saved = checkpoint.load_latest(run).meta
-    evaluated = "evaluation" in saved["record"]
-    refuse_fewer_rounds(config, saved["round"], may_be_equal=evaluated)
+    refuse_fewer_rounds(config, saved["round"], may_be_equal="evaluation" in saved["record"])
     root = state_root(config.state_dir)
     versions = {int(client_id): version for client_id, version in saved["versions"].items()}
     if here and (missing := missing_clients(root, str(read_about(run).get("experiment")), versions)):
@@ -133,12 +132,13 @@ def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:
 def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
     """Raise UserError, naming the option, for resources that this machine lacks. Ray would wait for them without end."""
     cores = os.cpu_count() or 1
-    if cpus_per_client > cores:
+    # no comparison with NaN holds
+    if not cpus_per_client <= cores:
         raise UserError(key="--cpus-per-client", rule=f"this machine has {cores} cores, got {cpus_per_client:g}")
     if gpus_per_client:
         import torch
 
-        if gpus_per_client > torch.cuda.device_count():
+        if not gpus_per_client <= torch.cuda.device_count():
             raise UserError(
                 key="--gpus-per-client",
                 rule=f"this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}",

@@ -171,7 +171,11 @@ def rounds_table(rounds: Sequence[Round], width: int) -> Table:
     Columns that do not fit are left out; numbers are never cut.
     """
     cells = {"round": [str(r.round) for r in rounds]}
-    write = percent if all(r.ratio for r in rounds) else four_digits
+    is_ratio = all(r.ratio for r in rounds)
+
+    def write(value: float | None, deviation: float | None = None) -> str:
+        return events.shown(value, deviation, is_ratio).strip()
+
     cells["before"] = [write(r.before, r.before_deviation) for r in rounds]
     cells["after"] = [write(r.after, r.after_deviation) for r in rounds]
     if any(r.evaluated for r in rounds):
@@ -210,20 +214,6 @@ def rounds_table(rounds: Sequence[Round], width: int) -> Table:
 def byte_unit(rounds: Iterable[Round]) -> tuple[float, str]:
     """Return the unit for the bytes of rounds, as (bytes per unit, name)."""
     return events.byte_unit(max(max(r.upload_bytes, r.download_bytes) for r in rounds))
-
-
-def percent(value: float | None, deviation: float | None = None) -> str:
-    """Format a ratio in per cent."""
-    if value is None:
-        return "n/a"
-    return f"{100 * value:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")
-
-
-def four_digits(value: float | None, deviation: float | None = None) -> str:
-    """Format a metric that is not a ratio."""
-    if value is None:
-        return "n/a"
-    return f"{value:.4g}" + ("" if deviation is None else f" ± {deviation:.2g}")
 
 
 def clock(seconds: float) -> str:
@@ -292,7 +282,7 @@ class Display:
             return
         self.lines.append(line)
         if self._verbose:
-            self._print(line)
+            self._plain.print(line)
         else:
             log_file.write(line)
         if step := next((step for words, step in STEPS.items() if words in line), ""):
@@ -309,13 +299,13 @@ class Display:
                 self.folder = Path(folder)
                 self._panel.begin(before)
                 if consoles.opens:
-                    self._around.callback(open_page(self.folder, self._print))
+                    self._around.callback(open_page(self.folder, self._plain.print))
             case Stopped(round=last):
                 self.stopped = last
                 self._doing("ending the run", 0, 0)
             case LeftOut(who=who, why=why):
                 self._panel.leave_out(who, why)
-                self._print(event.sentence)
+                self._plain.print(event.sentence)
             case Failed():
                 self.failed = event
                 self._doing("ending the run", 0, 0)
@@ -332,22 +322,22 @@ class Display:
                 if event.round == event.rounds:
                     self._plain.doing("ending the run")
                 if not self._live:
-                    self._print(event.sentence)
+                    self._plain.print(event.sentence)
                 else:
                     log_file.write(event.sentence)
             case Note(message=message):
-                self._print(message)
+                self._plain.print(message)
 
     def lines_of(self, text: str) -> None:
         """Show a text of several lines, such as a traceback."""
         for line in plain_lines(text).split("\n"):
-            self._print(line)
+            self._plain.print(line)
 
     def step(self, what: str) -> None:
         """Show a step of the start."""
         self.take(Progress(what=what, done=0, total=0))
         if not self._live:
-            self._print(what)
+            self._plain.print(what)
 
     def _doing(self, what: str, done: int, total: int) -> None:
         """Move the bars; on plain output, set the text of the reminders."""
@@ -361,9 +351,6 @@ class Display:
             # a notebook's stderr has no file descriptor
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), f"{text}\n".encode())
-
-    def _print(self, text: str) -> None:
-        self._plain.print(text)
 
     def _new_live(self) -> Live:
         return Live(self._panel, console=self._console, refresh_per_second=REFRESHES)

@@ -16,7 +16,6 @@ from corolla.api import settings
 from corolla.api.checks import check_locally, check_resources, check_resumable, warn_of_settings
 from corolla.api.console import command, console, errors, warn
 from corolla.api.live import Display, answered, log_to
-from corolla.api.ranges import Number, Whole
 from corolla.api.settings import (
     Backend,
     Scale,
@@ -62,10 +61,10 @@ if TYPE_CHECKING:
 Simulate = Callable[..., Path | None]
 
 # allowed values of a run's options, for the command and the Python keywords
-CLIENTS = Whole(min=1)
-CPUS = Number(min=0.1)
-GPUS = Number(min=0)
-AT_ONCE = Whole(min=0)
+CLIENTS = click.IntRange(min=1)
+CPUS = click.FloatRange(min=0.1)
+GPUS = click.FloatRange(min=0)
+AT_ONCE = click.IntRange(min=0)
 OPTION_TYPES: Mapping[str, click.ParamType[Any]] = {
     "clients": CLIENTS,
     "cpus_per_client": CPUS,

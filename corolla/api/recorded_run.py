@@ -85,6 +85,11 @@ class Run:
         lines = client_lines(self._recorded)
         return pandas.DataFrame(lines, columns=_columns("round", "client", lines=lines)).set_index(["round", "client"])
 
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The earlier name of `rounds`."""
+        return self.rounds
+
     @cached_property
     @brief
     def pairs(self) -> pandas.DataFrame:

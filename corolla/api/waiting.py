@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from corolla.api import debugger
 from fl_app import progress
@@ -76,7 +76,6 @@ class Waiting:
         if self._plain:
             self._plain.start()
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._what = ""
 
     def step(self, what: str, done: int = 0, total: int = 0, brief: bool = False) -> None:
@@ -100,12 +99,12 @@ class Waiting:
                 TextColumn("{task.fields[count]}"),
             )
             self._bar = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+            self._bar.add_task("", count="")
             self._bar.start()
-        if what != self._what or self._task is None:
-            for task in self._bar.task_ids:
-                self._bar.remove_task(task)
-            self._task = self._bar.add_task(escape(what), total=total or None, count="")
-        self._bar.update(self._task, total=total or None, completed=done, count=f"{done}/{total}" if total else "")
+        task, count = self._bar.task_ids[0], f"{done}/{total}" if total else ""
+        if what != self._what:
+            self._bar.reset(task)
+        self._bar.update(task, description=escape(what), total=total or None, completed=done, count=count)
 
     def end(self) -> None:
         """Clear the terminal, and end the reminders."""
@@ -127,7 +126,7 @@ class Waiting:
     def _clear(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._task = None
+        self._bar = None
 
 
 def is_terminal(console: Console) -> bool:

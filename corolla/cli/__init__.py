@@ -23,7 +23,6 @@ from corolla.api import console as consoles
 from corolla.api import log_file
 from corolla.api.console import errors
 from corolla.api.log_file import HANDLER
-from corolla.api.ranges import in_words
 from corolla.api.settings import look_for_plugins
 from corolla.cli import audits, completion, flower_app, listings, products, results, run, sweeps, verify, watch
 from fl_app import debugging, exit_codes, log_format
@@ -76,12 +75,10 @@ def build_command() -> click.Command:
 
 
 def _mend_refusals(command: Any) -> None:
-    """Let a command and its subcommands refuse numbers in words, and suggest another command's name only once."""
+    """Let a command and its subcommands suggest another command's name only once."""
     if hasattr(click.exceptions, "NoSuchCommand"):
         # from 8.4 on click suggests it too
         command.suggest_commands = False
-    for parameter in command.params:
-        in_words(parameter)
     for below in getattr(command, "commands", {}).values():
         _mend_refusals(below)
 

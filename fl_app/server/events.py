@@ -233,10 +233,7 @@ class Round(Event):
         return line + (f"; {self.partial}" if self.partial else "")
 
     def _shown(self, value: float | None, deviation: float | None = None) -> str:
-        if not self.ratio:
-            return "n/a" if value is None else f"{value:.4g}" + ("" if deviation is None else f" ± {deviation:.2g}")
-        shown = "  n/a" if value is None else f"{100 * value:5.1f}%"
-        return shown + ("" if deviation is None else f" ± {100 * deviation:.1f}")
+        return shown(value, deviation, self.ratio, "%")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,6 +436,15 @@ def cause_kind(cause: str) -> str:
 def byte_unit(nbytes: float) -> tuple[float, str]:
     """Return a unit for this number of bytes, in bytes, and its name: kB below 100 kB, else MB."""
     return (1e3, "kB") if 0 < nbytes < 1e5 else (1e6, "MB")
+
+
+def shown(value: float | None, deviation: float | None, ratio: bool, unit: str = "") -> str:
+    """Return a metric as text, with its standard deviation if that is known. ratio: whether it is shown in per cent."""
+    if ratio:
+        text = f"{'n/a':>5}" if value is None else f"{100 * value:5.1f}{unit}"
+        return text if deviation is None else f"{text} ± {100 * deviation:.1f}"
+    text = "n/a" if value is None else f"{value:.4g}"
+    return text if deviation is None else f"{text} ± {deviation:.2g}"
 
 
 def number(value: float | None) -> str:

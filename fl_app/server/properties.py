@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -175,10 +176,9 @@ class ClientReport:
         self.software = software.told(answer.get(SOFTWARE))
         self.names = Names(_names(answer.get(FEATURES)), _names(answer.get("class-names")))
         self.tags = Tags(answer.get("client-id"), str(answer.get(FEATURE_TAGS, "")).split(","))
-        try:
+        self.keys: KeyList | None = None
+        with contextlib.suppress(KeyError, ValueError):
             self.keys = _key_list(str(answer[LIST]))
-        except (KeyError, ValueError):
-            self.keys = None
         self.key_list = self.keys.fingerprint if self.keys else None
         self._sums: MomentSums | WireError | None = None
         if (text := answer.get(SUMS)) is not None:

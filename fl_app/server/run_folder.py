@@ -576,8 +576,7 @@ def check_state(run: Path) -> None:
 
 def _files_of(config: RunConfig) -> dict[str, Path]:
     """Return the files that a run reads at its start and at each resume, by key."""
-    speeds = path_in("speeds", config.speeds)
-    found = {"initial-weights": config.initial_weights, "speeds": speeds}
+    found = {"initial-weights": config.initial_weights, "speeds": path_in("speeds", config.speeds)}
     return {key: Path(path) for key, path in found.items() if path}
 
 

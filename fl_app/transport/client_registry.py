@@ -101,11 +101,6 @@ class Node:
         """Its registered name, or its number."""
         return plain(self.who.name) if self.who.name else f"SuperNode {self.id}"
 
-    @property
-    def by_run(self) -> ClientReport | None:
-        """Its report by the run's columns."""
-        return self.matched or self.report
-
 
 class ClientRegistry:
     """The clients of a run: each client's node (`node_of`) and its report (`properties`).
@@ -284,8 +279,11 @@ class ClientRegistry:
 
     def agreed_scaling(self) -> dict[str, list[float]] | None:
         """Return the scaling of raw numbers over all connected sites, as in run.json; None if no site sends sums."""
-        told = [report.sums for _, node in sorted(self.node_of.items()) if (report := self._nodes[node].by_run)]
-        known = [sums for sums in told if sums is not None]
+        known = []
+        for _, node_id in sorted(self.node_of.items()):
+            report = self._nodes[node_id].matched or self._nodes[node_id].report
+            if report and (sums := report.sums) is not None:
+                known.append(sums)
         if not known:
             return None
         found = added(known).scaling
@@ -352,56 +350,49 @@ class ClientRegistry:
                 log.warning("%s", line)
 
     def notes(self) -> list[str]:
-        """Return lines about clients that were not compared yet: other software, remarks on sites' data, names that look alike."""
+        """Return lines about clients that were not compared yet: other software, remarks on sites' data, names that look alike.
+
+        Clients are compared with each other if there are a tenth more than at the last comparison. So the comparisons of a run
+        take time in proportion to its clients, also where they come one by one.
+        """
         if not self._uncompared:
             return []
-        lines = [line for line in [*self._notes_on_software(), *self._notes_on_all()] if line not in self._said]
+        here, lines, others = software.announced(), list[str](), dict[str, list[str]]()
+        for client_id in sorted({*self._uncompared} & self.node_of.keys()):
+            report = self._nodes[self.node_of[client_id]].report
+            if report and (differs := software.differences(here, report.software)):
+                others.setdefault(differs, []).append(str(client_id))
+        for differs, ids in others.items():
+            who = f"client{'s' * (len(ids) > 1)} {listed(ids, most=_MOST_SHOWN)}"
+            lines.append(f"{who}: {differs} as the server: results may differ in bits")
+        self._uncompared = []
+        if len(self.node_of) >= 1.1 * self._compared:
+            self._compared = len(self.node_of)
+            lines += self._notes_on_all()
+        lines = [line for line in lines if line not in self._said]
         self._said.update(lines)
         return lines
 
     def _notes_on_all(self) -> list[str]:
-        """Return lines about all clients together, if there are a tenth more than at the last comparison.
-
-        So the comparisons of a run take time in proportion to its clients, also where they come one by one.
-        """
-        if len(self.node_of) < 1.1 * self._compared:
-            return []
-        self._compared = len(self.node_of)
-        told = {i: report for i, node in self.node_of.items() if (report := self._nodes[node].by_run)}
+        """Return lines about all clients together: columns that the run leaves out, remarks on data, names that look alike."""
         wanted = set(self.agreed.names.features or ()) if self.agreed.names else set()
-        left = {
-            i: sorted(set(report.names.features or ()) - wanted)
-            for i, node in sorted(self.node_of.items())
-            if self._nodes[node].matched and (report := self._nodes[node].report)
-        }
         goes_on = bool(self._before) and wanted == set(self._before)
         whose = "the run that this one goes on from does" if goes_on else "most others do"
-        having: dict[str, list[str]] = {}
-        for i, more in left.items():
-            if more:
+        told, having = dict[int, ClientReport](), dict[str, list[str]]()
+        for i, node_id in sorted(self.node_of.items()):
+            node = self._nodes[node_id]
+            if node.report is None:
+                continue
+            told[i] = node.matched or node.report
+            if node.matched and (more := sorted({*(node.report.names.features or ())} - wanted)):
                 having.setdefault(listed(more), []).append(called(i, self.properties))
-        columns = [
-            f"client{'s' * (len(who) > 1)} {listed(who)}: {whose} not have {more}, which the run leaves out"
-            for more, who in having.items()
-        ]
-        names = spellings("clients", filter(None, (name_of(self.properties.get(i, {})) for i in told)), "client")
-        remarks = site_data.remarks(told, self.config.dataset == NODE, lambda i: called(i, self.properties))
-        return [*columns, *remarks, *names]
-
-    def _notes_on_software(self) -> list[str]:
-        """Return a line for each software that differs from the server's, with its clients. Each client is named once."""
-        here, found = software.announced(), dict[str, list[int]]()
-        for client_id in dict.fromkeys(self._uncompared):
-            if client_id in self.node_of:
-                report = self._nodes[self.node_of[client_id]].report
-                if report and (differs := software.differences(here, report.software)):
-                    found.setdefault(differs, []).append(client_id)
-        self._uncompared = []
-        return [
-            f"{'client' if len(ids) == 1 else 'clients'} {listed([str(i) for i in sorted(ids)], most=_MOST_SHOWN)}: "
-            f"{differs} as the server: results may differ in bits"
-            for differs, ids in found.items()
-        ]
+        lines = []
+        for more_of, who in having.items():
+            clients = f"client{'s' * (len(who) > 1)} {listed(who)}"
+            lines.append(f"{clients}: {whose} not have {more_of}, which the run leaves out")
+        lines += site_data.remarks(told, self.config.dataset == NODE, lambda i: called(i, self.properties))
+        names = filter(None, (name_of(self.properties.get(i, {})) for i in told))
+        return [*lines, *spellings("clients", names, "client")]
 
     @property
     def left_out(self) -> list[dict[str, str]]:

@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,38 +91,29 @@ class Inbox:
     def take(self, wait: float) -> list[Answer]:
         """Return the answers that have arrived, or else the late ones; wait up to `wait` seconds for one.
 
-        Raises an error if the SuperLink can no longer be reached.
+        Answers that are not expected any more are left out. Raises an error if the SuperLink can no longer be reached.
         """
         if self._expected:
             self._look()
-        answers = self._drain(0)
-        if not answers:
+        answers: list[Answer] = []
+        if self._received.empty():
             now = time.monotonic()
-            late = [name for name, (_, deadline) in self._expected.items() if now >= deadline]
+            for name, (timeout, deadline) in self._expected.items():
+                if now >= deadline:
+                    what = "its reply was not complete" if name in self._fetching else "no reply"
+                    answers.append(Answer(name, None, f"{what} within {timeout:g} s", "late"))
             # without a link, replies come only by a scan
             if self._link is None and now < self._rested:
                 wait = min(wait, self._rested - now)
-            answers = [self._late(name) for name in late] or self._drain(wait)
+        if not answers:
+            with contextlib.suppress(queue.Empty):
+                answers.append(self._received.get(timeout=wait) if wait else self._received.get_nowait())
+                while True:
+                    answers.append(self._received.get_nowait())
+        answers = [answer for answer in answers if answer.message_id in self._expected]
         for answer in answers:
             self.forget(answer.message_id)
         return answers
-
-    def _late(self, message_id: str) -> Answer:
-        timeout, _ = self._expected[message_id]
-        what = "its reply was not complete" if message_id in self._fetching else "no reply"
-        return Answer(message_id, None, f"{what} within {timeout:g} s", "late")
-
-    def _drain(self, wait: float) -> list[Answer]:
-        """Return the answers in the queue, after up to `wait` seconds.
-
-        Replies that are not expected any more are left out.
-        """
-        found: list[Answer] = []
-        with contextlib.suppress(queue.Empty):
-            found.append(self._received.get(timeout=wait) if wait else self._received.get_nowait())
-            while True:
-                found.append(self._received.get_nowait())
-        return [answer for answer in found if answer.message_id in self._expected]
 
     def _look(self) -> None:
         """Ask for expected replies that are not being fetched, unless the last scan was too recent.
@@ -138,8 +128,8 @@ class Inbox:
         if self._link is None:
             found = list(self._grid.pull_messages(self._expected.keys()))
             for message in found:
-                name = str(message.metadata.reply_to_message_id)
-                self._received.put(_answer(name, lambda message=message: message, str(message.metadata.message_id)))  # type: ignore[misc]
+                about = message.metadata
+                self._received.put(_answer(str(about.reply_to_message_id), message, str(about.message_id)))
             # after a scan that found nothing, `take` waits
             if not found or not self._rests:
                 return
@@ -169,23 +159,23 @@ class Inbox:
 
             def fetch() -> None:
                 try:
-                    self._received.put(_answer(name, lambda: link.fetch(found, deadline), found.object_id))
+                    answer = _answer(name, link.fetch(found, deadline), found.object_id)
                 # after its deadline, `take` reports it as late
                 except TimeoutError:
-                    pass
+                    return
                 except fetched_reply.LOST as error:
                     self._lost = fetched_reply.lost(error)
+                    return
+                except Exception as error:
+                    answer = _malformed(name, error)
+                self._received.put(answer)
 
             threading.Thread(target=fetch, name=f"reply {name[:8]}", daemon=True).start()
 
 
-def _answer(name: str, fetch: Callable[[], Message], reply_id: str = "") -> Answer:
-    """Fetch and read one reply. Any error of it makes this reply malformed, and affects no other one.
-
-    Raises TimeoutError, and the errors of a connection that failed.
-    """
+def _answer(name: str, message: Message, reply_id: str) -> Answer:
+    """Read one reply. Any error of it makes this reply malformed, and affects no other one."""
     try:
-        message = fetch()
         if message.has_error():
             reason = reasons.read(message.error.reason)
             why = reason.sentence if reason else one_line(message.error.reason)
@@ -193,8 +183,6 @@ def _answer(name: str, fetch: Callable[[], Message], reply_id: str = "") -> Answ
         if not isinstance(message.content, RecordDict):
             raise WireError(f"its content is no RecordDict but a {type(message.content).__name__}")
         return Answer(name, message.content, reply_id=reply_id)
-    except (TimeoutError, fetched_reply.LOST):
-        raise
     except Exception as error:
         return _malformed(name, error)
 
