@@ -268,8 +268,8 @@ def payload_bytes(content: RecordDict) -> int:
     """Return the bytes of a message's arrays, without headers and framing, as a round's record counts them."""
     total = 0
     for record in content.values():
-        for name, sent in record.items() if isinstance(record, ArrayRecord) else ():
-            if name != compat.EMPTY_TENSOR_KEY:
+        if isinstance(record, ArrayRecord):
+            for sent in record.values():
                 pieces, start = _received(sent)
                 # a client may write any length into its header
                 total += max(0, sum(map(len, pieces)) - 10 - int.from_bytes(start[8:10], "little"))
@@ -360,10 +360,11 @@ def take_aside(content: RecordDict) -> tuple[str, str, str]:
     """Return a reply's error, printed lines and traceback. The last two are removed from the reply."""
     found = dict.fromkeys((ERROR, PRINTED, TRACEBACK), "")
     for record in content.values():
-        for name in found if isinstance(record, ConfigRecord) else ():
-            text = record.get(name) if name == ERROR else record.pop(name, None)
-            if isinstance(text, str):
-                found[name] = text[:MAX_TEXT]
+        if isinstance(record, ConfigRecord):
+            for name in found:
+                text = record.get(name) if name == ERROR else record.pop(name, None)
+                if isinstance(text, str):
+                    found[name] = text[:MAX_TEXT]
     return found[ERROR], found[PRINTED], found[TRACEBACK]
 
 
