@@ -7,51 +7,57 @@ Corolla's commands.
 
 from __future__ import annotations
 
-from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.figures import Groups, Layers, Links, Matrix, Scalars
-from fl_app.keys import (
+from strategies.base import (
     AT_LEAST_ONE,
     BELOW_ONE,
     NOT_NEGATIVE,
+    NOTHING,
+    OWN_MODEL,
     POSITIVE,
     POSITIVE_RATIO,
     RATIO,
-    NoParams,
-    Rule,
-    key,
-)
-from fl_app.layout import NOTHING, Layout, Model, Slot
-from fl_app.metrics import Metric
-from fl_app.transport.wire import Expected, Upload
-from strategies.base import (
-    OWN_MODEL,
     ClientState,
     Correction,
+    Expected,
     Exported,
+    Groups,
     Holds,
     Late,
+    Layers,
+    Layout,
+    Links,
     LocalUpdate,
+    Matrix,
     Means,
     Method,
+    Metric,
+    Model,
     ModelFactory,
+    NoParams,
     Objective,
     OnDemand,
     Optimizer,
     Outliers,
     PersonalizedStrategy,
     RoundContext,
+    Rule,
+    RunConfig,
+    Scalars,
     Sent,
+    Slot,
     State,
     Submodel,
     Sums,
     Trainer,
     Turn,
+    Upload,
     Uploads,
+    UserError,
     all_but_classifier,
     all_but_local_statistics,
     all_tensors,
     all_where_features_are,
+    key,
     local_epochs,
     models_by_client,
     no_tensors,

@@ -22,37 +22,41 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.figures import Links, Matrix
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, RATIO, key
-from fl_app.layout import Model
 from fl_app.privacy.sketch import overlaps
-from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    RATIO,
     ClientState,
+    Expected,
     Holds,
     Late,
+    Links,
     LocalUpdate,
+    Matrix,
     Means,
     Method,
+    Model,
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    RunConfig,
     Sent,
     State,
     Sums,
     Turn,
+    Upload,
     Uploads,
+    UserError,
     all_but_local_statistics,
+    key,
     local_epochs,
     models_by_client,
 )
@@ -295,7 +299,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a mask with exactly K critical parameters, or with any number."""
         selected = self.num_critical if self.params.vanishing_scores == "ranked" else -1
-        return dataclasses.replace(super().form(state, turn), num_params=self.layout.d, num_selected=selected)
+        return replace(super().form(state, turn), num_params=self.layout.d, num_selected=selected)
 
     @property
     def num_critical(self) -> int:
@@ -452,7 +456,7 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
         if ctx.config.private:
             own, state.arrays["fedcac.mask"] = plain.model, mask
             state.arrays["fedcac.params"], state.arrays["fedcac.buffers"] = own.params, own.buffers
-        return dataclasses.replace(plain, mask=mask)
+        return replace(plain, mask=mask)
 
 
 FIGURES = (

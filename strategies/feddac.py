@@ -37,34 +37,37 @@ Decisions where the paper is silent:
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import RunConfig
-from fl_app.figures import Links, Matrix
-from fl_app.keys import AT_LEAST_ONE, RATIO, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
+    AT_LEAST_ONE,
+    RATIO,
     ClientState,
+    Expected,
     Holds,
     Late,
+    Links,
     LocalUpdate,
+    Matrix,
     Method,
+    Model,
     Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    RunConfig,
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
     all_but_local_statistics,
+    key,
     models_by_client,
 )
 from strategies.fedcac import at_least, mask_overlap, threshold
@@ -274,7 +277,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: a mask with exactly K ones and, if configured, the one-step guidance model."""
         extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "one-step" else {}
-        return dataclasses.replace(
+        return replace(
             super().form(state, turn), num_params=self.layout.d, num_selected=self.num_important, extras=extras
         )
 
@@ -332,7 +335,7 @@ class FedDACUpdate(LocalUpdate[FedDACParams]):
         extras = dict(plain.extras)
         if ctx.params.guidance == "one-step":
             extras[GUIDANCE] = ctx.trainer.train(after, epochs=1, purpose="feddac.guidance").params
-        return dataclasses.replace(plain, mask=mask, extras=extras)
+        return replace(plain, mask=mask, extras=extras)
 
 
 def dp_epochs(config: RunConfig) -> int:

@@ -27,35 +27,39 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.figures import Layers
-from fl_app.keys import BELOW_ONE, RATIO, key
-from fl_app.layout import Model, Vector
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
+    BELOW_ONE,
+    RATIO,
     SPLIT,
     ClientState,
+    Expected,
+    Layers,
     LocalUpdate,
     Means,
     Method,
+    Model,
     Outliers,
     Overview,
     RoundContext,
+    RunConfig,
     State,
     Turn,
+    Upload,
     Uploads,
+    UserError,
+    Vector,
+    WireError,
     all_but_local_statistics,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels import masks, scores
@@ -230,7 +234,7 @@ class FedOBP(FedAvg[FedOBPParams]):
         If configured it also has a mask, with any number of ones.
         """
         num_params = self.layout.d if self.params.upload_mask else 0
-        return dataclasses.replace(
+        return replace(
             super().form(state, turn), num_params=num_params, extras={COUNTS: ("<i8", (len(self.layout.params),))}
         )
 
@@ -323,7 +327,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         packed = state.arrays["fedobp.mask"]
         counts = count_by_layer(masks.unpack(packed, ctx.layout.d), ctx.layout.sizes)
         mask = packed if ctx.params.upload_mask else None
-        return dataclasses.replace(plain, mask=mask, extras={COUNTS: np.array(counts, np.int64)})
+        return replace(plain, mask=mask, extras={COUNTS: np.array(counts, np.int64)})
 
 
 FIGURES = (

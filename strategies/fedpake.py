@@ -46,20 +46,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import rng
-from fl_app.figures import Layers
-from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key, specs
-from fl_app.layout import Model
 from strategies.base import (
+    AT_LEAST_ONE,
+    RATIO,
     Late,
+    Layers,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     PersonalizedStrategy,
+    Rule,
     State,
     Turn,
     Uploads,
     all_but_local_statistics,
+    key,
     local_epochs,
+    specs,
 )
 from strategies.baselines.fedavg import GlobalModelParams
 from strategies.kernels.aggregate import Stack, weighted_mean

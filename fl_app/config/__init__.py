@@ -8,10 +8,9 @@ pyproject.toml. A test keeps the four equal.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from fl_app import rng
@@ -336,11 +335,11 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
         checked=True,
     )
     # the chosen method's parameters; all keys' values in this run; all keys' defaults
-    params: Any = dataclasses.field(default=NoParams())
-    resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+    params: Any = field(default=NoParams())
+    resolved: Mapping[str, Scalar] = field(default_factory=dict)
     # how often the schedule `plateau` has lowered the learning rate; the server counts and tells it
     drops: int = 0
-    defaults: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Scalar] = field(default_factory=dict)
 
     def rate_factor(self, round: int) -> float:
         """Return the factor of `learning-rate-decay` and `schedule` on the learning rate in a round, counted from 1."""

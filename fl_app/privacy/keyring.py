@@ -10,14 +10,13 @@ process), the keys follow from the seed. That exercises the protocol and hides n
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import json
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -229,7 +228,7 @@ def _agreement(label: str, survivors: Sequence[int]) -> bytes:
 
 
 # a client verifies the same keys in each round of a run
-@functools.lru_cache(4096)
+@lru_cache(4096)
 def _signed(public: bytes, statement: bytes, signature: bytes) -> bool:
     """Return whether a key has signed a statement."""
     try:
@@ -286,14 +285,14 @@ def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Key
 
 
 def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
-    return Keyring(num_clients, functools.partial(_seeded_public, seed), client_id, _seeded(seed, client_id))
+    return Keyring(num_clients, partial(_seeded_public, seed), client_id, _seeded(seed, client_id))
 
 
 def _seeded(seed: int, i: int) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(derived(str(seed).encode(), "private key", i))
 
 
-@functools.lru_cache(4096)
+@lru_cache(4096)
 def _seeded_public(seed: int, i: int) -> bytes:
     return _public(_seeded(seed, i))
 
@@ -409,7 +408,7 @@ def _entry(line: str) -> tuple[int, tuple[str, bytes, bytes]]:
 
 
 # a process that answers several messages reads the same list each time
-@functools.lru_cache(4096)
+@lru_cache(4096)
 def _verified(path: Path, whose: str, node: str, public: bytes, signature: bytes) -> bytes:
     """Return a client's public key. Raises UserError unless its node key has signed it."""
     try:

@@ -6,12 +6,11 @@ a module, belong to one process. None of this is an error: a hook may hand a val
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +89,7 @@ def called_by(classes: Iterable[type]) -> list[types.FunctionType]:
     return functions
 
 
-@functools.cache
+@cache
 def _own(half: type) -> tuple[list[type], frozenset[str], frozenset[str], list[_Variable]]:
     """Return the user's classes that a half consists of, the names that their code and the package's use, and variables.
 
@@ -174,7 +173,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_code(value: object) -> bool:
-    known = isinstance(value, type | staticmethod | classmethod | property | functools.cached_property | partial)
+    known = isinstance(value, type | staticmethod | classmethod | property | cached_property | partial)
     return known or inspect.isroutine(value) or hasattr(value, "__wrapped__")
 
 

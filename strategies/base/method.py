@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
 
@@ -294,7 +293,7 @@ class Method(Generic[P]):
         shape = input_shape or (in_channels, image_size, image_size)
         file = (initial_weights, stamp_of(Path(initial_weights)), names) if initial_weights else None
         # neither the number of clients nor the texts of all keys are known everywhere
-        same = dataclasses.replace(config, num_clients=0, resolved={}, defaults={})
+        same = replace(config, num_clients=0, resolved={}, defaults={})
         wanted = self.name, same, (in_channels, num_classes, image_size, shape), file, plugins.generation()
         if (left := handed_on.take(wanted)) is not None:
             module, lines = left

@@ -32,19 +32,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.keys import NOT_NEGATIVE, key
-from fl_app.layout import Model
 from strategies.base import (
+    NOT_NEGATIVE,
     ClientState,
     LocalUpdate,
     Means,
     Method,
+    Model,
     Overview,
     RoundContext,
     State,
     Turn,
     Uploads,
     all_but_local_statistics,
+    key,
     local_epochs,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams

@@ -28,19 +28,27 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import Diverged
-from fl_app.keys import NOT_NEGATIVE, RATIO, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Upload
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_tensors
+from strategies.base import (
+    NOT_NEGATIVE,
+    RATIO,
+    ClientState,
+    Diverged,
+    LocalUpdate,
+    Method,
+    Model,
+    Overview,
+    RoundContext,
+    Upload,
+    all_tensors,
+    key,
+)
 from strategies.baselines.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -167,7 +175,7 @@ class APFLUpdate(LocalUpdate[APFLParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Upload:
         """Return w, and alpha for the record."""
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, metrics={**plain.metrics, "alpha": float(state.arrays["apfl.alpha"][0])})
+        return replace(plain, metrics={**plain.metrics, "alpha": float(state.arrays["apfl.alpha"][0])})
 
 
 def tested(params: APFLParams) -> str:

@@ -33,26 +33,25 @@ Readings and deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.errors import Diverged
-from fl_app.figures import Matrix
-from fl_app.keys import NOT_NEGATIVE, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
+    NOT_NEGATIVE,
     ClientState,
+    Diverged,
+    Expected,
     Holds,
     Late,
     LocalUpdate,
+    Matrix,
     Method,
+    Model,
     OnDemand,
     Overview,
     PersonalizedStrategy,
@@ -60,8 +59,10 @@ from strategies.base import (
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
     all_tensors,
+    key,
 )
 
 log = logging.getLogger("corolla")
@@ -126,7 +127,7 @@ class APPLE(PersonalizedStrategy[APPLEParams]):
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the core model and p."""
-        return dataclasses.replace(super().form(state, turn), extras={RELATIONS: ("<f8", (self.config.num_clients,))})
+        return replace(super().form(state, turn), extras={RELATIONS: ("<f8", (self.config.num_clients,))})
 
     def offered(self, state: State, client_id: int, turn: Turn) -> list[int]:
         """Return the ids of the core models that a client is sent, sorted."""
@@ -237,7 +238,7 @@ class APPLEUpdate(LocalUpdate[APPLEParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[APPLEParams]) -> Upload:
         """Send the core model and p."""
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, extras={RELATIONS: self.relations(state, ctx)})
+        return replace(plain, extras={RELATIONS: self.relations(state, ctx)})
 
 
 def core_models(

@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.figures import Groups
-from fl_app.keys import NOT_NEGATIVE, key
-from fl_app.layout import Model
 from strategies.base import (
+    NOT_NEGATIVE,
     Exported,
+    Groups,
     Holds,
     Late,
     LocalUpdate,
     Method,
+    Model,
     Outliers,
     Overview,
     PersonalizedStrategy,
@@ -45,6 +45,7 @@ from strategies.base import (
     Turn,
     Uploads,
     all_tensors,
+    key,
     local_epochs,
 )
 from strategies.kernels import aggregate

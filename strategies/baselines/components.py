@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_app.layout import Layout, Model, Slot, Split, Vector, packed
-from strategies.base import classifier_path
+from strategies.base import (
+    Layout,
+    Model,
+    Slot,
+    Split,
+    Vector,
+    classifier_path,
+    packed,
+)
 from strategies.kernels.heads import head_slots
 
 if TYPE_CHECKING:

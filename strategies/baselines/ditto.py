@@ -24,9 +24,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fl_app.keys import NOT_NEGATIVE, key
-from fl_app.layout import Model
-from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, Overview, RoundContext, all_tensors
+from strategies.base import (
+    NOT_NEGATIVE,
+    OWN_MODEL,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Model,
+    Overview,
+    RoundContext,
+    all_tensors,
+    key,
+)
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedprox import proximal
 

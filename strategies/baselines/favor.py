@@ -36,22 +36,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import rng, tasks
-from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, RATIO, Rule, key
-from fl_app.metrics import moments
 from strategies.base import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RATIO,
     Holds,
     Late,
     LocalUpdate,
     Means,
     Method,
     Overview,
+    Rule,
+    RunConfig,
     State,
     Turn,
     Uploads,
+    UserError,
     all_but_local_statistics,
+    key,
     local_epochs,
+    moments,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.kernels.averages import RULES

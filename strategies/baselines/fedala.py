@@ -36,9 +36,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
-from fl_app.layout import Layout, Model
-from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Trainer, all_tensors
+from strategies.base import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_RATIO,
+    ClientState,
+    Layout,
+    LocalUpdate,
+    Method,
+    Model,
+    Overview,
+    RoundContext,
+    Trainer,
+    all_tensors,
+    key,
+)
 from strategies.baselines.fedavg import FedAvg
 
 if TYPE_CHECKING:

@@ -36,18 +36,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import listed
-from fl_app.figures import Matrix
-from fl_app.keys import NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected
 from strategies.base import (
+    NOT_NEGATIVE,
     OWN_MODEL,
+    POSITIVE,
+    POSITIVE_RATIO,
     ClientState,
+    Expected,
     Holds,
     Late,
     LocalUpdate,
+    Matrix,
     Method,
+    Model,
     Overview,
     PersonalizedStrategy,
     RoundContext,
@@ -56,6 +57,8 @@ from strategies.base import (
     Turn,
     Uploads,
     all_tensors,
+    key,
+    listed,
     local_epochs,
 )
 from strategies.base.uploads import UploadBuffer

@@ -26,28 +26,30 @@ F grows with the number of batches, so that it weights by the amount of data too
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.figures import Scalars
-from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Upload, WireError
 from strategies.base import (
     FEATURES,
+    NOT_NEGATIVE,
     OWN_MODEL,
+    POSITIVE,
     ClientState,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     RoundContext,
+    Scalars,
+    Upload,
     Uploads,
+    WireError,
     all_but_classifier,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels.robust import capped
@@ -157,7 +159,7 @@ class FedASUpdate(LocalUpdate[FedASParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Upload:
         """Return the body and its information."""
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, metrics={**plain.metrics, INFORMATION: information(after, ctx)})
+        return replace(plain, metrics={**plain.metrics, INFORMATION: information(after, ctx)})
 
 
 def information(model: Model, ctx: RoundContext[Any]) -> float:

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from fl_app.keys import key
-from fl_app.layout import Model
 from strategies.base import (
     LocalUpdate,
     Means,
     Method,
+    Model,
     Overview,
     PersonalizedStrategy,
     State,
     Turn,
     Uploads,
     all_but_local_statistics,
+    key,
     local_epochs,
 )
 from strategies.kernels.averages import RULES

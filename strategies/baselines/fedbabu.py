@@ -24,17 +24,17 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_app.config import RunConfig
-from fl_app.keys import key
-from fl_app.layout import Model
 from strategies.base import (
     SPLIT,
     ClientState,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     RoundContext,
+    RunConfig,
     all_but_classifier,
+    key,
     local_epochs,
 )
 from strategies.baselines.fedavg import FedAvg

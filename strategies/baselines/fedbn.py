@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import logging
 
-from fl_app.keys import NoParams
-from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method, Overview, local_epochs
+from strategies.base import (
+    Layout,
+    LocalUpdate,
+    Method,
+    NoParams,
+    Overview,
+    local_epochs,
+)
 from strategies.baselines.fedavg import FedAvg
 
 log = logging.getLogger("corolla")

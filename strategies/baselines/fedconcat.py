@@ -32,31 +32,38 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
-from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.figures import Groups
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
-from fl_app.layout import NO_TENSORS, NOTHING, Layout, Model, Vector
 from fl_app.server.run_folder import client_facts
-from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
+    AT_LEAST_ONE,
     LINEAR,
+    NO_TENSORS,
+    NOT_NEGATIVE,
+    NOTHING,
     ClientState,
+    Expected,
     Exported,
+    Groups,
     Holds,
     Late,
+    Layout,
     LocalUpdate,
     Means,
     Method,
+    Model,
     ModelFactory,
     Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    RunConfig,
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
+    UserError,
+    Vector,
+    key,
 )
 from strategies.baselines import components
 from strategies.baselines.ifca import cluster_means

@@ -32,32 +32,33 @@ Decisions and deviations, where the paper and the authors' code differ:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.figures import Scalars
-from fl_app.keys import NOT_NEGATIVE, RATIO, key
-from fl_app.layout import Model
 from fl_app.transport import wire
-from fl_app.transport.wire import Upload
 from strategies import fedobp
 from strategies.base import (
+    NOT_NEGATIVE,
+    RATIO,
     ClientState,
     Correction,
     LocalUpdate,
     Means,
     Method,
+    Model,
     Overview,
     RoundContext,
+    Scalars,
     State,
     Turn,
+    Upload,
     Uploads,
     all_tensors,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels import masks
@@ -187,7 +188,7 @@ class FedDPAUpdate(LocalUpdate[FedDPAParams]):
         """Send everything, and for the record the share that is personal from the next participation on."""
         plain = super().upload(before, after, state, ctx)
         share = masks.popcount(state.arrays["feddpa.mask"]) / ctx.layout.d
-        return dataclasses.replace(plain, metrics={**plain.metrics, SHARE: share})
+        return replace(plain, metrics={**plain.metrics, SHARE: share})
 
 
 def constraint(ctx: RoundContext[Any], start: Model, weight: float, bound: float = 0.0) -> Correction | None:

@@ -24,24 +24,23 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.figures import Matrix
-from fl_app.keys import AT_LEAST_ONE, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected, Upload
 from strategies import feddac
 from strategies.base import (
+    AT_LEAST_ONE,
     ClientState,
+    Expected,
     Holds,
     Late,
     LocalUpdate,
+    Matrix,
     Method,
+    Model,
     Outliers,
     Overview,
     PersonalizedStrategy,
@@ -49,8 +48,10 @@ from strategies.base import (
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
     all_tensors,
+    key,
     models_by_client,
 )
 from strategies.kernels import aggregate
@@ -96,7 +97,7 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model and, if it is trained, the guidance."""
         extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "trained" else {}
-        return dataclasses.replace(super().form(state, turn), extras=extras)
+        return replace(super().form(state, turn), extras=extras)
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Mix the round's models for each of its clients."""
@@ -131,7 +132,7 @@ class FedDWAUpdate(LocalUpdate[FedDWAParams]):
         if ctx.params.guidance != "trained":
             return plain
         guidance = ctx.layout.take(ctx.trainer.train(after, purpose=STREAM), ctx.shared)
-        return dataclasses.replace(plain, extras={GUIDANCE: guidance.params})
+        return replace(plain, extras={GUIDANCE: guidance.params})
 
 
 FIGURES = (

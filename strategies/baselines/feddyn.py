@@ -34,14 +34,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.keys import POSITIVE, key
-from fl_app.layout import Model
 from strategies.base import (
+    POSITIVE,
     ClientState,
     Late,
     LocalUpdate,
     Means,
     Method,
+    Model,
     Outliers,
     Overview,
     RoundContext,
@@ -49,6 +49,7 @@ from strategies.base import (
     Turn,
     Uploads,
     all_but_local_statistics,
+    key,
     local_epochs,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams

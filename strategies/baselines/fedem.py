@@ -36,9 +36,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.keys import AT_LEAST_ONE, key
-from fl_app.layout import Layout, Model
-from strategies.base import ClientState, Exported, LocalUpdate, Method, ModelFactory, Objective, Overview, RoundContext
+from strategies.base import (
+    AT_LEAST_ONE,
+    ClientState,
+    Exported,
+    Layout,
+    LocalUpdate,
+    Method,
+    Model,
+    ModelFactory,
+    Objective,
+    Overview,
+    RoundContext,
+    key,
+)
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg
 

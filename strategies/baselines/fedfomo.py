@@ -26,27 +26,28 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
-from fl_app.figures import Matrix
-from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, RATIO, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    RATIO,
     ClientState,
+    Expected,
     Holds,
     Late,
     LocalUpdate,
+    Matrix,
     Method,
+    Model,
     OnDemand,
     Overview,
     PersonalizedStrategy,
@@ -54,9 +55,11 @@ from strategies.base import (
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
     all_tensors,
     declared,
+    key,
 )
 from strategies.kernels import aggregate
 
@@ -142,7 +145,7 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model and the scores."""
         extras = {SCORES: ("<f4", (self.params.models,))} if self.params.models else {}
-        return dataclasses.replace(super().form(state, turn), extras=extras)
+        return replace(super().form(state, turn), extras=extras)
 
     def offered(self, state: State, client_id: int, turn: Turn) -> list[int]:
         """Return the ids of the models that a client is sent, in order; none before its own first upload."""
@@ -233,7 +236,7 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
         scored = state.arrays.pop("fedfomo.scores", np.zeros(0, np.float32))
         places = np.zeros(ctx.params.models, np.float32)
         places[: len(scored)] = scored
-        return dataclasses.replace(plain, extras={SCORES: places} if len(places) else {})
+        return replace(plain, extras={SCORES: places} if len(places) else {})
 
 
 def others_sent(received: Model, ctx: RoundContext[FedFomoParams]) -> list[Model]:

@@ -34,35 +34,41 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
-from fl_app.errors import MethodError
-from fl_app.figures import Scalars
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
+    AT_LEAST_ONE,
     LINEAR,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_RATIO,
     ClientState,
+    Expected,
     LocalUpdate,
     Method,
+    MethodError,
+    Model,
     Objective,
     Outliers,
     Overview,
     RoundContext,
+    Rule,
+    Scalars,
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
+    WireError,
     all_but_local_statistics,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.kernels.heads import head_slots
@@ -220,7 +226,7 @@ class FedGen(FedAvg[FedGenParams]):
         """Return the form of an upload: the model and the label counts."""
         if not self.params.generates:
             return super().form(state, turn)
-        return dataclasses.replace(super().form(state, turn), extras={COUNTS: ("<i4", (self.num_classes,))})
+        return replace(super().form(state, turn), extras={COUNTS: ("<i4", (self.num_classes,))})
 
     def check(self, upload: Upload) -> None:
         """Raise WireError if counts are negative or do not sum to the reported number of samples."""
@@ -369,7 +375,7 @@ class FedGenUpdate(LocalUpdate[FedGenParams]):
         plain = super().upload(before, after, state, ctx)
         if not ctx.params.generates:
             return plain
-        return dataclasses.replace(plain, extras={COUNTS: ctx.trainer.class_counts.astype(np.int32)})
+        return replace(plain, extras={COUNTS: ctx.trainer.class_counts.astype(np.int32)})
 
 
 FIGURES = (

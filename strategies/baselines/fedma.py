@@ -34,10 +34,9 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,26 +44,29 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import tasks
-from fl_app.config import RunConfig
-from fl_app.keys import key
-from fl_app.layout import Layout, Model, Slot
-from fl_app.transport.wire import Expected, Upload
 from strategies.base import (
     LINEAR,
     ClientState,
+    Expected,
     Holds,
     Late,
+    Layout,
     LocalUpdate,
     Method,
+    Model,
     ModelFactory,
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    RunConfig,
     Sent,
+    Slot,
     State,
     Turn,
+    Upload,
     Uploads,
     all_tensors,
+    key,
     models_by_client,
     unfit,
 )
@@ -243,7 +245,7 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the model, and the class counts if the classifier's mean needs them."""
         counts = {COUNTS: ("<i8", (self.chain[-1].units,))} if weighs_classes(self.config) else {}
-        return dataclasses.replace(super().form(state, turn), extras=counts)
+        return replace(super().form(state, turn), extras=counts)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for counts that cannot be the client's."""
@@ -265,13 +267,13 @@ class FedMA(PersonalizedStrategy[FedMAParams]):
             models = [permuted(self.chain, k, model, order) for model, order in zip(models, orders, strict=True)]
         mean = self.mean(models, uploads)
         if self.params.one_shot or at == last:
-            return dataclasses.replace(state, model=mean, clients={})
+            return replace(state, model=mean, clients={})
         # the layers up to this one are global, those above are each client's own
         names = frozenset[str]().union(*(layer.names for layer in self.chain[: at + 1]))
         common = self.layout.take(mean, names)
         own = {i: self.layout.put(model, common, names) for i, model in zip(uploads.ids, models, strict=True)}
         kept = models_by_client(list(own), *zip(*((m.params, m.buffers) for m in own.values()), strict=True))
-        return dataclasses.replace(state, model=mean, clients=kept)
+        return replace(state, model=mean, clients=kept)
 
     def mean(self, models: list[Model], uploads: Uploads) -> Model:
         """Return the mean of the permuted models."""
@@ -313,7 +315,7 @@ class FedMAUpdate(LocalUpdate[FedMAParams]):
         plain = super().upload(before, after, state, ctx)
         if not weighs_classes(ctx.config):
             return plain
-        return dataclasses.replace(plain, extras={COUNTS: ctx.trainer.class_counts})
+        return replace(plain, extras={COUNTS: ctx.trainer.class_counts})
 
 
 def checked(factory: ModelFactory, params: FedMAParams) -> nn.Module:

@@ -25,16 +25,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
-from fl_app.layout import Layout, Model
 from strategies.base import (
+    NOT_NEGATIVE,
+    POSITIVE,
     ClientState,
+    Layout,
     LocalUpdate,
     Method,
+    Model,
     Objective,
     Overview,
     RoundContext,
     all_but_local_statistics,
+    key,
     unfit,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams

@@ -31,32 +31,35 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.figures import Matrix
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
+    AT_LEAST_ONE,
     LINEAR,
+    NOT_NEGATIVE,
     ClientState,
+    Expected,
     Late,
     LocalUpdate,
+    Matrix,
     Means,
     Method,
+    Model,
     Outliers,
     Overview,
     RoundContext,
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
+    WireError,
     all_tensors,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedproto import (
@@ -169,7 +172,7 @@ class FedPAC(FedAvg[FedPACParams]):
         """Return the form of an upload: the model, the centroids, the statistics."""
         own = extras_of(self.full_layout)
         extras = {**own, SHARES: own[PROTOTYPES], VARIANCE: ("<f8", (1,))}
-        return dataclasses.replace(super().form(state, turn), extras=extras)
+        return replace(super().form(state, turn), extras=extras)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for counts or a variance that cannot be the client's."""
@@ -233,7 +236,7 @@ class FedPACUpdate(LocalUpdate[FedPACParams]):
         means, counts = prototypes_of(*ctx.trainer.features(after), len(ctx.trainer.class_counts))
         own = {SHARES: state.arrays.pop("fedpac.shares"), VARIANCE: state.arrays.pop("fedpac.variance")}
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, extras={PROTOTYPES: means, COUNTS: counts, **own})
+        return replace(plain, extras={PROTOTYPES: means, COUNTS: counts, **own})
 
 
 FIGURES = (

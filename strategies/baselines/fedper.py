@@ -14,8 +14,15 @@ Deviations:
 
 from __future__ import annotations
 
-from fl_app.keys import NoParams
-from strategies.base import SPLIT, LocalUpdate, Method, Overview, all_but_classifier, local_epochs
+from strategies.base import (
+    SPLIT,
+    LocalUpdate,
+    Method,
+    NoParams,
+    Overview,
+    all_but_classifier,
+    local_epochs,
+)
 from strategies.baselines.fedavg import FedAvg
 
 METHOD = Method(

@@ -34,24 +34,24 @@ Readings and deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.errors import MethodError
-from fl_app.keys import NOT_NEGATIVE, key
-from fl_app.layout import Layout, Model
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     LINEAR,
+    NOT_NEGATIVE,
     ClientState,
+    Expected,
+    Layout,
     LocalUpdate,
     Method,
+    MethodError,
+    Model,
     Objective,
     Outliers,
     Overview,
@@ -60,7 +60,10 @@ from strategies.base import (
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
+    WireError,
+    key,
 )
 from strategies.kernels.heads import head_slots
 
@@ -235,7 +238,7 @@ class FedProto(PersonalizedStrategy[FedProtoParams]):
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: no tensors, the prototypes and the counts."""
-        return dataclasses.replace(super().form(state, turn), extras=extras_of(self.full_layout))
+        return replace(super().form(state, turn), extras=extras_of(self.full_layout))
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for counts that cannot be the client's."""
@@ -296,7 +299,7 @@ class FedProtoUpdate(LocalUpdate[FedProtoParams]):
         """Send the prototypes at the trained model."""
         means, counts = prototypes_of(*ctx.trainer.features(after), len(ctx.trainer.class_counts))
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, extras={PROTOTYPES: means, COUNTS: counts})
+        return replace(plain, extras={PROTOTYPES: means, COUNTS: counts})
 
 
 def shared(layout: Layout, params: FedProtoParams) -> frozenset[str]:

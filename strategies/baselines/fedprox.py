@@ -20,16 +20,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fl_app.keys import NOT_NEGATIVE, key
-from fl_app.layout import Model, Vector
 from strategies.base import (
+    NOT_NEGATIVE,
     ClientState,
     Correction,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     RoundContext,
+    Vector,
     all_but_local_statistics,
+    key,
     local_epochs,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams

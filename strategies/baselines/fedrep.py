@@ -23,18 +23,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fl_app.config import RunConfig
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
-from fl_app.layout import Model
 from strategies.base import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
     SPLIT,
     ClientState,
     InEpochs,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     RoundContext,
+    RunConfig,
     all_but_classifier,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg
 

@@ -27,16 +27,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fl_app.keys import key
-from fl_app.layout import Model
 from strategies.base import (
     LINEAR,
     ClientState,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     RoundContext,
     all_but_local_statistics,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.kernels.heads import head_slots

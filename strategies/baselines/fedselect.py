@@ -31,32 +31,37 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.figures import Layers
-from fl_app.keys import AT_LEAST_ONE, RATIO, key
-from fl_app.layout import Layout, Model, Vector
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
+    AT_LEAST_ONE,
+    RATIO,
     ClientState,
+    Expected,
     InEpochs,
+    Layers,
+    Layout,
     LocalUpdate,
     Method,
+    Model,
     Outliers,
     Overview,
     PersonalizedStrategy,
     RoundContext,
     State,
     Turn,
+    Upload,
     Uploads,
+    Vector,
+    WireError,
     all_tensors,
+    key,
 )
 from strategies.fedobp import COUNTS, count_by_layer
 from strategies.kernels import masks
@@ -168,7 +173,7 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
 
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: its personal mask may have any number of ones."""
-        return dataclasses.replace(super().form(state, turn), num_params=self.layout.d)
+        return replace(super().form(state, turn), num_params=self.layout.d)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError if parameters are not 0 where the mask marks them as personal."""
@@ -237,7 +242,7 @@ class FedSelectUpdate(LocalUpdate[FedSelectParams]):
         bits = state.arrays["fedselect.used"]
         used = masks.unpack(bits, ctx.layout.d)
         shared = Model(np.where(used, np.float32(0), after.params), after.buffers)
-        return dataclasses.replace(super().upload(before, shared, state, ctx), mask=bits)
+        return replace(super().upload(before, shared, state, ctx), mask=bits)
 
 
 def eligible(layout: Layout, biases: bool) -> NDArray[np.bool_]:

@@ -33,35 +33,40 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, Rule, key
-from fl_app.layout import Layout, Model, Slot, packed
 from strategies.base import (
+    AT_LEAST_ONE,
     LINEAR,
+    NOT_NEGATIVE,
     OWN_MODEL,
     ClientState,
     Exported,
     Late,
+    Layout,
     LocalUpdate,
     Method,
+    Model,
     Objective,
     Overview,
     RoundContext,
+    Rule,
     Sent,
+    Slot,
     State,
     Turn,
     Uploads,
     all_tensors,
+    key,
+    packed,
 )
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg
@@ -184,9 +189,7 @@ def endpoints_slot(layout: Layout) -> Slot:
 def collapsed_layout(layout: Layout) -> Layout:
     """Return the layout of the user's own model, given that of the simplex model."""
     wide = endpoints_slot(layout)
-    return dataclasses.replace(
-        layout, params=packed((s.name, s.shape[1:] if s is wide else s.shape) for s in layout.params)
-    )
+    return replace(layout, params=packed((s.name, s.shape[1:] if s is wide else s.shape) for s in layout.params))
 
 
 def collapse(model: Model, layout: Layout, centre: Matrix) -> Model:

@@ -33,19 +33,22 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
-from fl_app.layout import Layout, Model
 from strategies.base import (
+    AT_LEAST_ONE,
     LINEAR,
+    NOT_NEGATIVE,
     ClientState,
     Correction,
     InEpochs,
+    Layout,
     LocalUpdate,
     Method,
+    Model,
     Objective,
     Overview,
     RoundContext,
     all_but_classifier,
+    key,
     unfit,
 )
 from strategies.baselines.fedavg import FedAvg

@@ -34,40 +34,42 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng, tasks
-from fl_app.config import RunConfig
-from fl_app.errors import MethodError, UserError
-from fl_app.keys import key
-from fl_app.layout import Layout, Model
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     LINEAR,
     SPLIT,
     ClientState,
+    Expected,
     Late,
+    Layout,
     LocalUpdate,
     Means,
     Method,
+    MethodError,
+    Model,
     Objective,
     Overview,
     RoundContext,
+    RunConfig,
     Sent,
     State,
     Submodel,
     Turn,
+    Upload,
     Uploads,
+    UserError,
+    WireError,
+    key,
     unfit,
 )
 from strategies.baselines.fedavg import FedAvg
@@ -176,7 +178,7 @@ def narrow(size: int, rate: float) -> int:
     return math.ceil(rate * size - 1e-9)
 
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def part_of(layout: Layout, rate: float) -> Part:
     """Return the elements of a model that a network of this width holds. layout: the whole network's."""
     slices = width_slices(layout, rate)
@@ -261,7 +263,7 @@ class HeteroFL(FedAvg[HeteroFLParams]):
         if not self.params.mask_classes:
             return super().form(state, turn)
         num_classes = head_slots(self.layout)[0].shape[0]
-        return dataclasses.replace(super().form(state, turn), extras={CLASSES: ("|u1", (num_classes,))})
+        return replace(super().form(state, turn), extras={CLASSES: ("|u1", (num_classes,))})
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for classes other than 0 and 1, and for a client without any."""
@@ -366,7 +368,7 @@ class HeteroFLUpdate(LocalUpdate[HeteroFLParams]):
         """Send the part, and with `mask-classes` the client's classes."""
         plain = super().upload(before, after, state, ctx)
         extras = {CLASSES: (ctx.trainer.class_counts > 0).astype(np.uint8)} if ctx.params.mask_classes else {}
-        return dataclasses.replace(plain, model=held(ctx.layout, ctx.extras).take(after), extras=extras)
+        return replace(plain, model=held(ctx.layout, ctx.extras).take(after), extras=extras)
 
 
 @contextmanager

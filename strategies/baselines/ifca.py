@@ -20,33 +20,35 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.figures import Groups
-from fl_app.keys import AT_LEAST_ONE, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
+    AT_LEAST_ONE,
     FEATURES,
     ClientState,
+    Expected,
     Exported,
+    Groups,
     LocalUpdate,
     Method,
+    Model,
     ModelFactory,
     Outliers,
     Overview,
     RoundContext,
     State,
     Turn,
+    Upload,
     Uploads,
+    WireError,
     all_tensors,
+    key,
 )
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg
@@ -184,7 +186,7 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
         """Send the chosen model and its number."""
         plain = super().upload(before, after, state, ctx)
         chosen = np.array([switch(ctx.trainer.module).chosen], np.int32)
-        return dataclasses.replace(plain, model=chosen_model(after, state, ctx), extras={CLUSTER: chosen})
+        return replace(plain, model=chosen_model(after, state, ctx), extras={CLUSTER: chosen})
 
 
 def chosen_model(model: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Model:

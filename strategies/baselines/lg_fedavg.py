@@ -21,9 +21,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_app.keys import key
-from fl_app.layout import Layout
-from strategies.base import SPLIT, LocalUpdate, Method, Overview, all_but_classifier, local_epochs
+from strategies.base import (
+    SPLIT,
+    Layout,
+    LocalUpdate,
+    Method,
+    Overview,
+    all_but_classifier,
+    key,
+    local_epochs,
+)
 from strategies.baselines.fedavg import FedAvg
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fl_app.keys import NoParams
 from strategies.base import (
     LocalUpdate,
     Method,
+    NoParams,
     Overview,
     PersonalizedStrategy,
     State,

@@ -26,17 +26,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
-from fl_app.layout import Model
 from strategies.base import (
     FEATURES,
+    NOT_NEGATIVE,
+    POSITIVE,
     ClientState,
     LocalUpdate,
     Method,
+    Model,
     Objective,
     Overview,
     RoundContext,
     all_but_local_statistics,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 

@@ -36,18 +36,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import MethodError
-from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
-from fl_app.layout import Model, Vector
 from strategies.base import (
+    NOT_NEGATIVE,
+    POSITIVE,
     ClientState,
     LocalUpdate,
     Means,
     Method,
+    MethodError,
+    Model,
     Overview,
     RoundContext,
     Uploads,
+    Vector,
     all_but_local_statistics,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.kernels.averages import RULES

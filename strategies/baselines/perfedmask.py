@@ -25,9 +25,8 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -35,23 +34,25 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
-from fl_app.keys import POSITIVE_RATIO, key
-from fl_app.layout import Layout, Model
-from fl_app.transport.wire import Upload
 from strategies.base import (
+    POSITIVE_RATIO,
     SPLIT,
     ClientState,
+    Layout,
     LocalUpdate,
     Means,
     Method,
+    Model,
     Overview,
     RoundContext,
     Sent,
     State,
     Submodel,
     Turn,
+    Upload,
     Uploads,
     all_but_classifier,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedbabu import warn_without_finetuning
@@ -205,7 +206,7 @@ class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Upload:
         """Send the trained layers and all statistics."""
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, model=ctx.layout.take(after, sent(ctx.layout.subset(ctx.shared), ctx.extras)))
+        return replace(plain, model=ctx.layout.take(after, sent(ctx.layout.subset(ctx.shared), ctx.extras)))
 
 
 METHOD = Method(

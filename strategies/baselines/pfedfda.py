@@ -31,36 +31,40 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import rng
-from fl_app.config import RunConfig
-from fl_app.errors import MethodError
-from fl_app.keys import POSITIVE, Rule, key
-from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
-from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base import (
     LINEAR,
+    POSITIVE,
     ClientState,
+    Expected,
+    Layout,
     LocalUpdate,
     Means,
     Method,
+    MethodError,
+    Model,
     Outliers,
     Overview,
     RoundContext,
+    Rule,
+    RunConfig,
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
+    WireError,
     all_but_classifier,
     check_head_trains,
+    key,
     unfit,
 )
 from strategies.baselines.fedavg import FedAvg
@@ -299,7 +303,7 @@ class PFedFDA(FedAvg[PFedFDAParams]):
     def form(self, state: State, turn: Turn) -> Expected:
         """Return the form of an upload: the body and adapted Gaussians."""
         extras = {name: ("<f4", self.state.memory[name].shape) for name in ("means", "covariance")}
-        return dataclasses.replace(super().form(state, turn), extras=extras)
+        return replace(super().form(state, turn), extras=extras)
 
     def check(self, upload: Upload) -> None:
         """Raise WireError for Gaussians that give no classifier, as they would spoil the shared ones."""
@@ -350,7 +354,7 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
         extras = {"means": adapted.means.astype(np.float32), "covariance": triangle(adapted.covariance)}
         check_size(extras)
         metrics = {**plain.metrics, "beta-means": of_means, "beta-covariance": of_covariance}
-        return dataclasses.replace(plain, extras=extras, metrics=metrics)
+        return replace(plain, extras=extras, metrics=metrics)
 
     def shared(self, ctx: RoundContext[PFedFDAParams]) -> Gaussians:
         """Return the received Gaussians."""

@@ -36,20 +36,25 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
-from fl_app.config import RunConfig
-from fl_app.errors import MethodError, UserError
-from fl_app.keys import AT_LEAST_ONE, POSITIVE, POSITIVE_RATIO, key
-from fl_app.layout import Layout, Model
 from strategies.base import (
+    AT_LEAST_ONE,
+    POSITIVE,
+    POSITIVE_RATIO,
     ClientState,
     Exported,
     InEpochs,
+    Layout,
     LocalUpdate,
     Method,
+    MethodError,
+    Model,
     ModelFactory,
     Outliers,
     Overview,
     RoundContext,
+    RunConfig,
+    UserError,
+    key,
 )
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg

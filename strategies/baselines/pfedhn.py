@@ -33,14 +33,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import rng
-from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, key
-from fl_app.layout import Layout, Model
 from strategies.base import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
     SPLIT,
     Holds,
     Late,
+    Layout,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     PersonalizedStrategy,
     Sent,
@@ -48,6 +52,7 @@ from strategies.base import (
     Turn,
     Uploads,
     all_but_classifier,
+    key,
     local_epochs,
 )
 from strategies.kernels.aggregate import weighted_mean

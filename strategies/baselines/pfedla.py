@@ -37,13 +37,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import rng
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key
-from fl_app.layout import Model
 from strategies.base import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
     Holds,
     Late,
     LocalUpdate,
     Method,
+    Model,
     Overview,
     PersonalizedStrategy,
     Sent,
@@ -51,6 +53,7 @@ from strategies.base import (
     Turn,
     Uploads,
     all_tensors,
+    key,
     local_epochs,
 )
 from strategies.baselines.pfedhn import Array, Network, generate, slopes

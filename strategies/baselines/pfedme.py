@@ -40,23 +40,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
-from fl_app.layout import Model, Vector
 from strategies.base import (
+    AT_LEAST_ONE,
     OWN_MODEL,
+    POSITIVE,
     ClientState,
     LocalUpdate,
     Means,
     Method,
+    Model,
     Overview,
     PersonalizedStrategy,
     RoundContext,
+    RunConfig,
     State,
     Turn,
     Uploads,
+    UserError,
+    Vector,
     all_tensors,
+    key,
 )
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.averages import RULES

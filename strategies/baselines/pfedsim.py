@@ -34,22 +34,23 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_app.figures import Matrix
-from fl_app.keys import RATIO, key
-from fl_app.layout import Model
 from strategies.base import (
     LINEAR,
+    RATIO,
     Holds,
     Late,
     LocalUpdate,
+    Matrix,
     Means,
     Method,
+    Model,
     Overview,
     Sent,
     State,
     Turn,
     Uploads,
     all_tensors,
+    key,
     local_epochs,
 )
 from strategies.baselines.fedavg import FedAvg

@@ -26,34 +26,35 @@ Deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.keys import POSITIVE, key
-from fl_app.layout import Model
-from fl_app.transport.wire import Upload, WireError
 from strategies.base import (
+    POSITIVE,
     ClientState,
     Correction,
     Late,
     LocalUpdate,
     Means,
     Method,
+    Model,
     Overview,
     RoundContext,
+    RunConfig,
     Sent,
     State,
     Turn,
+    Upload,
     Uploads,
+    UserError,
+    WireError,
     all_but_local_statistics,
+    key,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.kernels.aggregate import block_means, weighted_mean
@@ -211,7 +212,7 @@ class SCAFFOLDUpdate(LocalUpdate[SCAFFOLDParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[SCAFFOLDParams]) -> Upload:
         """Send y, and the number of steps."""
         plain = super().upload(before, after, state, ctx)
-        return dataclasses.replace(plain, metrics={**plain.metrics, STEPS: ctx.trainer.steps})
+        return replace(plain, metrics={**plain.metrics, STEPS: ctx.trainer.steps})
 
 
 def shifted(ctx: RoundContext[Any], shift: NDArray[np.float32]) -> Correction | None:

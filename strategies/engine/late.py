@@ -7,11 +7,10 @@ clock lets it arrive.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class PendingUpload:
         # as text: JSON has no infinity
         meta |= {"arrives": repr(self.arrives)}
         # as text: metrics may be NaN
-        meta |= {"metrics": json.dumps(dict(self.metrics)), "form": dataclasses.asdict(self.form)}
+        meta |= {"metrics": json.dumps(dict(self.metrics)), "form": asdict(self.form)}
         return arrays, meta | {"examples": None if self.upload is None else upload.num_examples}
 
     @classmethod
@@ -110,7 +109,7 @@ def held(upload: Upload, before: float, limit: float, directory: Path) -> Upload
     params, buffers = (client_arrays.stack(own.shape, own.dtype, directory) for own in (model.params, model.buffers))
     params[:], buffers[:] = model.params, model.buffers
     client_arrays.release({"params": params, "buffers": buffers})
-    return dataclasses.replace(upload, model=Model(params, buffers))
+    return replace(upload, model=Model(params, buffers))
 
 
 def discounted(
@@ -133,7 +132,7 @@ def discounted(
             _moved(now.params, upload.model.params, then.params, scale),
             _moved(now.buffers, upload.model.buffers, then.buffers, scale),
         )
-        upload = dataclasses.replace(upload, model=moved)
+        upload = replace(upload, model=moved)
         turn.started_from.pop(work.client_id, None)
     else:
         turn.started_from[work.client_id] = work.sent

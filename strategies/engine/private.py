@@ -8,13 +8,12 @@ that all sums of a run reveal together.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -560,7 +559,7 @@ class PrivateRounds(RoundProtocol):
         assert isinstance(buffer, MaskedSum)
         if SIGNED in entries:
             experiment = experiment_of(self.server.folder.secret)
-            has_signed = functools.partial(_statements(attempt).has_signed_split, experiment)
+            has_signed = partial(_statements(attempt).has_signed_split, experiment)
             self.signatures.take(client_id, str(entries[SIGNED]), has_signed)
             return False
         if not buffer.survivors:

@@ -7,12 +7,11 @@ with lower ids have come or failed. Waiting uploads beyond `_WAITING_BYTES` lie 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import IO, Any, cast
 
 import numpy as np
@@ -93,8 +92,8 @@ class RunningMean(UploadBuffer):
         cls, ids: list[int], expected: Expected, server: ServerHalf[Any], turn: Turn, sent: Reference | None = None
     ) -> RunningMean:
         """Start with empty sums. Everything beside the models is stacked. sent: None if no moves are measured."""
-        beside = UploadBuffer.of(ids, dataclasses.replace(expected, d=0, b=0))
-        stacks = {f.name: getattr(beside, f.name) for f in dataclasses.fields(UploadBuffer) if f.init}
+        beside = UploadBuffer.of(ids, replace(expected, d=0, b=0))
+        stacks = {f.name: getattr(beside, f.name) for f in fields(UploadBuffer) if f.init}
         buffer = cls(**{**stacks, "expected": expected}, server=server, turn=turn, sent=sent)
         buffer._W, buffer._B = SummedRows(expected.d, UNIT), SummedRows(expected.b, UNIT)
         return buffer
@@ -116,7 +115,7 @@ class RunningMean(UploadBuffer):
         """Take in an upload. It is added to the sums when its turn comes."""
         if self.sent is not None:
             self._note_moves(client_id, upload, self.sent(client_id))
-        super().add(client_id, dataclasses.replace(upload, model=NOTHING), metrics, nbytes)
+        super().add(client_id, replace(upload, model=NOTHING), metrics, nbytes)
         self._hold(self.row_of[client_id], upload)
         self._add_up()
 
@@ -140,7 +139,7 @@ class RunningMean(UploadBuffer):
         self._summed, self._waiting, self._sent = {}, {}, {}
         if self._file is not None:
             self._file.close()
-        return dataclasses.replace(uploads, W=W, B=B, summed=summed)
+        return replace(uploads, W=W, B=B, summed=summed)
 
     def _add_up(self) -> None:
         while self._next in self._waiting or self._next in self._gone:
@@ -177,7 +176,7 @@ class RunningMean(UploadBuffer):
         if row != self._next and self._held + size > _WAITING_BYTES:
             try:
                 self._write(row, upload.model)
-                upload = dataclasses.replace(upload, model=NOTHING)
+                upload = replace(upload, model=NOTHING)
             except OSError as error:
                 log.warning("uploads that wait for those of earlier clients stay in memory: %s", error)
         self._held += upload.model.params.nbytes + upload.model.buffers.nbytes
@@ -188,7 +187,7 @@ class RunningMean(UploadBuffer):
         upload = self._waiting.pop(row)
         self._held -= upload.model.params.nbytes + upload.model.buffers.nbytes
         if upload.model is NOTHING and self._file is not None:
-            upload = dataclasses.replace(upload, model=self._read(row))
+            upload = replace(upload, model=self._read(row))
         return upload
 
     def _write(self, row: int, model: Model) -> None:
