@@ -152,9 +152,9 @@ class Client:
         context, received = self.context(round)
         turn = Turn(self.config, round)
         self.server.begin(turn)
-        self.server.chosen([0], turn)
+        self.server.sample_clients(self.server.state, [0], turn)
         upload = local_round(self.method, context, received, self.state)
-        buffer = UploadBuffer.of([0], self.server.formed(turn))
+        buffer = UploadBuffer.of([0], self.server.form(self.server.state, turn))
         buffer.add(0, PlainRounds(self.server).check(0, upload), upload.metrics)
         self.server.personalize(round, buffer.result())
 

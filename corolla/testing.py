@@ -167,8 +167,8 @@ class Federation:
         turn.connected = chosen
         self.server.begin(turn)
         trained = self._trained(W, B, len(chosen))
-        self.server.chosen(chosen, turn)
-        protocol, buffer = PlainRounds(self.server), UploadBuffer.of(chosen, self.server.formed(turn))
+        self.server.sample_clients(self.server.state, chosen, turn)
+        protocol, buffer = PlainRounds(self.server), UploadBuffer.of(chosen, self.server.form(self.server.state, turn))
         protocol.turn = turn
         for i, model in zip(chosen, trained, strict=True):
             upload = self.upload(i, model)
@@ -176,7 +176,8 @@ class Federation:
         uploads = buffer.result()
         kept = uploads.rows(list(range(len(chosen))))
         turn.uploads = uploads
-        before, after = self.server.state, self.server.updated(uploads, turn)
+        before = self.server.state
+        after = self.server.update(before, uploads, turn)
         for step in steps.after(self.config):
             after = step(before, after)
         self.server.state = dataclasses.replace(after, round=self.rounds)

@@ -65,9 +65,11 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     clients = range(min(config.num_clients, PARTS)) if strategy.submodel_of(0, turn) is not None else range(1)
     uploads = [wire.encode_upload(strategy.protocol.expected_from(i).blank()) for i in clients]
     downloads = [wire.encode_download(strategy.download_for(i, turn, "train")) for i in clients]
-    n = len(strategy.chosen(list(range(config.num_clients)), dataclasses.replace(turn, round=1)))
+    n = len(
+        strategy.sample_clients(strategy.state, list(range(config.num_clients)), dataclasses.replace(turn, round=1))
+    )
     mask_bytes = 0 if upload.mask is None else upload.mask.size
-    some = [strategy.downloaded(i, turn).model.params for i in (0, config.num_clients - 1)]
+    some = [strategy.download(strategy.state, i, turn).model.params for i in (0, config.num_clients - 1)]
     sent_rows = n if strategy.holds.models or some[0] is not some[1] else 1
     return RoundBytes(
         participants=n,

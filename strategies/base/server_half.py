@@ -19,7 +19,7 @@ from fl_app.metrics import Reports
 from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import Download, Expected, Upload
-from strategies.base import hooks
+from strategies.base import earlier, hooks
 from strategies.base.declared import Exported, Holds, Late, Means, Outliers, Submodel
 from strategies.base.earlier import EarlierHooks
 from strategies.base.state import Sent, State
@@ -69,6 +69,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
         """Let the hooks that the class overrides check what they return."""
         super().__init_subclass__(**keywords)
         hooks.checked(cls, ServerHalf, hooks.SERVER)
+        earlier.adapt(cls)
 
     def __init__(
         self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
@@ -86,8 +87,8 @@ class ServerHalf(EarlierHooks, Generic[P]):
 
     def begin(self, turn: Turn) -> None:
         """Begin a round: let it know what clients are sent."""
-        super().begin(turn)
-        turn.downloaded = lambda client_id: self.downloaded(client_id, turn)
+        self.attempt = turn
+        turn.downloaded = lambda client_id: self.download(self.state, client_id, turn)
 
     @classmethod
     def of_settings(cls, config: RunConfig) -> Self:
@@ -125,7 +126,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
 
     def download_for(self, client_id: int, turn: Turn, task: str) -> Download:
         """Return the method's message to a client. Raises UserError for a model that no client could take."""
-        return self.message_with(self.downloaded(client_id, turn), turn, task)
+        return self.message_with(self.download(self.state, client_id, turn), turn, task)
 
     def message_with(self, sent: Sent, turn: Turn, task: str) -> Download:
         """Return the message that sends a client this. Raises UserError for a model that no client could take."""
@@ -178,7 +179,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
         Default: call `update` with the mean over all clients as the only upload. It has no client id.
         """
         one = Uploads([], sums.mean.params[None], sums.mean.buffers[None], np.ones(1), None, {}, [])
-        return self.updated(one, turn)
+        return self.update(state, one, turn)
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
@@ -200,7 +201,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
         the state's model if tensors travel.
         """
         if client_id is not None:
-            return self.downloaded(client_id, Turn(self.config, self.state.round)).model
+            return self.download(self.state, client_id, Turn(self.config, self.state.round)).model
         return self.state.model if self.layout.d else None
 
     # Functions that a method may call
@@ -209,7 +210,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
         """Return the part of the travelling tensors that a client uploads in a round. None: all of them."""
         if self.submodel is None:
             return None
-        return self.submodel.part(self.layout, self.downloaded(client_id, turn).extras)
+        return self.submodel.part(self.layout, self.download(self.state, client_id, turn).extras)
 
     def stack_like(self, stack: Stack) -> Stack:
         """Return an unfilled stack like one of the round's. It lies on the disk if that one is too large for memory."""
@@ -240,7 +241,7 @@ class ServerHalf(EarlierHooks, Generic[P]):
             ", ".join(f"{key.name}={show(value)}" for key, value in c.own_keys() if "." in key.name)
             or "the method has no keys",
         )
-        if names := self.earlier_hooks():
+        if names := [name for name in earlier.NAMES if getattr(type(self), name) is not getattr(EarlierHooks, name)]:
             log.warning(
                 "method %s: %s: earlier names of hooks, for one release (docs/methods-howto.md)",
                 c.method,

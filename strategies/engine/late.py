@@ -127,7 +127,7 @@ def discounted(
     buffered = config.staleness_rule == "fedbuff"
     if buffered or server.late.reads_moves:
         scale = (1 + age) ** -FEDBUFF_POWER if buffered else 1.0
-        now, then = server.downloaded(work.client_id, turn).model, work.sent.model
+        now, then = server.download(server.state, work.client_id, turn).model, work.sent.model
         moved = Model(
             _moved(now.params, upload.model.params, then.params, scale),
             _moved(now.buffers, upload.model.buffers, then.buffers, scale),
@@ -172,7 +172,7 @@ def check(config: RunConfig, half: type[ServerHalf[Any]]) -> None:
 
 def check_forms(server: ServerHalf[Any]) -> None:
     """Raise UserError if a method's late uploads cannot be moved to its next model: they are more, or less, than the model."""
-    config, expected = server.config, server.formed(Turn(server.config))
+    config, expected = server.config, server.form(server.state, Turn(server.config))
     if not config.staleness or not (config.staleness_rule == "fedbuff" or server.late.reads_moves):
         return
     more = sorted(name for name, (dtype, _) in expected.extras.items() if np.dtype(dtype).kind == "f")

@@ -82,7 +82,7 @@ class PlainRounds(RoundProtocol):
     def update(self, attempt: RoundAttempt, accepted: Any) -> State:
         """Let the method make the next state."""
         attempt.uploads = accepted
-        state = self.server.updated(accepted, attempt)
+        state = self.server.update(self.server.state, accepted, attempt)
         # from here on only the method holds the stacks
         attempt.uploads = None
         return state

@@ -595,7 +595,7 @@ class PrivateRounds(RoundProtocol):
         """
         apart = {}
         for label, members in sums.groups.items():
-            sent = self.server.downloaded(members[0], attempt).model.params
+            sent = self.server.download(self.server.state, members[0], attempt).model.params
             apart[label] = float(np.linalg.norm(sums.means[label].params.astype(np.float64) - sent))
         limit = self.config.max_update_norm or USUAL
         lines = {
@@ -634,7 +634,7 @@ class PrivateRounds(RoundProtocol):
 
     def update(self, attempt: RoundAttempt, accepted: Any) -> State:
         """Let the method make the next state from sums."""
-        return self.server.updated_by_sums(accepted, attempt)
+        return self.server.update_sums(self.server.state, accepted, attempt)
 
     def saved(self) -> Mapping[str, Any]:
         """Return the distances of sums. The aggregation groups are in a file of their own."""
@@ -650,7 +650,7 @@ class PrivateRounds(RoundProtocol):
         """Return the number of bits in the sketch of a method's mask; 0 if the method sends none."""
         from fl_app.privacy import sketch
 
-        d = self.server.formed(self.turn).num_params
+        d = self.server.form(self.server.state, self.turn).num_params
         return sketch.length(d, self.config.private_sketch) if d else 0
 
     def announcements(self) -> list[str]:

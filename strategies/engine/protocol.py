@@ -34,11 +34,11 @@ class RoundProtocol:
 
     def sample(self, attempt: RoundAttempt, connected: list[int]) -> list[int]:
         """Return the clients that an attempt asks, sorted. Raises TooFewResults if there can be none."""
-        return self.server.chosen(connected, attempt)
+        return self.server.sample_clients(self.server.state, connected, attempt)
 
     def expected(self) -> Expected:
         """Return the form that an upload must have as it travels."""
-        return self.server.formed(self.turn)
+        return self.server.form(self.server.state, self.turn)
 
     def open(self, attempt: RoundAttempt, ids: list[int]) -> UploadBuffer:
         """Return the stacks or sums that the uploads of an attempt's clients are decoded into."""

@@ -344,7 +344,7 @@ class Rounds:
         attempt, shared = self.attempt, dict[str, Any]()
         kind = "evaluate" if task == "evaluate" else "train"
         for client_id in ids:
-            sent = self.server.downloaded(client_id, attempt)
+            sent = self.server.download(self.server.state, client_id, attempt)
             download = self.server.message_with(sent, attempt, task)
             scalars = self.protocol.scalars(attempt, client_id) if task == "train" else {}
             content = wire.encode_download(

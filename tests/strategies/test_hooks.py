@@ -269,7 +269,9 @@ def test_an_earlier_personalize_gets_the_sums_of_a_private_round() -> None:
 
     server = federation(dataclasses.replace(METHODS["fedavg"], name="own", strategy=Own)).server
     mean = Model(np.full(8, 2, np.float32), np.zeros(0, np.float32))
-    state = server.updated_by_sums(Sums([0, 1, 2], {0: [0, 1, 2]}, {0: mean}, mean, None, 0), Turn(server.config, 3))
+    state = server.update_sums(
+        server.state, Sums([0, 1, 2], {0: [0, 1, 2]}, {0: mean}, mean, None, 0), Turn(server.config, 3)
+    )
     assert (state.model.params == 2).all() and state.memory["seen"].tolist() == [3]
     # the server keeps a model for each client, as far as it can be known
     assert Own.holds.models and not FedAvg.holds.models
