@@ -27,7 +27,7 @@ from fl_app.layout import NOTHING, Model, Vector
 from fl_app.transport.wire import Expected, Upload
 from strategies import METHODS
 from strategies.base import ClientState, LocalUpdate, RoundContext
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.baselines import ifca
 from strategies.engine.screening import USUAL, Screening
 from strategies.kernels import masks

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.bounded` trains 30 clients on digits in a private run in one process, and keeps what each sends. It
 then forms the sums of groups of 2, 3, 5 and 10 clients, in fixed point and under masks as a run does, and looks for far
-ones as a server does (strategies/engine/distances.py, 3 times the usual distance). One client lies: its update has so many
+ones as a server does (strategies/engine/screening.py, 3 times the usual distance). One client lies: its update has so many
 times the norm of the usual update, in a random direction. The script prints, for each size of a group, the share of
 honest sums that are called far, and the share of lies that are found. Sums of 2 are no choice for a run, because each
 member would learn the other's model; they have no masks here.
@@ -38,7 +38,7 @@ from fl_app.server_app import run
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.wire import GROUP_MIN, Download, Upload
 from strategies import METHOD_PARAMS
-from strategies.engine.distances import SumDistances
+from strategies.engine.screening import SumDistances
 
 CLIENTS, ROUNDS, LIMIT = 30, 6, 3.0
 SIZES, LIES = (2, 3, 5, 10), (3, 10, 30, 100)

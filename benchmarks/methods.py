@@ -37,8 +37,8 @@ from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import RoundContext
-from strategies.base.turn import Turn
-from strategies.base.uploads import UploadBuffer
+from strategies.base.server_half import Turn
+from strategies.base.state import UploadBuffer
 from strategies.baselines import pfedfda
 from strategies.engine.plain import PlainRounds
 

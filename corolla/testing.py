@@ -33,8 +33,8 @@ from fl_app.transport.wire import Upload
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Method, ModelFactory, RoundContext, Uploads
 from strategies.base.method import AnyMethod
-from strategies.base.turn import Turn
-from strategies.base.uploads import UploadBuffer
+from strategies.base.server_half import Turn
+from strategies.base.state import UploadBuffer
 from strategies.engine import steps
 from strategies.engine.plain import PlainRounds
 

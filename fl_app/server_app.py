@@ -70,7 +70,7 @@ from fl_app.transport.flower import Context, Grid, ServerApp
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.wire import SHA256, SIMULATION, hashes
 from strategies import METHOD_PARAMS, METHODS
-from strategies.base import PersonalizedStrategy, handed_on
+from strategies.base import PersonalizedStrategy, leave_network
 from strategies.engine import late
 from strategies.engine.estimates import disk_estimate, fitting_limit, memory_estimate
 from strategies.engine.rounds import Rounds
@@ -150,7 +150,7 @@ def run(
     remarks += [goes_on_line(origin, config, normalization_of(config, registry))] if origin else []
     # its values are in `initial`, which the strategy keeps as long as it needs it
     if type(grid) is InProcessGrid:
-        handed_on.leave(module)
+        leave_network(module)
     del module
     shared = method.travelling(config, layout)
     trial = method.server(config, layout, initial, shared, RunFolder(Path(), ""))

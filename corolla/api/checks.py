@@ -21,7 +21,7 @@ from fl_app.server.run_folder import called_in, check_data, check_state, read_ab
 from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
 from strategies import METHODS
-from strategies.base import handed_on
+from strategies.base import leave_network
 from strategies.kernels.averages import RULES, rule_of
 from strategies.kernels.robust import ABLE
 
@@ -76,7 +76,7 @@ def check_locally(config: RunConfig, *, runs_here: bool = False) -> None:
 
             check_module(module, config, info.input_shape)
         elif runs_here:
-            handed_on.leave(module)
+            leave_network(module)
     if line := data.numbering(config):
         console.print(escape(line), soft_wrap=True)
     warn_of_data(info)

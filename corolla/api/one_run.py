@@ -32,7 +32,7 @@ from corolla.api.waiting import Submit, waiting
 from corolla.experiments.runs import RecordedRun, elsewhere
 from fl_app import debugging, plugins
 from fl_app.config import RunConfig, ids_in
-from fl_app.config.timing import SIMULATED, TimingKeys
+from fl_app.config.rules import SIMULATED
 from fl_app.errors import RunFailed, UserError, counted
 from fl_app.keys import Scalar, specs, without_others
 from fl_app.server import arrivals
@@ -273,7 +273,7 @@ def replayed_config(preset: str | None, how: LaunchOptions) -> dict[str, Scalar]
         raise UserError(key="replay", rule=f"the data of {run} are at its sites (dataset = {NODE}), and not here")
     arrivals.read(run)
     # the arrivals follow from the other run, not from these
-    timeless = {spec.name: spec.default for spec in specs(TimingKeys) if spec.name in SIMULATED}
+    timeless = {spec.name: spec.default for spec in specs(RunConfig) if spec.name in SIMULATED}
     return settings | timeless | {"replay": str(run.resolve()), "run-name": "", "overwrite": False}
 
 
@@ -413,7 +413,7 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int =
         from client_app.client_app import app as client_app
         from fl_app import server_app
         from fl_app.transport import inprocess
-        from strategies.base import handed_on
+        from strategies.base import drop_network
 
         lanes = None if at_once == 1 else Lanes(at_once)
         answer = lanes.answer if lanes else inprocess.first
@@ -423,7 +423,7 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int =
         try:
             return server_app.run(grid, parsed, ProgressEvents(display.take), in_flight).path
         finally:
-            handed_on.clear()
+            drop_network()
             if lanes:
                 lanes.close()
 

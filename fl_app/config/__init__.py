@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from fl_app import rng
 from fl_app.config.earlier_keys import current
 from fl_app.config.experiment import ExperimentKeys
-from fl_app.config.privacy import PrivacyKeys
 from fl_app.config.rules import (
+    DAY,
     check_client,
     check_together,
     check_words,
@@ -26,7 +26,6 @@ from fl_app.config.rules import (
     upload_interval,
     with_implied,
 )
-from fl_app.config.timing import TimingKeys
 from fl_app.errors import UserError
 from fl_app.keys import (
     AT_LEAST_ONE,
@@ -50,6 +49,9 @@ from fl_app.keys import (
 from fl_app.known_names import PLATEAU, STEP, Average, divisions
 from fl_app.plugins import is_reference
 from fl_app.sources import NODE, source_of
+
+# Above this, the fixed-point numbers of a million clients are coarse.
+LARGEST_PRIVATE_RANGE = 2.0**20
 
 
 @runtime_checkable
@@ -83,8 +85,131 @@ def share_of(count: int, share: float) -> int:
 
 
 @dataclass(frozen=True)
-class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
+class RunConfig(ExperimentKeys):
     """Everything that defines a run. docs/config.md describes every key."""
+
+    # privacy
+    private: bool = key(
+        False,
+        "The server receives sums of at least three clients' models, and pairwise overlaps of masks, but no single client's "
+        "model or mask ([what this hides](privacy.md)). Some methods do not support it. `report-class-counts` is off.",
+        compared=False,
+        checked=True,
+    )
+    private_sketch: int = key(
+        0,
+        "Bits of a mask's sketch in a private run; 0: one per parameter, and overlaps are exact.",
+        NOT_NEGATIVE,
+        compared=False,
+    )
+    private_range: float = key(
+        8.0,
+        "Largest absolute weight that a client can send in a private run; BatchNorm statistics may be 64 times larger. Larger "
+        "values are clipped; the log names such clients at the end.",
+        Rule(low=0, high=LARGEST_PRIVATE_RANGE, low_open=True),
+        compared=False,
+    )
+    private_regroup: int = key(
+        5,
+        "Rounds for which a private run keeps its clusters of clients.",
+        AT_LEAST_ONE,
+        compared=False,
+        counts_rounds=True,
+    )
+    private_left_out: Literal["client", "group"] = key(
+        "group",
+        "Clients left out of a private run's sums when a client is away. `group`: an aggregation group with this client, of at "
+        "least three ([what this hides](privacy.md#aggregation-groups)). `client`: this client; the difference between rounds "
+        "roughly reveals its model.",
+        compared=False,
+    )
+    report_accuracy: bool = key(
+        True,
+        "Clients send the server their losses and metrics. `false`: they send neither.",
+        compared=False,
+    )
+    dp_epsilon: float = key(
+        0.0,
+        "Differential privacy of each site's training records, over all rounds together: only noisy steps read the records "
+        "([what this means](privacy.md#records)). `report-class-counts` is off. 0: none.",
+        NOT_NEGATIVE,
+        compared=False,
+        checked=True,
+        schedule_dependent=True,
+    )
+    dp_delta: float = key(
+        1e-5,
+        "Probability that `dp-epsilon` does not hold. It must be below 1 / n for a site's n training samples.",
+        Rule(0, 1, True, True),
+        compared=False,
+    )
+    dp_clip: float = key(
+        1.0,
+        "Norm to which each training record's gradient is clipped. The noise is proportional to it.",
+        Rule(low=1e-6),
+        compared=False,
+    )
+    report_class_counts: bool = key(
+        True,
+        "Clients send the server their numbers of training samples per class, for `clients.json` and the report. This reveals "
+        "their label distributions.",
+        compared=False,
+    )
+    # time
+    quorum: float = key(
+        1.0,
+        "The round closes when this fraction of its clients has answered, without those that failed ([how](time.md)). The others "
+        "are late, and late is not failed. A client that still works is not sampled.",
+        POSITIVE_RATIO,
+        compared=False,
+    )
+    round_deadline: float = key(
+        0.0,
+        "Seconds after which a round closes without its `quorum`, if at least `min-results` of its clients have answered. 0: none.",
+        NOT_NEGATIVE,
+        compared=False,
+    )
+    staleness: int = key(
+        0,
+        "A late upload is used by the round in which it arrives, if that is at most this many rounds after its own. 0: it is "
+        "thrown away by name.",
+        NOT_NEGATIVE,
+        compared=False,
+    )
+    staleness_decay: float = key(
+        1.0, "Factor on a late upload's weight for each round of its age.", POSITIVE_RATIO, compared=False
+    )
+    staleness_rule: Literal["decay", "fedbuff"] = key(
+        "decay",
+        "Use of a late upload ([each](time.md#late-uploads)).",
+        compared=False,
+    )
+    speeds: str = key(
+        "none",
+        "Clients' speeds in simulated time: `none`, `lognormal:SIGMA` (drawn by `seed`), or `file:speeds.csv` "
+        "([columns](time.md#speeds)). A simulation with them records `virtual-seconds`, and waits for nobody.",
+        compared=False,
+        path=File(after_word=True, at_site=False),
+    )
+    availability: float = key(
+        1.0,
+        "Part of each simulated day in which a client is there; when its day begins is drawn by `seed`. It needs `speeds`.",
+        POSITIVE_RATIO,
+        compared=False,
+    )
+    day_length: float = key(DAY, "Seconds of a simulated day. It needs `speeds`.", POSITIVE, compared=False)
+    drop_rate: float = key(
+        0.0,
+        "Probability that a client fails while it works on a round of a simulation. It needs `speeds`.",
+        BELOW_ONE,
+        compared=False,
+    )
+    replay: str = key(
+        "",
+        "Run folder whose arrivals are repeated in a simulation; set by `corolla run --replay`.",
+        compared=False,
+        path=File(at_site=False),
+    )
 
     # local training
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
@@ -351,6 +476,21 @@ class RunConfig(TimingKeys, PrivacyKeys, ExperimentKeys):
     def patience(self) -> int:
         """Rounds without a lower loss after which the schedule `plateau` lowers the learning rate; 0 with another schedule."""
         return int(self.schedule.removeprefix(PLATEAU)) if self.schedule.startswith(PLATEAU) else 0
+
+    @property
+    def closes_early(self) -> bool:
+        """Whether a round may close before all of its clients have answered."""
+        return self.quorum < 1 or self.round_deadline > 0
+
+    @property
+    def records_arrivals(self) -> bool:
+        """Whether the run writes who answered when."""
+        return (self.closes_early or self.is_timed) and not self.replay
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the run has simulated time."""
+        return self.speeds != "none"
 
     @property
     def tuning_rate(self) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_app.config import earlier_keys
-from fl_app.config.timing import check_timing
 from fl_app.errors import ConfigurationError, UserError
 from fl_app.files import names_are_shown, nearest_path
 from fl_app.keys import Scalar, nearest
@@ -31,6 +30,15 @@ from fl_app.sources import FOLDER, NODE, SOURCES, either, path_in, path_prefixes
 MANY_CLIENTS, SELDOM = 100, 10
 # bytes of a run's name: file systems allow 255, and the names of a run's files need some more
 LONGEST_NAME = 200
+
+SIMULATED = ("speeds", "availability", "day-length", "drop-rate")
+"""Keys that decide who answers when in a simulation."""
+
+# largest SIGMA of `lognormal:SIGMA`: speeds that differ by a factor of 10^4 for each standard deviation
+MOST_SIGMA = 10.0
+# seconds of a simulated day if `day-length` does not say
+DAY = 86400.0
+SPEEDS_FILE, LOGNORMAL = "file:", "lognormal:"
 
 
 def _source_for(dataset: str) -> str:
@@ -248,3 +256,35 @@ def complain(problems: Sequence[UserError]) -> None:
         error = ConfigurationError(text, key=first.key, rule=first.rule, value=first.value)
         error.problems = tuple(problems)
         raise error
+
+
+def sigma_of(speeds: str) -> float | None:
+    """Return SIGMA of `lognormal:SIGMA`; None for text of another form."""
+    found = re.fullmatch(rf"{LOGNORMAL}(\d+(?:\.\d*)?)", speeds, re.ASCII)
+    return float(found[1]) if found and float(found[1]) <= MOST_SIGMA else None
+
+
+def check_timing(values: Mapping[str, Any], refuse: Callable[[str, str, object], None]) -> None:
+    """Refuse every value of these keys that is malformed, or contradicts another key's value. refuse: takes key, rule and value."""
+    speeds = str(values["speeds"])
+    path = speeds.removeprefix(SPEEDS_FILE) if speeds.startswith(SPEEDS_FILE) else ""
+    if path and not Path(path).is_absolute():
+        refuse("speeds", "must be an absolute path", path)
+    elif not path and speeds != "none" and sigma_of(speeds) is None:
+        refuse("speeds", f"must be none, {LOGNORMAL}SIGMA (at most {MOST_SIGMA:g}) or {SPEEDS_FILE}speeds.csv", speeds)
+    if path and values["availability"] != 1:
+        rule = "the file of speeds sets the clients' hours (from, until) or none; leave it at 1"
+        refuse("availability", rule, values["availability"])
+    early = values["quorum"] < 1 or values["round-deadline"] > 0
+    if values["quorum"] < values["min-results"]:
+        refuse("quorum", f"must be at least min-results ({values['min-results']:g})", values["quorum"])
+    if values["staleness"] and not early:
+        refuse("staleness", "nobody is late without quorum below 1 or a round-deadline; set one", values["staleness"])
+    if values["private"] and early:
+        rule = "a private run's sums need every client that was asked, so no round can close early; leave it at its default"
+        for name, none in (("quorum", 1), ("round-deadline", 0), ("staleness", 0)):
+            if values[name] != none:
+                refuse(name, rule, values[name])
+    for name, default in (("availability", 1.0), ("day-length", DAY), ("drop-rate", 0.0)):
+        if values[name] != default and speeds == "none":
+            refuse(name, "it is about simulated time, which needs speeds", values[name])

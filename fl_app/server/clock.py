@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fl_app import rng
 from fl_app.config import RunConfig
-from fl_app.config.timing import SPEEDS_FILE, sigma_of
+from fl_app.config.rules import SPEEDS_FILE, sigma_of
 from fl_app.errors import ConfigurationError
 
 # a client's median speeds, with `lognormal:SIGMA`

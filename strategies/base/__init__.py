@@ -35,9 +35,12 @@ from strategies.base.method import (
     InEpochs,
     Method,
     ModelFactory,
+    Overview,
     all_but_local_statistics,
     all_tensors,
     all_where_features_are,
+    drop_network,
+    leave_network,
     local_epochs,
     no_tensors,
 )
@@ -52,11 +55,9 @@ from strategies.base.needs import (
     refuse,
     unfit,
 )
-from strategies.base.overview import Overview
-from strategies.base.state import OnDemand, Sent, State, models_by_client
+from strategies.base.server_half import Turn
+from strategies.base.state import OnDemand, Sent, State, Sums, Uploads, models_by_client
 from strategies.base.strategy import PersonalizedStrategy
-from strategies.base.turn import Turn
-from strategies.base.uploads import Sums, Uploads
 
 __all__ = [
     "AGE",
@@ -126,7 +127,9 @@ __all__ = [
     "all_where_features_are",
     "check_head_trains",
     "classifier_path",
+    "drop_network",
     "key",
+    "leave_network",
     "listed",
     "local_epochs",
     "models_by_client",

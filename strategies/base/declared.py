@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from fl_app.layout import Layout, Model
     from fl_app.transport.wire import Upload
-    from strategies.base.turn import Turn
+    from strategies.base.server_half import Turn
     from strategies.kernels.parts import Part
 
 PARAMETERS, STATISTICS = "parameters", "BatchNorm statistics"
@@ -30,7 +30,7 @@ class Means:
     - `summed(server, upload, turn)`: with `streams`, returns further arrays of an upload to add up over clients, float64 [...] by
       name. The sums are in `Uploads.summed`.
     - `sets_model`: `update` sets the state's model's parameters to a mean of the uploads, and clients are sent that model. The key
-      `server-optimizer` may then move it (strategies/engine/steps).
+      `server-optimizer` may then move it (strategies/engine/steps.py).
     """
 
     rules: frozenset[str] = frozenset()

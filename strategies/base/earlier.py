@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
 
@@ -12,10 +12,11 @@ from fl_app.config import RunConfig
 from fl_app.errors import MethodError
 from fl_app.layout import Model
 from strategies.base.declared import CHANGE_MODEL, CHANGE_SUMS, Means, declares_means
-from strategies.base.state import Sent, State
-from strategies.base.turn import Turn, averaging
-from strategies.base.uploads import Sums, Uploads
-from strategies.kernels.robust import Averaging
+from strategies.base.state import Sent, State, Sums, Uploads
+
+if TYPE_CHECKING:
+    from strategies.base.server_half import Turn
+    from strategies.kernels.robust import Averaging
 
 # by declaration: the earlier flags and hooks, and what they are called in it
 _FLAGS: dict[str, dict[str, str]] = {
@@ -153,8 +154,7 @@ class EarlierHooks:
 
     def sample(self, client_ids: list[int], round: int) -> Any:
         """Return the clients of `sample_clients`."""
-        turn = Turn(self.config, round, self.attempt.declared, self.attempt.connected)
-        return self._hook("sample_clients")(self.state, client_ids, turn)
+        return self._hook("sample_clients")(self.state, client_ids, replace(self.attempt, round=round))
 
     def expected(self) -> Any:
         """Return the form of `form`."""
@@ -185,7 +185,7 @@ class EarlierHooks:
 
     def averaging_of(self, uploads: Uploads) -> Averaging:
         """Return the mean of the key `robust`, with one choice of clients for all arrays of these uploads."""
-        return averaging(Averaging(self.config.robust, self.config.byzantine_ratio), uploads)
+        return replace(self.attempt, uploads=uploads).average
 
     def keep_for(self, client_id: int, **arrays: NDArray[Any]) -> None:
         """Keep a client's arrays in `personal`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 from fl_app import metrics, rng, stopping, tasks, trainable_tensors
 from fl_app.checksums import stamp_of
@@ -16,17 +17,75 @@ from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
 from fl_app.server.run_folder import RunFolder
-from strategies.base import earlier, handed_on, hooks
+from strategies.base import earlier, hooks
 from strategies.base.declared import Exported, Submodel
 from strategies.base.local_update import LocalUpdate, tested_by
 from strategies.base.needs import FEATURES, Need, refuse
-from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
-from strategies.engine import late, private
-from strategies.engine.steps import server_optimizer
+from strategies.engine import late, private, steps
 
 if TYPE_CHECKING:
     from torch import nn
+
+NONE = "–"
+Group = Literal[
+    "Nothing",
+    "One global model for all",
+    "A global model and a personal one",
+    "A part of the model",
+    "Parameters among similar clients",
+    "Several global models",
+]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A method's costs, and when to use it. The defaults are FedAvg's.
+
+    Sizes are bytes at the parameters' defaults, in the letters of docs/methods/index.md. group: what the clients share;
+    methods of one group stand together. use: when to use the method. travels: up and down, per client and round.
+    epochs: of training per round; E is `local-epochs`. unseen: what a client that never trains gets. stays: what never
+    leaves a client. server, disk: what the server keeps, and what each client keeps.
+    """
+
+    group: Group
+    use: str
+    travels: str = "model both ways"
+    epochs: str = "E"
+    unseen: str = "global model"
+    stays: str = NONE
+    server: str = NONE
+    disk: str = NONE
+
+
+# by network, what it was built for, and the lines that its making told. What is equal may share a network
+_MADE: WeakKeyDictionary[nn.Module, tuple[object, Sequence[str]]] = WeakKeyDictionary()
+# at most one: a network that one part of a process has built and only read, for the next part that needs the same one. The
+# check before a run, the run's server and, in one process, its clients each need the run's network. Building a large one
+# takes seconds, and two of them twice the memory
+_LEFT: list[nn.Module] = []
+
+
+def leave_network(module: nn.Module) -> None:
+    """Leave a network that `Method.network` made, and that nobody uses further, for the next call that wants it."""
+    _LEFT[:] = [module]
+
+
+def drop_network() -> None:
+    """Let go of a network that was left."""
+    _LEFT.clear()
+
+
+def _left(wanted: object) -> tuple[nn.Module, Sequence[str]] | None:
+    """Return the network that was left, and the lines that its making told, if it is the wanted one. Any other is let go."""
+    try:
+        module = _LEFT.pop()
+    # nothing was left, or another thread has just taken it
+    except IndexError:
+        return None
+    made_for, lines = _MADE[module]
+    return (module, lines) if made_for == wanted else None
+
 
 P = TypeVar("P")
 
@@ -144,7 +203,7 @@ class Method(Generic[P]):
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise MethodError(key="robust", rule=f"method {config.method} {what}", value=config.robust)
-        if config.server_optimizer != "none" and not server_optimizer.fits(self.strategy):
+        if config.server_optimizer != "none" and not steps.moves_mean(self.strategy):
             raise MethodError(
                 key="server-optimizer",
                 rule=f"method {config.method} sets no mean global model that it could move",
@@ -295,7 +354,7 @@ class Method(Generic[P]):
         # neither the number of clients nor the texts of all keys are known everywhere
         same = replace(config, num_clients=0, resolved={}, defaults={})
         wanted = self.name, same, (in_channels, num_classes, image_size, shape), file, plugins.generation()
-        if (left := handed_on.take(wanted)) is not None:
+        if (left := _left(wanted)) is not None:
             module, lines = left
             for line in lines:
                 told(line)
@@ -337,7 +396,7 @@ class Method(Generic[P]):
         module = self.around(ModelFactory(drawn, shape, config.seed), config)
         if config.train:
             trainable_tensors.freeze(module, config.train)
-        handed_on.note(module, wanted, said)
+        _MADE[module] = wanted, said
         for line in said:
             told(line)
         return module

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -17,16 +18,73 @@ from fl_app.keys import Scalar, show
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports
 from fl_app.server import client_arrays
+from fl_app.server.record import Record
 from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import Download, Expected, Upload
 from strategies.base import earlier, hooks
 from strategies.base.declared import Exported, Holds, Late, Means, Outliers, Submodel
 from strategies.base.earlier import EarlierHooks
-from strategies.base.state import Sent, State
-from strategies.base.turn import Turn
-from strategies.base.uploads import Sums, Uploads
+from strategies.base.state import Sent, State, Sums, Uploads
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.parts import Part
+from strategies.kernels.robust import Averaging
+
+
+@dataclass
+class Turn:
+    """One round of a method's server half.
+
+    - `config`: the run's.
+    - `round`: the round's number, from 1.
+    - `declared`: by client, the facts about its data that it sent when it connected or was first drawn (key
+      `discover`).
+    - `connected`: the clients that could be asked, sorted.
+    - `expected`: the form that every upload of the round must have.
+    - `uploads`: the uploads that `update` works on, while it runs.
+    - `client_notes`, `round_notes`: values that the method adds to the round's record.
+    - `started_from`: by client, what it was sent, if its upload is a late one that counts from there.
+    - `downloaded`: returns what another client was sent.
+    """
+
+    config: RunConfig
+    round: int = 0
+    declared: Mapping[int, Mapping[str, Scalar]] = field(default_factory=dict)
+    connected: list[int] = field(default_factory=list)
+    expected: Expected | None = None
+    uploads: Uploads | None = None
+    client_notes: dict[int, Record] = field(default_factory=dict)
+    round_notes: Record = field(default_factory=dict)
+    started_from: dict[int, Sent] = field(default_factory=dict)
+    downloaded: Callable[[int], Sent] | None = None
+
+    def sent_to(self, client_id: int) -> Sent:
+        """Return what a client's upload of this round counts from."""
+        if (late := self.started_from.get(client_id)) is not None:
+            return late
+        assert self.downloaded is not None, "nothing has been sent"
+        return self.downloaded(client_id)
+
+    @property
+    def average(self) -> Averaging:
+        """The mean over clients that the key `robust` selects.
+
+        Its choice of clients is the same for all float arrays in the round's uploads. Read it before you write into the
+        stacks. In a private round each mean chooses by its own rows.
+        """
+        rule = Averaging(self.config.robust, self.config.byzantine_ratio)
+        if self.uploads is None:
+            return rule
+        extras = [stack for stack in self.uploads.extras.values() if stack.dtype.kind == "f"]
+        return rule.of([self.uploads.W, self.uploads.B, *extras])
+
+    def note(self, client_id: int, name: str, value: object) -> None:
+        """Add a value to the client's entry in this round's metrics: a number, a text, or a list, table or array of numbers."""
+        self.client_notes.setdefault(client_id, {})[name] = hooks.noted(self, "note", name, value)
+
+    def note_round(self, name: str, value: object) -> None:
+        """Add a value to this round's metrics: a number, a text, or a list, table or array of numbers."""
+        self.round_notes[name] = hooks.noted(self, "note_round", name, value)
+
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")

@@ -12,7 +12,6 @@ from strategies.base.server_half import ServerHalf
 from strategies.engine.attempt import TooFewResults
 from strategies.engine.plain import PlainRounds
 from strategies.engine.private import PrivateRounds
-from strategies.engine.protocol import RoundProtocol
 from strategies.engine.rounds import Rounds
 
 P = TypeVar("P")
@@ -27,7 +26,7 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     _rounds: Rounds | None = None
 
     @cached_property
-    def protocol(self) -> RoundProtocol:
+    def protocol(self) -> PlainRounds:
         """The protocol of the run's rounds: it exchanges models, or masked sums (key `private`)."""
         return PrivateRounds(self) if self.config.private else PlainRounds(self)
 

@@ -61,7 +61,7 @@ from strategies.base import (
     listed,
     local_epochs,
 )
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.baselines.fedprox import proximal
 from strategies.kernels import aggregate
 from strategies.kernels.aggregate import Stack

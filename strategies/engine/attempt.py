@@ -19,8 +19,8 @@ from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import called
 from fl_app.transport.wire import Expected, WireError
-from strategies.base.turn import Turn
-from strategies.base.uploads import UploadBuffer
+from strategies.base.server_half import Turn
+from strategies.base.state import UploadBuffer
 from strategies.engine.late import PendingUpload
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import Any
 from fl_app.errors import MethodError, counted, size
 from fl_app.server.disk import PARTS, DiskEstimate
 from fl_app.transport.wire import Expected
-from strategies.base.server_half import ServerHalf
-from strategies.base.turn import Turn
-from strategies.base.uploads import SMALL
+from strategies.base.server_half import ServerHalf, Turn
+from strategies.base.state import SMALL
 from strategies.engine.streaming import streams, why_kept
 
 # Vectors of the model's size that the server's process holds at once: the global model, a download, a reply, and the

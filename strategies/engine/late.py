@@ -23,10 +23,8 @@ from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.server import client_arrays
 from fl_app.transport.wire import Expected, Upload
-from strategies.base.server_half import ServerHalf
-from strategies.base.state import Sent
-from strategies.base.turn import Turn
-from strategies.base.uploads import SMALL
+from strategies.base.server_half import ServerHalf, Turn
+from strategies.base.state import SMALL, Sent
 
 # FedBuff scales an update of age t by (1 + t) ** -FEDBUFF_POWER
 FEDBUFF_POWER = 0.5

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fl_app.config import RunConfig
 from fl_app.files import explain_full_disk
+from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.server import client_arrays, kept_uploads
 from fl_app.transport.wire import Expected, Upload
-from strategies.base.server_half import ServerHalf
-from strategies.base.state import State
-from strategies.base.uploads import UploadBuffer, Uploads
+from strategies.base import hooks
+from strategies.base.server_half import ServerHalf, Turn
+from strategies.base.state import State, UploadBuffer, Uploads
 from strategies.engine import steps
-from strategies.engine.attempt import RoundAttempt, TooFewResults
-from strategies.engine.protocol import RoundProtocol
-from strategies.engine.screening import Screening
-from strategies.engine.steps.outliers import OutlierStep
+from strategies.engine.attempt import Numbers, Questions, RoundAttempt, TooFewResults
+from strategies.engine.screening import OutlierStep, Screening
 from strategies.engine.streaming import RunningMean, streams, why_kept
 
 
-class PlainRounds(RoundProtocol):
-    """The steps of rounds in which single models arrive (see RoundProtocol)."""
+class PlainRounds:
+    """The steps of rounds in which single models arrive. Private rounds (private.py) differ in these: the buffer, and what is
+    asked beside it.
+
+    turn: the round whose uploads are collected.
+    """
 
     def __init__(self, server: ServerHalf[Any]) -> None:
-        super().__init__(server)
+        self.server, self.config = server, server.config
+        self.turn = Turn(server.config)
+        self._moves = steps.after(server.config)
         self.outliers, self.steps = OutlierStep(server), steps.before(self.config)
 
     def announcements(self) -> list[str]:
@@ -36,6 +41,14 @@ class PlainRounds(RoundProtocol):
         if streams(type(self.server)) and (why := why_kept(self.config, self.expected())):
             lines.append(f"a round's uploads are kept as a stack, a row for each client: {why}")
         return lines
+
+    def sample(self, attempt: RoundAttempt, connected: list[int]) -> list[int]:
+        """Return the clients that an attempt asks, sorted. Raises TooFewResults if there can be none."""
+        return self.server.sample_clients(self.server.state, connected, attempt)
+
+    def expected(self) -> Expected:
+        """Return the form that an upload must have as it travels."""
+        return self.server.form(self.server.state, self.turn)
 
     def open(self, attempt: RoundAttempt, ids: list[int]) -> UploadBuffer:
         """Allocate the round's stacks, or sums if these are enough."""
@@ -47,9 +60,25 @@ class PlainRounds(RoundProtocol):
             )
         return RunningMean.started(ids, attempt.expected, self.server, attempt, self.outliers.references(attempt))
 
+    def before(self, attempt: RoundAttempt) -> Iterator[Questions]:
+        """Yield the questions that precede an attempt's messages. When it goes on, the clients have answered."""
+        return iter(())
+
+    def after(self, attempt: RoundAttempt) -> Iterator[Questions]:
+        """Yield the questions that follow once all uploads have come. Raises TooFewResults."""
+        return iter(())
+
+    def answer(self, attempt: RoundAttempt, client_id: int, entries: Numbers) -> bool:
+        """Take a client's answer to a question. Return whether no more are needed. Raises WireError to drop it."""
+        return True
+
+    def scalars(self, attempt: RoundAttempt, client_id: int) -> Mapping[str, Scalar]:
+        """Return the scalars that a client is sent beside the model it trains."""
+        return {}
+
     def expected_from(self, client_id: int) -> Expected:
         """Return the form of one client's upload: that of the part that it holds."""
-        form, part = super().expected_from(client_id), self.server.submodel_of(client_id, self.turn)
+        form, part = self.turn.expected or self.expected(), self.server.submodel_of(client_id, self.turn)
         if part is None:
             return form
         return dataclasses.replace(form, d=part.d, b=part.b, variances=part.among(form.variances))
@@ -86,6 +115,14 @@ class PlainRounds(RoundProtocol):
         # from here on only the method holds the stacks
         attempt.uploads = None
         return state
+
+    def advance(self, attempt: RoundAttempt, accepted: Any) -> None:
+        """Let the method make its next state and the steps after it change that. The server half has it from then on."""
+        before = self.server.state
+        after = hooks.checked_state(self.config.method, self.update(attempt, accepted))
+        for step in self._moves:
+            after = step(before, after)
+        self.server.state = dataclasses.replace(after, round=attempt.round)
 
     def suspects(self) -> list[str]:
         """Return a line for each far upload of the last round that was used: it may be why no client can train."""

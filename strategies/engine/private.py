@@ -49,16 +49,12 @@ from fl_app.transport.wire import (
     state_version,
 )
 from strategies.base.server_half import ServerHalf
-from strategies.base.state import State
-from strategies.base.uploads import DeclaredSizes, Sums, UploadBuffer
+from strategies.base.state import DeclaredSizes, State, Sums, UploadBuffer
 from strategies.engine import group_store
 from strategies.engine.attempt import Numbers, Questions, RoundAttempt, TooFewResults
-from strategies.engine.distances import SumDistances
-from strategies.engine.group_store import GroupStore
-from strategies.engine.plain import privacy_budget, require_results
-from strategies.engine.protocol import RoundProtocol
-from strategies.engine.screening import USUAL
-from strategies.engine.splits import Signatures
+from strategies.engine.group_store import GroupStore, Signatures
+from strategies.engine.plain import PlainRounds, privacy_budget, require_results
+from strategies.engine.screening import USUAL, SumDistances
 
 if TYPE_CHECKING:
     from fl_app.privacy.keyring import Statements
@@ -270,8 +266,8 @@ def opened_sums(buffer: UploadBuffer) -> list[list[int]]:
     return [buffer.survivors[label] for label in open if len(buffer.restored(label)) == len(buffer.survivors[label])]
 
 
-class PrivateRounds(RoundProtocol):
-    """The steps of rounds in which masked sums arrive (see RoundProtocol)."""
+class PrivateRounds(PlainRounds):
+    """The steps of rounds in which masked sums arrive."""
 
     def __init__(self, server: ServerHalf[Any]) -> None:
         super().__init__(server)
@@ -580,7 +576,11 @@ class PrivateRounds(RoundProtocol):
             raise WireError(f"{SEALED} must be a key for each of {len(new)} clients, got {len(found)}")
         self.sealed[client_id] |= dict(zip(new, found, strict=True))
 
-    def screen(self, attempt: RoundAttempt) -> Sums:
+    def check(self, client_id: int, upload: Upload) -> Upload:
+        """Return a masked upload as it is: the method cannot check it."""
+        return upload
+
+    def screen(self, attempt: RoundAttempt) -> Any:
         """Unmask the sums and return them. Raises TooFewResults if they cannot be opened, and has changed nothing then."""
         buffer = attempt.buffer
         assert isinstance(buffer, MaskedSum)

@@ -1,8 +1,8 @@
 """The steps of a run's rounds on the server, its evaluations, and its last messages to clients.
 
 A round samples clients, sends, receives and checks, screens, personalizes and records. It is repeated if too few
-uploads are usable. `PersonalizedStrategy.start` (strategies/base/strategy.py) is the loop over these steps. `RoundProtocol`
-lists those in which plain and private rounds differ. A method's changes are in its server half (strategies/base).
+uploads are usable. `PersonalizedStrategy.start` (strategies/base/strategy.py) is the loop over these steps. `PlainRounds`
+lists those in which private rounds differ. A method's changes are in its server half (strategies/base).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from strategies.engine import late
 from strategies.engine.attempt import Questions, RoundAttempt, TooFewResults, cause_of, failure_lines
 from strategies.engine.estimates import disk_estimate
 from strategies.engine.late import PendingUpload
-from strategies.engine.protocol import RoundProtocol
+from strategies.engine.plain import PlainRounds
 
 log = logging.getLogger("corolla")
 
@@ -67,7 +67,7 @@ class Rounds:
     asked_to_stop: whether the user ends the run after this round.
     """
 
-    def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
+    def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: PlainRounds) -> None:
         self.server, self.exchange, self.folder, self.protocol = server, exchange, folder, protocol
         self.config = server.config
         self.clock = clock_of(self.config, server.full_layout.d)

@@ -29,6 +29,8 @@ sent.
 
 from __future__ import annotations
 
+import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,11 +40,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.server import client_arrays
+from fl_app.server.run_folder import called
 from fl_app.transport.wire import WireError
 from strategies.base.declared import PARAMETERS, STATISTICS, Outliers
-from strategies.base.server_half import ServerHalf
-from strategies.base.state import Sent
-from strategies.base.uploads import UploadBuffer
+from strategies.base.server_half import ServerHalf, Turn
+from strategies.base.state import Sent, UploadBuffer
+from strategies.engine.attempt import RoundAttempt
+from strategies.engine.streaming import RunningMean
 from strategies.kernels import masks
 from strategies.kernels.aggregate import Stack, distances_of_pairs
 from strategies.kernels.robust import distances_to_median
@@ -247,3 +252,108 @@ def _texts(of: Mapping[int, Any]) -> dict[str, Any]:
 
 def _numbers(of: Mapping[str, Any]) -> dict[int, Any]:
     return {int(k): value for k, value in of.items()}
+
+
+# rounds whose usual distances count
+_ROUNDS = 5
+# with fewer sums in a round their median is no measure of it
+_MANY = 3
+
+
+@dataclass
+class SumDistances:
+    """usual: the usual distance of the rounds so far, by round."""
+
+    usual: dict[int, float] = field(default_factory=dict)
+
+    def far(self, round: int, apart: Mapping[int, float], limit: float) -> dict[int, float]:
+        """Return the sums that are far, each with its distance in usual distances.
+
+        apart: each sum's distance, by its number. limit: the multiple beyond which a sum is far.
+        """
+        known = [self.usual[r] for r in sorted(self.usual) if r < round][-_ROUNDS:]
+        if len(apart) >= _MANY:
+            known.append(float(np.median(list(apart.values()))))
+        usual = max(known, default=0.0)
+        return {label: distance / usual for label, distance in apart.items() if 0 < limit * usual < distance}
+
+    def note(self, round: int, apart: Mapping[int, float]) -> None:
+        """Note the distances of a round that counts."""
+        self.usual[round] = float(np.median(list(apart.values())))
+
+    def saved(self) -> dict[str, Any]:
+        """Return the distances as JSON can hold them."""
+        return {str(round): usual for round, usual in self.usual.items()}
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> SumDistances:
+        """Return the distances that `saved` described, from a checkpoint. {}: there are none."""
+        return cls({int(round): float(usual) for round, usual in saved.items()})
+
+
+log = logging.getLogger("corolla")
+
+
+class OutlierStep:
+    """The screening of a run's rounds.
+
+    - `screening`: the distances of the run's uploads so far, which a checkpoint has.
+    - `used`: far uploads of the last round that were used.
+    """
+
+    def __init__(self, server: ServerHalf[Any]) -> None:
+        self.server, self.screening = server, Screening()
+        self.used: list[Outlier] = []
+
+    def references(self, turn: Turn) -> Reference | None:
+        """Return what a round's uploads are compared with, by client; None if they are not compared.
+
+        Values on the disk are read again when needed.
+        """
+        if math.isinf(self.server.outliers.tolerance):
+            return None
+
+        def of(client_id: int) -> Mapping[str, NDArray[Any]]:
+            values = reference(self.server.outliers, turn.sent_to(client_id))
+            client_arrays.release(self.server.state.clients.get(client_id, {}))
+            return values
+
+        return of
+
+    def __call__(self, attempt: RoundAttempt, buffer: UploadBuffer) -> list[Outlier]:
+        """Return the far uploads. They are dropped by name if `max-update-norm` is set, else noted and logged."""
+        sent = self.references(attempt)
+        if sent is None:
+            return []
+        tolerance = self.server.outliers.tolerance
+        limit, usual = self.server.config.max_update_norm * tolerance, USUAL * tolerance
+        if isinstance(buffer, RunningMean):
+            found = self.screening.measure_moves(attempt.round, buffer, buffer.moved, buffer.lengths, usual)
+        else:
+            stacks = compared(self.server, buffer, sent)
+            found = self.screening.measure(attempt.round, buffer, stacks, limit or usual, sent)
+        for outlier in found:
+            who = outlier.client_id
+            if limit:
+                buffer.reject(who)
+                attempt.fail(who, f"round {attempt.round}", "dropped", outlier.refusal())
+            else:
+                attempt.outliers.append({"client": who, "cause": str(outlier)})
+                cause = "round %d: client %s is used (max-update-norm is 0), but %s"
+                log.warning(cause, attempt.round, attempt.called(who), outlier)
+        return found
+
+    def accept(self, attempt: RoundAttempt, found: list[Outlier]) -> None:
+        """Remember a round that counts: its used uploads, and its far ones."""
+        known = attempt.buffer.metrics
+        self.used = [outlier for outlier in found if outlier.client_id in known]
+        refused = [outlier.client_id for outlier in found if outlier.client_id not in known]
+        self.screening.accept(attempt.round, known, refused)
+
+    def suspects(self, turn: Turn) -> list[str]:
+        """Return a line for each far upload of the last round that was used: it may be why no client can train."""
+        return [
+            f"client {called(outlier.client_id, turn.declared)} was used though {outlier}: it is the likely cause, and "
+            f"max-update-norm = {USUAL:g} drops such uploads"
+            for outlier in self.used
+        ]

@@ -22,9 +22,8 @@ from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.transport.wire import Expected, Upload
 from strategies.base.declared import CHANGE_SUMS, PARAMETERS, STATISTICS, declares_means
-from strategies.base.server_half import ServerHalf
-from strategies.base.turn import Turn
-from strategies.base.uploads import UploadBuffer, Uploads
+from strategies.base.server_half import ServerHalf, Turn
+from strategies.base.state import UploadBuffer, Uploads
 from strategies.kernels.aggregate import distances_of_pairs
 from strategies.kernels.blocks import COLUMNS, UNIT
 from strategies.kernels.folded import RowSum, SummedRows

@@ -27,7 +27,7 @@ from fl_app.server import matrices
 from fl_app.transport import wire
 from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.fedcac import FedCACUpdate
 from strategies.kernels import masks
 from tests.e2e.conftest import BackgroundRun, own_cluster, replay, rounds, summary

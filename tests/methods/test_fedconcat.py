@@ -298,6 +298,6 @@ def test_classifiers_are_screened_and_models_of_different_clusters_are_not(tmp_p
 
 
 def _buffer(f: Federation, expected: Any) -> Any:
-    from strategies.base.uploads import UploadBuffer
+    from strategies.base.state import UploadBuffer
 
     return UploadBuffer.of(list(range(len(f.data))), expected)

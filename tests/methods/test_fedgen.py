@@ -28,7 +28,7 @@ from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.wire import Upload, WireError
 from strategies import METHOD_PARAMS
 from strategies.base import Uploads
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.baselines.fedgen import (
     FedGen,
     FedGenParams,

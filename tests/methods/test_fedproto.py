@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fl_app.errors import MethodError
 from fl_app.layout import NO_TENSORS, Layout
 from fl_app.transport.wire import Expected, Upload, WireError
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.baselines.fedproto import (
     METHOD,
     FedProtoParams,

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from corolla.testing import federation
 from strategies import METHODS
 from strategies.base import Uploads
+from strategies.base.server_half import Turn
 from strategies.base.state import State
-from strategies.base.turn import Turn
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.ifca import cluster_means
 from strategies.engine.attempt import RoundAttempt

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_app.config.privacy import LARGEST_PRIVATE_RANGE
+from fl_app.config import LARGEST_PRIVATE_RANGE
 from fl_app.layout import Model
 from fl_app.privacy import masking
 from tests.facts import rejected

@@ -11,7 +11,7 @@ import pytest
 from client_app.private_round import Masker
 from fl_app.errors import RoundFailed
 from fl_app.transport.wire import Upload
-from strategies.engine.distances import SumDistances
+from strategies.engine.screening import SumDistances
 from tests.conftest import Run
 from tests.facts import mentions, rejected
 from tests.privacy.runs import rounds

@@ -17,7 +17,7 @@ from fl_app.transport.client_registry import ClientRegistry
 from fl_app.transport.exchange import Exchange
 from fl_app.transport.identity import Holders
 from fl_app.transport.wire import Expected
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from tests.conftest import config
 from tests.facts import rejected
 from tests.server.fake_grid import FakeGrid, properties

@@ -15,7 +15,7 @@ from fl_app.server.client_arrays import on_disk, release, spill, stack, stack_li
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.transport.wire import Expected
 from strategies import fedcac, feddac
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.kernels import aggregate, masks
 from tests.facts import rejected
 
@@ -79,7 +79,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_rounds_stacks_beyond_the_limit_lie_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.base.uploads.SMALL", 100)
+    monkeypatch.setattr("strategies.base.state.SMALL", 100)
     expected = Expected(1000, 5, num_params=1000, extras={"x": ("<i8", (2, 3))})
     # a client's row has 4000 + 20 + 125 + 48 bytes
     for limit, mapped in ((0, False), (4 * 4193, False), (4 * 4193 - 1, True)):
@@ -144,7 +144,7 @@ def test_what_lies_on_disk_does_not_change_the_run(
 def test_stacks_on_the_disk_do_not_change_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch, method: str, own: dict[str, Any], fraction: float
 ) -> None:
-    monkeypatch.setattr("strategies.base.uploads.SMALL", 0)
+    monkeypatch.setattr("strategies.base.state.SMALL", 0)
     mapped: list[bool] = []
     monkeypatch.setattr(
         "fl_app.server.client_arrays.stack",

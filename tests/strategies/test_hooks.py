@@ -26,7 +26,7 @@ from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import AGE, LATE, OWN_MODEL, Late, LocalUpdate, Means, State, Sums, Turn, hooks
 from strategies.base.server_half import ServerHalf
-from strategies.base.uploads import Uploads
+from strategies.base.state import Uploads
 from strategies.baselines.fedavg import FedAvg
 from tests.conftest import config
 from tests.facts import mentions, rejected

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fl_app.layout import NOTHING, Model
 from fl_app.transport import wire
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.engine.screening import USUAL, Screening
 
 Places = Sequence[Any]  # numbers, or vectors

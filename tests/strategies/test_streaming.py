@@ -23,7 +23,7 @@ from fl_app.transport.wire import Upload
 from strategies import METHODS
 from strategies.base import Uploads
 from strategies.base.server_half import ServerHalf
-from strategies.base.uploads import UploadBuffer
+from strategies.base.state import UploadBuffer
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.feddpa import SHARE
 from strategies.baselines.scaffold import STEPS
