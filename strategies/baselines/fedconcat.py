@@ -69,8 +69,8 @@ from strategies.baselines import components
 from strategies.baselines.ifca import cluster_means
 from strategies.kernels.aggregate import Stack
 from strategies.kernels.averages import RULES
-from strategies.kernels.heads import head_slots
 from strategies.kernels.kmeans import centres_of, kmeans, squared_distances
+from strategies.kernels.parts import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

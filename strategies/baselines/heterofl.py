@@ -76,8 +76,7 @@ from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.perfedmask import masked_mean
 from strategies.kernels.aggregate import weighted_mean
 from strategies.kernels.blocks import for_blocks
-from strategies.kernels.heads import head_slots
-from strategies.kernels.parts import Part
+from strategies.kernels.parts import Part, head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -61,9 +61,8 @@ from strategies.base import (
     all_tensors,
     key,
 )
-from strategies.kernels.aggregate import Stack
+from strategies.kernels.aggregate import Stack, SummedRows
 from strategies.kernels.averages import RULES
-from strategies.kernels.folded import SummedRows
 from strategies.kernels.robust import PLAIN, Averaging
 
 log = logging.getLogger("corolla")

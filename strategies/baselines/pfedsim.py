@@ -55,7 +55,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.kernels.aggregate import mix
-from strategies.kernels.heads import head_slots
+from strategies.kernels.parts import head_slots
 
 # the similarity of a client with itself, and the largest of others
 _SELF = 0.9999

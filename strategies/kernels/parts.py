@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.layout import Layout, Model
+from fl_app.layout import Layout, Model, Slot
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,12 @@ class Part:
         params, buffers = base.params.copy(), base.buffers.copy()
         params[self.params], buffers[self.buffers] = part.params, part.buffers
         return Model(params, buffers)
+
+
+def head_slots(layout: Layout) -> tuple[Slot, Slot | None]:
+    """Return the slots of the classifier's weight [C, k] and bias [C], the latter None without a bias.
+
+    layout: of a model whose classifier is one linear layer (strategies/base/needs.py).
+    """
+    found = {len(slot.shape): slot for slot in layout.params if slot.name in layout.classifier}
+    return found[2], found.get(1)

@@ -22,10 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.kernels import aggregate
-from strategies.kernels.aggregate import Stack
+from strategies.kernels.aggregate import Stack, SummedRows
 from strategies.kernels.averages import RULES, ByColumn, ByDistance, rule_of
 from strategies.kernels.blocks import blocks, for_blocks, in_order
-from strategies.kernels.folded import SummedRows
 from strategies.kernels.trimming import ascending, width_for
 
 # with this many vectors or more, one of them can be outvoted

@@ -21,7 +21,7 @@ from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.ifca import cluster_means
 from strategies.engine.attempt import RoundAttempt
 from strategies.engine.plain import PlainRounds
-from strategies.kernels.heads import head_slots
+from strategies.kernels.parts import head_slots
 from strategies.kernels.robust import Averaging, choosing, total_distances
 from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.facts import rejected

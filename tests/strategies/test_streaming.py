@@ -31,8 +31,7 @@ from strategies.engine import streaming
 from strategies.engine.attempt import RoundAttempt
 from strategies.engine.plain import PlainRounds
 from strategies.engine.streaming import RunningMean, streams
-from strategies.kernels.aggregate import mean_block, weighted_mean
-from strategies.kernels.folded import RowSum, SummedRows
+from strategies.kernels.aggregate import RowSum, SummedRows, mean_block, weighted_mean
 from strategies.kernels.robust import PLAIN
 from tests.conftest import Run, config, flat_layout
 from tests.facts import rejected
