@@ -219,8 +219,7 @@ def personalize(
     members = chosen | np.eye(W.shape[0], dtype=bool)
     weights = np.ones(W.shape[0]) if weights is None else weights
     if non_critical == "as-critical":
-        mean = averaging.mean(W, weights)
-        return mean, averaging.group_means(W, members, out=out)
+        return averaging.mean(W, weights), averaging.group_means(W, members, out=out)
     return collaborate(W, bits, members, weights, out=out, averaging=averaging)
 
 
@@ -374,8 +373,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         if (now - 1) % self.config.private_regroup == 0 or self._apart(now + 1):
             labels = np.full(n, ALONE)
             if not self._apart(now + 1):
-                parts = partition(found, threshold(found, (now + 1) / self.params.beta))
-                labels = regrouped(groups, ids, parts)
+                labels = regrouped(groups, ids, partition(found, threshold(found, (now + 1) / self.params.beta)))
             # all members of a sum must be sent the same mean
             kept[GROUPS] = self.keep_together(ids, labels, found)
         chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)

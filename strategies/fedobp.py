@@ -288,8 +288,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         else:
             importance = self.scores(own, start, state, ctx)
             if p.ema:
-                earlier = state.arrays.get("fedobp.ema", importance)
-                importance = p.ema * earlier + (1 - p.ema) * importance
+                importance = p.ema * state.arrays.get("fedobp.ema", importance) + (1 - p.ema) * importance
                 state.arrays["fedobp.ema"] = importance
             chosen = select(importance[inside], sizes, **how)
         mask = np.zeros(ctx.layout.d, dtype=bool)

@@ -428,8 +428,7 @@ class _Aggregation:
             return
         for start, stop in blocks(at.start, at.stop):
             part = slice(start, stop)
-            value = self.weighted_sum(layer, part)
-            self.merged[part] = np.where(self.high[part], value, self.merged[part])
+            self.merged[part] = np.where(self.high[part], self.weighted_sum(layer, part), self.merged[part])
 
     def weighted_sum(self, layer: _Layer, at: slice) -> NDArray[np.float64]:
         """Return the sum over the Macro-Classes of weight times mean, float64 [M]."""

@@ -113,8 +113,7 @@ def add(words: Words, masks: list[tuple[bool, bytes]]) -> None:
         part = words[start : start + _CHUNK]
         for added, stream in streams:
             stream.update_into(zeros[: 8 * part.size] if part.size < _CHUNK else zeros, buffer)
-            pad = np.frombuffer(buffer, "<u8", part.size)
-            (np.add if added else np.subtract)(part, pad, out=part)
+            (np.add if added else np.subtract)(part, np.frombuffer(buffer, "<u8", part.size), out=part)
 
 
 def _stream(key: bytes) -> CipherContext:

@@ -237,8 +237,7 @@ class APPLEUpdate(LocalUpdate[APPLEParams]):
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[APPLEParams]) -> Upload:
         """Send the core model and p."""
-        plain = super().upload(before, after, state, ctx)
-        return replace(plain, extras={RELATIONS: self.relations(state, ctx)})
+        return replace(super().upload(before, after, state, ctx), extras={RELATIONS: self.relations(state, ctx)})
 
 
 def core_models(

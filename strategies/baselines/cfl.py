@@ -164,8 +164,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
         """
         known = np.array([cluster_of.get(i, -1) for i in uploads.ids])
         new = np.flatnonzero(known < 0).tolist()
-        moving = np.unique(known[known >= 0])
-        chosen = self.nearest(uploads, models, new, known, moving)
+        chosen = self.nearest(uploads, models, new, known, np.unique(known[known >= 0]))
         for row, k in zip(new, chosen.tolist(), strict=True):
             cluster_of[uploads.ids[row]] = k
             if k:
@@ -182,8 +181,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
         if not len(moving) or not new:
             return np.zeros(len(new), np.int64)
         means = [aggregate.weighted_mean(uploads.W[known == k]) - models[k].params for k in moving]
-        updates = uploads.W[new] - models[0].params
-        cosine = cosines(products(np.concatenate([updates, means])))
+        cosine = cosines(products(np.concatenate([uploads.W[new] - models[0].params, means])))
         nearest: NDArray[np.int64] = moving[cosine[: len(new), len(new) :].argmax(axis=1)]
         return nearest
 

@@ -164,8 +164,7 @@ class FedEMUpdate(LocalUpdate[FedEMParams]):
         trainer = ctx.trainer
 
         def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            each = cross_entropy(trainer.logits(part, x), y, reduction="none")
-            return (shares[trainer.indices] * each).mean()
+            return (shares[trainer.indices] * cross_entropy(trainer.logits(part, x), y, reduction="none")).mean()
 
         return loss
 

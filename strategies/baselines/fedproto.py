@@ -298,8 +298,7 @@ class FedProtoUpdate(LocalUpdate[FedProtoParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedProtoParams]) -> Upload:
         """Send the prototypes at the trained model."""
         means, counts = prototypes_of(*ctx.trainer.features(after), len(ctx.trainer.class_counts))
-        plain = super().upload(before, after, state, ctx)
-        return replace(plain, extras={PROTOTYPES: means, COUNTS: counts})
+        return replace(super().upload(before, after, state, ctx), extras={PROTOTYPES: means, COUNTS: counts})
 
 
 def shared(layout: Layout, params: FedProtoParams) -> frozenset[str]:

@@ -240,8 +240,7 @@ class FedSelectUpdate(LocalUpdate[FedSelectParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedSelectParams]) -> Upload:
         """Send the values that were shared in training, 0 elsewhere, and the mask of the others."""
         bits = state.arrays["fedselect.used"]
-        used = masks.unpack(bits, ctx.layout.d)
-        shared = Model(np.where(used, np.float32(0), after.params), after.buffers)
+        shared = Model(np.where(masks.unpack(bits, ctx.layout.d), np.float32(0), after.params), after.buffers)
         return replace(super().upload(before, shared, state, ctx), mask=bits)
 
 

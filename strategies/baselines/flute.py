@@ -136,8 +136,7 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
         import torch
 
         # N of a round without missing clients, which every client can compute
-        by_plan = ctx.config.cohort_size(ctx.config.num_training)
-        rate = ctx.params.head_learning_rate / by_plan
+        rate = ctx.params.head_learning_rate / ctx.config.cohort_size(ctx.config.num_training)
         if rate:
             slot = head_slots(ctx.layout)[0]
             params = after.params.copy()

@@ -122,8 +122,7 @@ def step(
     batch D. (x2, y2): the outer batch D'. alpha, beta: sizes of the inner and the outer step. variant: `first-order` (FO)
     or `hessian-free` (HF). delta: the distance of the Hessian's difference. Raises UserError for another variant.
     """
-    slope = meta_gradient(gradient_fn, w, x1, y1, x2, y2, alpha=alpha, variant=variant, delta=delta)
-    return w - beta * slope
+    return w - beta * meta_gradient(gradient_fn, w, x1, y1, x2, y2, alpha=alpha, variant=variant, delta=delta)
 
 
 def mean_gradient(model: Model, ctx: RoundContext[PerFedAvgParams]) -> Vector:

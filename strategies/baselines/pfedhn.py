@@ -170,8 +170,7 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
     def download(self, state: State, client_id: int, turn: Turn) -> Sent:
         """Return the model that the hypernetwork makes for the client."""
         with one_thread():
-            network = self.network
-            return Sent(Model(generate(network, state.memory[_EMBEDDINGS][client_id]), state.model.buffers))
+            return Sent(Model(generate(self.network, state.memory[_EMBEDDINGS][client_id]), state.model.buffers))
 
     def update(self, state: State, uploads: Uploads, turn: Turn) -> State:
         """Take a step for each upload."""
@@ -198,8 +197,7 @@ class PFedHN(PersonalizedStrategy[PFedHNParams]):
         now = {_NETWORK + name: layer for name, layer in network.items()} | {_EMBEDDINGS: embeddings}
         speeds[_EMBEDDINGS] = of_embeddings
         now |= {_MOMENTUM + name: speed for name, speed in speeds.items() if speed is not None}
-        buffers = weighted_mean(uploads.B, self.weights(uploads))
-        return state.next(Model(state.model.params, buffers), memory=now)
+        return state.next(Model(state.model.params, weighted_mean(uploads.B, self.weights(uploads))), memory=now)
 
     def exported(self, client_id: int | None = None) -> Model | None:
         """Return the client's model; None if it keeps a part of it. There is no global one."""

@@ -131,8 +131,7 @@ class PFedLA(PersonalizedStrategy[PFedLAParams]):
         if mine is not None:
             return {name: layer for name, layer in mine.items() if name not in ("params", "buffers")}
         stream = rng.generator(self.config.seed, "pfedla", 0, client_id)
-        outputs = len(self.layout.params) * self.config.num_clients
-        return initial_network(outputs, self.params, stream)
+        return initial_network(len(self.layout.params) * self.config.num_clients, self.params, stream)
 
     def units(self, network: Network) -> Array:
         """Return a hypernetwork's outputs before the ReLU, float32 [L, N]."""

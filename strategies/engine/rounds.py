@@ -653,8 +653,7 @@ class Rounds:
 
     def save_checkpoint(self, record: Record) -> None:
         """Make everything durable that the next round depends on, with the metrics line of the last round."""
-        server = self.server
-        state = server.state
+        state = self.server.state
         arrays = {"global.params": state.model.params, "global.buffers": state.model.buffers}
         for name, array in state.memory.items():
             arrays[f"memory.{name}"] = array

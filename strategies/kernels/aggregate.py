@@ -206,8 +206,7 @@ def select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) -
 
     bits: uint8 [ceil(w/8)]. inside, outside, out: float32 [w].
     """
-    width = out.size
-    chosen = np.take(_EXPAND, bits, axis=0, mode="clip").reshape(-1)[:width]
+    chosen = np.take(_EXPAND, bits, axis=0, mode="clip").reshape(-1)[: out.size]
     target, background = out.view(np.uint32), outside.view(np.uint32)
     np.bitwise_xor(inside.view(np.uint32), background, out=target)
     np.bitwise_and(target, chosen, out=target)
@@ -327,8 +326,7 @@ def _distances(W: Stack, V: Stack | None, rows: NDArray[np.intp], depth: int) ->
     if len(W) >= MANY and depth < _DEPTH and np.count_nonzero(close) > _PAIRS * n:
         for cluster in _clusters(close):
             at = np.ix_(cluster, cluster)
-            within = _distances(W, V, rows[cluster], depth + 1)
-            distances[at] = np.where(close[at], within, distances[at])
+            distances[at] = np.where(close[at], _distances(W, V, rows[cluster], depth + 1), distances[at])
         return distances
     _directly(W, W if V is None else V, rows, close, distances)
     return distances
@@ -363,8 +361,7 @@ def _gram(W: Stack, V: Stack | None, rows: NDArray[np.intp]) -> tuple[NDArray[np
                 sums += x @ x.T
         return sums
 
-    width = columns_for(n)
-    gram = sum(in_order(products, blocks(0, d, width)), np.zeros((n + 2, n) if apart else (size, size)))
+    gram = sum(in_order(products, blocks(0, d, columns_for(n))), np.zeros((n + 2, n) if apart else (size, size)))
     if apart:
         return gram[n:].reshape(-1), gram[:n]
     return np.diag(gram), gram[-n:, :n]
@@ -410,8 +407,7 @@ def distances_between(V: Stack, W: Stack) -> NDArray[np.float64]:
     gram = sum(in_order(products, blocks(0, d, columns_for(n))), np.zeros((m + 1, n + 1)))
     scale = gram[:m, n:] + gram[m, :n]
     distances: NDArray[np.float64] = np.maximum(scale - 2 * gram[:m, :n], 0)
-    close = np.argwhere(distances < _CANCELLED * scale)
-    for i, j in close.tolist():
+    for i, j in np.argwhere(distances < _CANCELLED * scale).tolist():
         (distances[i, j],) = distances_of_pairs([(V[i], W[j])])
     return distances
 
