@@ -78,8 +78,7 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
         Raises TooFewResults if too few clients are there, UserError if a disk has no room for the round.
         """
         rounds = self._over(grid)
-        rounds.begin_training(server_round)
-        return rounds.messages(rounds.sample(), "train")
+        return rounds.messages(rounds.sample(server_round), "train")
 
     def aggregate_train(  # type: ignore[override]
         self, server_round: int, replies: Iterator[Reply]

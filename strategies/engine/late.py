@@ -104,10 +104,9 @@ def held(upload: Upload, before: float, limit: float, directory: Path) -> Upload
     model = upload.model
     if not limit or before + model.params.nbytes + model.buffers.nbytes <= max(limit, SMALL):
         return upload
-    params, buffers = (client_arrays.stack(own.shape, own.dtype, directory) for own in (model.params, model.buffers))
-    params[:], buffers[:] = model.params, model.buffers
-    client_arrays.release({"params": params, "buffers": buffers})
-    return replace(upload, model=Model(params, buffers))
+    return replace(
+        upload, model=Model(**client_arrays.to_disk({"params": model.params, "buffers": model.buffers}, directory))
+    )
 
 
 def discounted(

@@ -32,13 +32,13 @@ class PlainRounds:
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
         self.turn = Turn(server.config)
-        self._moves = steps.after(server.config)
+        self._moves, self._streams = steps.after(server.config), streams(type(server))
         self.outliers, self.steps = OutlierStep(server), steps.before(self.config)
 
     def announcements(self) -> list[str]:
         """Return log lines: the records that differential privacy covers, and why a streaming method's uploads are kept."""
         lines = privacy_budget(self.config)
-        if streams(type(self.server)) and (why := why_kept(self.config, self.expected())):
+        if self._streams and (why := why_kept(self.config, self.expected())):
             lines.append(f"a round's uploads are kept as a stack, a row for each client: {why}")
         return lines
 
@@ -54,7 +54,7 @@ class PlainRounds:
         """Allocate the round's stacks, or sums if these are enough."""
         self.turn = attempt
         attempt.expected = self.expected()
-        if not streams(type(self.server)) or why_kept(self.config, attempt.expected):
+        if not self._streams or why_kept(self.config, attempt.expected):
             return UploadBuffer.of(
                 ids, attempt.expected, self.config.server_memory_limit * 1e9, self.server.folder.path
             )

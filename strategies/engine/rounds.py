@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from fl_app import stopping, tasks
 from fl_app.errors import MethodFault, RoundFailed, counted, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
-from fl_app.metrics import EPSILON, KEPT, VALIDATION, Metric, moments, of_training, undefined_note
+from fl_app.metrics import EPSILON, KEPT, VALIDATION, moments, of_training, undefined_note
 from fl_app.server import checkpoint, client_arrays, disk, events, kept_uploads
 from fl_app.server import record as records
 from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Replay, clock_of
@@ -98,10 +98,6 @@ class Rounds:
         """The disks that the run writes, and a round's needs."""
         return disk.Disks(self.folder.path, disk_estimate(self.server, self.protocol.expected()))
 
-    def _called(self, client_id: str) -> str:
-        """Return the client's name from its data; its id if there is none."""
-        return name_of(self.exchange.registry.properties.get(int(client_id), {})) or client_id
-
     # A run: PersonalizedStrategy.start is the loop over these steps
 
     def numbers(self) -> Iterator[int]:
@@ -116,7 +112,8 @@ class Rounds:
             self.watched.append(self._watched(record))
             if record.get("evaluation", {}).get(KEPT):
                 self.best = record["round"], record["evaluation"][self._judged_by]
-        self._end_by_rule()
+        if self.rule is not None and self.watched:
+            self.ended_early = self.rule.ended(self.watched)
         for round in range(self.server.state.round + 1, self.config.num_server_rounds + 1):
             if self.ended_early or self.asked_to_stop:
                 break
@@ -142,7 +139,12 @@ class Rounds:
             self.clock.begin(round)
         self.spoilt = []
         yield from range(1, self.config.round_retries + 2)
-        raise RoundFailed(self._why_it_failed(round, self.spoilt))
+        lines = [f"  {line}" for line in failure_lines(self.spoilt)]
+        if not self.spoilt[-1].failures:
+            lines.append(f"  {self.spoilt[-1].spoilt_by}")
+        came_out = f"the models came out of round {self.server.state.round}, where "
+        lines += [came_out + who for who in self.protocol.suspects()]
+        raise RoundFailed(f"round {round} failed in {len(self.spoilt)} attempts (round-retries)\n" + "\n".join(lines))
 
     def spoil(self, error: TooFewResults) -> None:
         """Note that the attempt does not count. Nothing has changed."""
@@ -161,13 +163,30 @@ class Rounds:
         # of those that are there, or of all if all should train
         every = self.config.num_clients - len(self.config.unseen | self.config.gone)
         self.expected = max(len(self.attempt.sent), every if self.config.fraction_train == 1 else 0)
-        self.watched.append(self._watched(self.recorded))
-        self._end_by_rule()
+        if self.rule or self.plateau:
+            self.watched.append(self._watched(self.recorded))
+        if self.rule is not None:
+            self.ended_early = self.rule.ended(self.watched)
         return bool(self.ended_early) or self.config.evaluates_after(self.server.state.round)
 
     def close_evaluation(self) -> None:
         """Put the evaluation into the round's record."""
-        evaluation = self.recorded["evaluation"] = self.evaluation()
+        evaluation = self.recorded["evaluation"] = records.evaluation_record(
+            self.attempt.clients,
+            self.config.num_clients,
+            sum(self.attempt.sent.values()),
+            self.attempt.failures,
+            self.measured,
+            self.config.unseen,
+            self.validation,
+            self.config.evaluate_global,
+            self.attempt.hashes if self.config.is_confidential else None,
+            self.config.gone,
+        )
+        for name, ids in evaluation.get("undefined", {}).items():
+            whose = listed(list(map(self.attempt.called, ids)))
+            told = f"client {whose}, which has none" if len(ids) == 1 else f"clients {whose}, which have none"
+            log.warning("evaluation: the mean of %s leaves out %s", name, told)
         if self.config.keep_best:
             value, best = evaluation.get(self._judged_by), self.best[1]
             evaluation[KEPT] = value is not None and (best is None or self.measured[0].best([best, value]) != best)
@@ -207,7 +226,10 @@ class Rounds:
         if self.asked_to_stop or is_last or round == self.best[0] or round % self.config.checkpoint_every == 0:
             self.save_checkpoint(record)
         self.folder.append(record)
-        without = partial(record, headline, self._called)
+        known = self.exchange.registry.properties
+        without = undefined_note(
+            record["clients"], headline, moments(headline.name)[0], lambda i: name_of(known.get(int(i), {})) or i
+        )
         events.tell(events.Round.of(record, total, headline.name, headline.ratio, without, self.expected))
 
     def _watched(self, record: Record) -> Record:
@@ -215,19 +237,7 @@ class Rounds:
         names = [rule.record for rule in (self.rule, self.plateau) if rule]
         return {name: record.get(name) for name in ("round", *names)}
 
-    def _end_by_rule(self) -> None:
-        """Set `ended_early` if the rounds so far end the run."""
-        if self.rule is not None and self.watched:
-            self.ended_early = self.rule.ended(self.watched)
-
     # Its steps
-
-    def generation(self, retry: int = 0) -> int:
-        """Return the number of the client states that an attempt makes.
-
-        Every retry and every restart of the server has another one.
-        """
-        return self.folder.starts * _ATTEMPTS_PER_START + retry
 
     def begin(self, attempt: RoundAttempt) -> None:
         """Begin an attempt at a round, or a step that follows the round. The method sees the attempt too."""
@@ -237,17 +247,6 @@ class Rounds:
         attempt.statements = registry.statements
         self.attempt = attempt
         self.server.begin(attempt)
-
-    def begin_training(self, round: int) -> None:
-        """Begin an attempt at a round. Raises UserError if a disk has no room for it."""
-        self.disks.check()
-        self.exchange.registry.refresh()
-        earlier = [attempt for attempt in self.spoilt if attempt.round == round]
-        without = frozenset().union(*(attempt.absent for attempt in earlier))
-        name = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {len(earlier) + 1}" if earlier else "")
-        generation = self.generation(len(earlier))
-        self.begin(RoundAttempt(self.config, round, name=name, generation=generation, earlier=earlier, without=without))
-        self.watch.lap("prepare")
 
     def begin_evaluation(self, round: int, name: str = "evaluation") -> list[int]:
         """Begin a step that asks every connected client about its models. Return the clients."""
@@ -275,15 +274,28 @@ class Rounds:
             self.watch.lap("take-in")
         self.watch.lap("wait")
 
-    def sample(self) -> list[int]:
-        """Return the clients that the attempt asks, and prepare for their uploads. A private round asks its questions first."""
-        attempt = self.attempt
+    def sample(self, round: int) -> list[int]:
+        """Begin an attempt at a round: return the clients that it asks, and prepare for their uploads.
+
+        A private round asks its questions first. Raises UserError if a disk has no room for the round.
+        """
+        self.disks.check()
+        self.exchange.registry.refresh()
+        earlier = [attempt for attempt in self.spoilt if attempt.round == round]
+        without = frozenset().union(*(attempt.absent for attempt in earlier))
+        name = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {len(earlier) + 1}" if earlier else "")
+        # every retry and every restart of the server makes client states of another generation
+        generation = self.folder.starts * _ATTEMPTS_PER_START + len(earlier)
+        attempt = RoundAttempt(self.config, round, name=name, generation=generation, earlier=earlier, without=without)
+        self.begin(attempt)
+        self.watch.lap("prepare")
         ids = self._drawn()
         if self.config.closes_early and not self.clock:
             attempt.may_close = self._may_close
         attempt.working = frozenset(self.working)
         attempt.held = sum(work.size for work in self.working.values())
-        attempt.states = {i: {wire.STATE_VERSION: self.versions.get(i, ""), **self._first(i)} for i in ids}
+        if self.config.private:
+            attempt.states = {i: {wire.STATE_VERSION: self.versions.get(i, ""), **self._first(i)} for i in ids}
         attempt.buffer = self.protocol.open(attempt, sorted([*ids, *self.working]))
         attempt.sent = dict.fromkeys(ids, 0)
         if not self.clock:
@@ -406,11 +418,12 @@ class Rounds:
                 work.version,
                 self.table,
             )
-            spent = self._checked_budget(client_id, metrics)
             if 0 < attempt.round - work.round <= self.config.staleness:
                 attempt.started_from[client_id] = work.sent
-            work.upload, work.metrics = self.protocol.check(client_id, upload), metrics
-            self.spent[client_id] = spent
+            upload = self.protocol.check(client_id, upload)
+            if self.config.dp_epsilon:
+                self._check_budget(client_id, float(metrics.get(EPSILON, 0.0)))
+            work.upload, work.metrics = upload, metrics
             self._warn_of(client_id, metrics)
         except MethodFault:
             raise
@@ -420,32 +433,9 @@ class Rounds:
         if not self.clock:
             self._arrive(work)
         elif work.upload is not None:
-            self._hold(work)
-
-    def _hold(self, work: PendingUpload) -> None:
-        """Keep the upload of a work until it arrives: on the disk if memory holds as much as `server-memory-limit`."""
-        assert work.upload is not None, "only uploads are held"
-        before, limit = self.attempt.held, self.config.server_memory_limit * 1e9
-        self.attempt.held += work.size
-        work.upload = late.held(work.upload, before, limit, self.folder.path)
-
-    def _take_in(self, work: PendingUpload) -> None:
-        """Take the upload of a work into the round. Its age lowers its weight."""
-        attempt, upload, age = self.attempt, work.upload, self.attempt.round - work.round
-        assert upload is not None, "only uploads are taken in"
-        if age:
-            upload, attempt.buffer.factors[work.client_id] = late.discounted(
-                self.server, self.attempt, work, upload, age
-            )
-            attempt.client_notes.setdefault(work.client_id, {})["age"] = age
-        else:
-            work.upload = None
-        attempt.buffer.add(work.client_id, upload, work.metrics, work.nbytes)
-
-    def _drop(self, work: PendingUpload, error: Exception, became: str = "dropped") -> None:
-        """Leave out a client's upload by name."""
-        self.attempt.buffer.skip(work.client_id)
-        self.attempt.fail(work.client_id, f"round {self.attempt.round}", became, error)
+            before, limit = attempt.held, self.config.server_memory_limit * 1e9
+            attempt.held += work.size
+            work.upload = late.held(work.upload, before, limit, self.folder.path)
 
     def close(self, clock: Clock | Replay) -> None:
         """End the round in simulated time, and take in the uploads that have arrived by then, by client id.
@@ -467,26 +457,35 @@ class Rounds:
                 self._arrive(work)
 
     def _arrive(self, work: PendingUpload) -> None:
-        """Take in the upload of a work that has ended, or leave it out by name."""
-        attempt, age = self.attempt, self.attempt.round - work.round
-        attempt.received[work.client_id] = work.nbytes
-        attempt.ended.add(work.client_id)
-        fate = FAILED
+        """Take the upload of a work that has ended into the round, or leave it out by name. Its age lowers its weight."""
+        attempt, age, client_id = self.attempt, self.attempt.round - work.round, work.client_id
+        attempt.received[client_id] = work.nbytes
+        attempt.ended.add(client_id)
+        fate, became = USED, "dropped"
+        error: Exception | None = None
         if work.cause:
-            self._drop(work, WireError(work.cause))
-        elif why := self._too_late(work, age):
-            fate = THROWN_AWAY
-            self._drop(work, WireError(why), "thrown away")
+            fate, error = FAILED, WireError(work.cause)
+        elif age and (why := self._too_late(work, age)):
+            fate, became, error = THROWN_AWAY, "thrown away", WireError(why)
         else:
-            fate = USED
             try:
-                self._take_in(work)
+                upload = work.upload
+                assert upload is not None, "a work without a cause has its upload"
+                if age:
+                    upload, attempt.buffer.factors[client_id] = late.discounted(self.server, attempt, work, upload, age)
+                    attempt.client_notes.setdefault(client_id, {})["age"] = age
+                else:
+                    work.upload = None
+                attempt.buffer.add(client_id, upload, work.metrics, work.nbytes)
             except MethodFault:
                 raise
-            except Exception as error:
-                self._drop(work, error)
+            except Exception as failed:
+                error = failed
+        if error is not None:
+            attempt.buffer.skip(client_id)
+            attempt.fail(client_id, f"round {attempt.round}", became, error)
         second = work.arrives - self.clock.began if self.clock else time.monotonic() - self._began
-        attempt.arrivals.append({"client": work.client_id, "age": age, "second": second, "fate": fate})
+        attempt.arrivals.append({"client": client_id, "age": age, "second": second, "fate": fate})
 
     def _too_late(self, work: PendingUpload, age: int) -> str:
         """Return why the round cannot use an upload of this age, "" if it can."""
@@ -497,18 +496,18 @@ class Rounds:
             return f"its upload of round {work.round} is late, and the method's uploads have another form now"
         return ""
 
-    def _checked_budget(self, client_id: int, metrics: Mapping[str, Scalar]) -> float:
-        """Return the most epsilon that a client's records have spent, by its reports. Raises WireError if it reported more before.
+    def _check_budget(self, client_id: int, spent: float) -> None:
+        """Note the most epsilon that a client's records have spent, by its reports. Raises WireError if it reported more before.
 
         The spent epsilon only grows. A smaller value means that the site has lost its notes, so that nothing limits the
         budget any more.
         """
-        before, spent = self.spent.get(client_id, 0.0), float(metrics.get(EPSILON, 0.0))
-        if self.config.dp_epsilon and spent < before * (1 - 1e-6):
+        before = self.spent.get(client_id, 0.0)
+        if spent < before * (1 - 1e-6):
             raise WireError(
                 f"{EPSILON}: its records have spent {spent:.4g}, but {before:.4g} before: its site has lost its notes on them"
             )
-        return max(before, spent)
+        self.spent[client_id] = max(before, spent)
 
     def screen(self) -> Any:
         """Drop unusable uploads after all have arrived, and return the argument of `update`. Raises TooFewResults."""
@@ -529,7 +528,8 @@ class Rounds:
         Arrays beyond `server-memory-limit` go to the disk.
         """
         self.protocol.advance(self.attempt, accepted)
-        self._spill(list(self.attempt.buffer.metrics))
+        limit, ids = self.config.server_memory_limit * 1e9, list(self.attempt.buffer.metrics)
+        client_arrays.spill(self.server.state.clients, ids, limit, self.folder.path, self.client_files.moved)
         for client_id, reported in self.attempt.buffer.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
         self.working, self.attempt.pending = self.attempt.missed, {}
@@ -538,19 +538,6 @@ class Rounds:
                 # no round can use it
                 work.upload, work.sent = None, Sent(NOTHING, {})
         self.watch.lap("personalize")
-
-    def _arrivals(self) -> Record:
-        """Return the round's line of arrivals.jsonl."""
-        attempt, unseen = self.attempt, self.config.unseen
-        there = {*attempt.connected, *attempt.working, *unseen}
-        away = sorted(set(range(self.config.num_clients)) - there)
-        seconds = self.clock.lasted if self.clock else time.monotonic() - self._began
-        return {"asked": sorted(attempt.sent), "away": away, "seconds": seconds, "ends": attempt.arrivals}
-
-    def _spill(self, ids: list[int]) -> None:
-        """Keep the clients' arrays in memory while there is room. ids: the round's clients; their stacks are in memory anyway."""
-        limit = self.config.server_memory_limit * 1e9
-        client_arrays.spill(self.server.state.clients, ids, limit, self.folder.path, self.client_files.moved)
 
     def record(self) -> Record:
         """Return the round's record."""
@@ -562,30 +549,15 @@ class Rounds:
         if self.config.closes_early:
             record["working"] = sorted(self.working)
         if self.config.records_arrivals:
-            record[ARRIVALS] = self._arrivals()
+            attempt = self.attempt
+            there = {*attempt.connected, *attempt.working, *self.config.unseen}
+            away = sorted(set(range(self.config.num_clients)) - there)
+            seconds = self.clock.lasted if self.clock else time.monotonic() - self._began
+            asked = sorted(attempt.sent)
+            record[ARRIVALS] = {"asked": asked, "away": away, "seconds": seconds, "ends": attempt.arrivals}
         return record
 
     # Evaluation
-
-    def evaluation(self) -> Record:
-        """Return the record of an evaluation, whose replies have come."""
-        record = records.evaluation_record(
-            self.attempt.clients,
-            self.config.num_clients,
-            sum(self.attempt.sent.values()),
-            self.attempt.failures,
-            self.measured,
-            self.config.unseen,
-            self.validation,
-            self.config.evaluate_global,
-            self.attempt.hashes if self.config.is_confidential else None,
-            self.config.gone,
-        )
-        for name, ids in record.get("undefined", {}).items():
-            whose = listed(list(map(self.attempt.called, ids)))
-            told = f"client {whose}, which has none" if len(ids) == 1 else f"clients {whose}, which have none"
-            log.warning("evaluation: the mean of %s leaves out %s", name, told)
-        return record
 
     def receive_evaluation(self, reply: Reply) -> None:
         """Check a client's metrics and the hash of its model, and take them in."""
@@ -698,7 +670,8 @@ class Rounds:
                 clients.setdefault(int(client_id), {})[key] = arrays.pop(name)
         self.client_files.adopt(saved.meta.get(checkpoint.CLIENTS, []), clients)
         server.state = State(model, clients, memory, saved.meta["round"])
-        self._spill(list(clients))
+        limit = self.config.server_memory_limit * 1e9
+        client_arrays.spill(clients, list(clients), limit, self.folder.path, self.client_files.moved)
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.first = {int(i): scalars for i, scalars in saved.meta.get("first", {}).items()}
         self.spent = {int(i): float(spent) for i, spent in saved.meta.get("spent", {}).items()}
@@ -706,15 +679,6 @@ class Rounds:
         self.protocol.restore(saved.meta.get("screening", {}))
 
     # Messages
-
-    def _why_it_failed(self, round: int, spoilt: list[RoundAttempt]) -> str:
-        lines = [f"  {line}" for line in failure_lines(spoilt)]
-        if not spoilt[-1].failures:
-            lines.append(f"  {spoilt[-1].spoilt_by}")
-        lines += [
-            f"the models came out of round {self.server.state.round}, where {who}" for who in self.protocol.suspects()
-        ]
-        return f"round {round} failed in {len(spoilt)} attempts (round-retries)\n" + "\n".join(lines)
 
     def _warn_of(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:
         """Log the metrics that a client could not compute, and a damaged state: the client used an earlier generation
@@ -726,11 +690,3 @@ class Rounds:
             named = self.versions.get(client_id, "")
             who = self.attempt.called(client_id)
             log.warning("client %s: its state of %s is damaged, it continued from %s", who, named, wire.one_line(used))
-
-
-def partial(record: Record, headline: Metric, called: Callable[[str], str] = lambda i: i) -> str:
-    """Return a note on the clients that the means of a round's headline leave out, with reasons; "" if there are none.
-
-    called: returns a client's name by its id.
-    """
-    return undefined_note(record["clients"], headline, moments(headline.name)[0], called)

@@ -2,24 +2,24 @@
 
 They are added in the order of client ids. The server holds a few vectors, for any number of clients in a round. The
 sums equal those over a stack, bit for bit, in whatever order clients answer: an upload waits until those of clients
-with lower ids have come or failed. Waiting uploads beyond `_WAITING_BYTES` lie in an unnamed file in the run folder.
+with lower ids have come or failed. The models of waiting uploads beyond `_WAITING_BYTES` lie in unnamed
+files in the run folder.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from fl_app.config import RunConfig
-from fl_app.errors import MethodError, MethodFault, describe
+from fl_app.errors import MethodError, MethodFault, UserError, describe
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
+from fl_app.server import client_arrays
 from fl_app.transport.wire import Expected, Upload
 from strategies.base.declared import CHANGE_SUMS, PARAMETERS, STATISTICS, declares_means
 from strategies.base.server_half import ServerHalf, Turn
@@ -77,11 +77,11 @@ class RunningMean(UploadBuffer):
     _W: SummedRows = field(default_factory=lambda: SummedRows(0, UNIT))
     _B: SummedRows = field(default_factory=lambda: SummedRows(0, UNIT))
     _summed: dict[str, RowSum] = field(default_factory=dict)
-    _waiting: dict[int, Upload] = field(default_factory=dict)
+    # by row, and with the bytes of its model that are in memory
+    _waiting: dict[int, tuple[Upload, int]] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)
     _next: int = 0
     _held: float = 0.0
-    _file: IO[bytes] | None = None
     # by compared name, the vector that was sent last, and its squared length: all clients may be sent the same one
     _sent: dict[str, tuple[Any, float]] = field(default_factory=dict)
 
@@ -114,7 +114,18 @@ class RunningMean(UploadBuffer):
         if self.sent is not None:
             self._note_moves(client_id, upload, self.sent(client_id))
         super().add(client_id, replace(upload, model=NOTHING), metrics, nbytes)
-        self._hold(self.row_of[client_id], upload)
+        row, model = self.row_of[client_id], upload.model
+        size = model.params.nbytes + model.buffers.nbytes
+        if row != self._next and self._held + size > _WAITING_BYTES:
+            try:
+                arrays = client_arrays.to_disk(
+                    {"params": model.params, "buffers": model.buffers}, self.server.folder.path
+                )
+                upload, size = replace(upload, model=Model(**arrays)), 0
+            except UserError as error:
+                log.warning("uploads that wait for those of earlier clients stay in memory: %s", error)
+        self._held += size
+        self._waiting[row] = upload, size
         self._add_up()
 
     def skip(self, client_id: int) -> None:
@@ -135,8 +146,6 @@ class RunningMean(UploadBuffer):
         uploads = super().result()
         self._W, self._B = SummedRows(0, UNIT), SummedRows(0, UNIT)
         self._summed, self._waiting, self._sent = {}, {}, {}
-        if self._file is not None:
-            self._file.close()
         return replace(uploads, W=W, B=B, summed=summed)
 
     def _add_up(self) -> None:
@@ -146,7 +155,8 @@ class RunningMean(UploadBuffer):
             self._next += 1
 
     def _add(self, row: int) -> None:
-        upload, client_id = self._taken(row), self.ids[row]
+        (upload, size_held), client_id = self._waiting.pop(row), self.ids[row]
+        self._held -= size_held
         factor = np.array([self.factors.get(client_id, 1.0)])
         size = self.sizes[row : row + 1] * factor
         one = Uploads([client_id], self.W, self.B, size, None, {}, [self.metrics[client_id]], factors=factor)
@@ -165,52 +175,3 @@ class RunningMean(UploadBuffer):
         self._B.add(upload.model.buffers, weight)
         for name, array in more.items():
             self._summed.setdefault(name, RowSum(array.size, COLUMNS)).add(array)
-
-    # Uploads that wait
-
-    def _hold(self, row: int, upload: Upload) -> None:
-        """Keep an upload until its turn: in memory, or in a file if memory holds `_WAITING_BYTES`."""
-        size = upload.model.params.nbytes + upload.model.buffers.nbytes
-        if row != self._next and self._held + size > _WAITING_BYTES:
-            try:
-                self._write(row, upload.model)
-                upload = replace(upload, model=NOTHING)
-            except OSError as error:
-                log.warning("uploads that wait for those of earlier clients stay in memory: %s", error)
-        self._held += upload.model.params.nbytes + upload.model.buffers.nbytes
-        self._waiting[row] = upload
-
-    def _taken(self, row: int) -> Upload:
-        """Remove a waiting upload and return it."""
-        upload = self._waiting.pop(row)
-        self._held -= upload.model.params.nbytes + upload.model.buffers.nbytes
-        if upload.model is NOTHING and self._file is not None:
-            upload = replace(upload, model=self._read(row))
-        return upload
-
-    def _write(self, row: int, model: Model) -> None:
-        if self._file is None:
-            # unbuffered: a buffer would keep bytes that had no room, and fail again when another upload is read
-            self._file = tempfile.TemporaryFile(dir=self.server.folder.path, buffering=0)  # noqa: SIM115
-        place = self._place(row)
-        for vector in (model.params, model.buffers):
-            left = np.ascontiguousarray(vector, np.float32).view(np.uint8).data
-            while len(left):
-                written = os.pwrite(self._file.fileno(), left, place)
-                left, place = left[written:], place + written
-
-    def _read(self, row: int) -> Model:
-        assert self._file is not None, "an upload without a model was written to the file"
-        d, place = self.expected.d, self._place(row)
-        whole = np.empty(d + self.expected.b, np.float32)
-        left = whole.view(np.uint8).data
-        while len(left):
-            count = os.preadv(self._file.fileno(), [left], place)
-            if not count:
-                raise OSError(f"the upload of client {self.ids[row]} is cut off in the file where it waited")
-            left, place = left[count:], place + count
-        return Model(whole[:d], whole[d:])
-
-    def _place(self, row: int) -> int:
-        """Return the position of an upload in the file, in bytes."""
-        return row * 4 * (self.expected.d + self.expected.b)

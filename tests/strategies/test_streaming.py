@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import tracemalloc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from fl_app.errors import MethodError, MethodFault
+from fl_app.errors import MethodError, MethodFault, UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Model
+from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.transport.wire import Upload
 from strategies import METHODS
@@ -152,22 +152,21 @@ def test_the_order_of_arrival_does_not_matter(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("room", [0, 1.5, 2.5])
+@pytest.mark.parametrize("room", [0, 1, 2])
 def test_an_upload_that_the_disk_has_no_room_for_harms_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr(streaming, "_WAITING_BYTES", 0.0)
-    expected, left = play("fedavg", tmp_path, range(6), stack=True), [room * 4 * 305]
-    write = os.pwrite
+    expected, left = play("fedavg", tmp_path, range(6), stack=True), [None] * room
+    to_disk = client_arrays.to_disk
 
-    def pwrite(file: int, data: memoryview, place: int) -> int:
-        taken = min(len(data), int(left[0]))
-        if not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left[0] -= taken
-        return write(file, data[:taken], place)
+    def with_room(arrays: dict[str, NDArray[Any]], directory: Path) -> dict[str, NDArray[Any]]:
+        if not left:
+            raise UserError("no space left on the disk")
+        left.pop()
+        return to_disk(arrays, directory)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(client_arrays, "to_disk", with_room)
     found = play("fedavg", tmp_path, [2, 3, 5, 1, 0, 4])
     assert bits(found.global_model.params) == bits(expected.global_model.params)
     assert bits(found.global_model.buffers) == bits(expected.global_model.buffers)
@@ -202,7 +201,8 @@ def test_memory_does_not_grow_with_the_clients(
     # so many vectors may wait in memory
     monkeypatch.setattr(streaming, "_WAITING_BYTES", 4 * 4 * d)
     few, many = (peak(tmp_path, n, range(n)[::-1] if backwards else range(n), method, d) for n in (50, 400))
-    assert many < few + 1 and many < 40
+    # a map of a file takes some kB
+    assert many < few + 3 and many < 40
 
 
 # which methods, and what is said
