@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from fl_app.layout import Layout, Model
     from fl_app.transport.wire import Upload
-    from strategies.base.server_half import Turn
     from strategies.kernels.parts import Part
 
 PARAMETERS, STATISTICS = "parameters", "BatchNorm statistics"
@@ -35,7 +34,7 @@ class Means:
 
     rules: frozenset[str] = frozenset()
     streams: bool = False
-    summed: Callable[[Any, Upload, Turn], Mapping[str, NDArray[Any]]] | None = None
+    summed: Callable[[Any, Upload, Any], Mapping[str, NDArray[Any]]] | None = None
     sets_model: bool = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
@@ -13,10 +13,6 @@ from fl_app.errors import MethodError
 from fl_app.layout import Model
 from strategies.base.declared import CHANGE_MODEL, CHANGE_SUMS, Means, declares_means
 from strategies.base.state import Sent, State, Sums, Uploads
-
-if TYPE_CHECKING:
-    from strategies.base.server_half import Turn
-    from strategies.kernels.robust import Averaging
 
 # by declaration: the earlier flags and hooks, and what they are called in it
 _FLAGS: dict[str, dict[str, str]] = {
@@ -85,14 +81,14 @@ def adapt(cls: type) -> None:
             setattr(cls, hook, adapter)
 
 
-def _update(half: Any, state: State, uploads: Uploads, turn: Turn) -> State:
+def _update(half: Any, state: State, uploads: Uploads, turn: Any) -> State:
     # the earlier forms change it in place
     half.state = State(state.model, dict(state.clients), dict(state.memory), turn.round)
     half.personalize(turn.round, uploads)
     return cast(State, half.state)
 
 
-def _update_sums(half: Any, state: State, sums: Sums, turn: Turn) -> State:
+def _update_sums(half: Any, state: State, sums: Sums, turn: Any) -> State:
     half.state = State(state.model, dict(state.clients), dict(state.memory), turn.round)
     half.personalize_sums(turn.round, sums)
     return cast(State, half.state)
@@ -133,7 +129,7 @@ class EarlierHooks:
     config: RunConfig
     state: State
     # the round in which the earlier hooks work, which are given none
-    attempt: Turn
+    attempt: Any
     global_model, personal, memory, round = map(_OfState, ("model", "clients", "memory", "round"))
 
     def _hook(self, name: str) -> Any:
@@ -160,11 +156,11 @@ class EarlierHooks:
         """Return the form of `form`."""
         return self._hook("form")(self.state, self.attempt)
 
-    def sent_to(self, client_id: int) -> Model:
+    def sent_to(self, client_id: int) -> Any:
         """Return the model of Turn.sent_to."""
         return self.attempt.sent_to(client_id).model
 
-    def extras_sent_to(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+    def extras_sent_to(self, client_id: int) -> Any:
         """Return the arrays of Turn.sent_to."""
         return self.attempt.sent_to(client_id).extras
 
@@ -179,11 +175,11 @@ class EarlierHooks:
         self.state = replace(self._hook("update_sums")(self.state, sums, self.attempt), round=round)
 
     @property
-    def averaging(self) -> Averaging:
+    def averaging(self) -> Any:
         """See Turn.average."""
         return self.attempt.average
 
-    def averaging_of(self, uploads: Uploads) -> Averaging:
+    def averaging_of(self, uploads: Uploads) -> Any:
         """Return the mean of the key `robust`, with one choice of clients for all arrays of these uploads."""
         return replace(self.attempt, uploads=uploads).average
 

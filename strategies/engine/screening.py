@@ -257,7 +257,7 @@ def _numbers(of: Mapping[str, Any]) -> dict[int, Any]:
 # rounds whose usual distances count
 _ROUNDS = 5
 # with fewer sums in a round their median is no measure of it
-_MANY = 3
+_MANY_SUMS = 3
 
 
 @dataclass
@@ -272,7 +272,7 @@ class SumDistances:
         apart: each sum's distance, by its number. limit: the multiple beyond which a sum is far.
         """
         known = [self.usual[r] for r in sorted(self.usual) if r < round][-_ROUNDS:]
-        if len(apart) >= _MANY:
+        if len(apart) >= _MANY_SUMS:
             known.append(float(np.median(list(apart.values()))))
         usual = max(known, default=0.0)
         return {label: distance / usual for label, distance in apart.items() if 0 < limit * usual < distance}

@@ -18,7 +18,7 @@ from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import MethodError, UserError
 from fl_app.layout import Model
-from fl_app.server import arrivals, checkpoint
+from fl_app.server import arrivals, checkpoint, client_arrays
 from fl_app.server.events import Round
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.transport.inprocess import InProcessGrid
@@ -437,7 +437,7 @@ def test_uploads_are_held_on_the_disk_beyond_the_limit(tmp_path: Path, monkeypat
     upload = Upload(Model(np.arange(8, dtype=np.float32), np.zeros(0, np.float32)), num_examples=3)
     assert late.held(upload, 32, 64, tmp_path) is upload and late.held(upload, 10**9, 0, tmp_path) is upload
     moved = late.held(upload, 33, 64, tmp_path)
-    assert isinstance(moved.model.params, np.memmap) and moved.num_examples == 3
+    assert client_arrays.on_disk(moved.model.params) and moved.num_examples == 3
     np.testing.assert_array_equal(moved.model.params, upload.model.params)
 
 
