@@ -24,7 +24,7 @@ from client_app.run_keys import SiteKeys
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
-from fl_app.privacy import keyring, masking, shares, sketch
+from fl_app.privacy import keyring, masking, sketch
 from fl_app.privacy.aggregation_groups import threshold
 from fl_app.privacy.keyring import Keyring, RunKeys, drawn_run_keys, open_keyring
 from fl_app.privacy.transcript import SentHashes, config_hash
@@ -85,9 +85,9 @@ class Sites:
         experiment = Download(OPEN, 1, 0, "benchmark", NOTHING).experiment
         known = self.first().help_open(experiment, self.attempt, 0, range(survivors))
         label, announced, own = str(known["label"]), self.announced[0], [*range(survivors)]
-        part = bytes(shares.SHARE)
+        part = bytes(masking.SHARE)
         texts = [keyring.sealed(self._keys(j).share_key(announced, label, j, 0), part) for j in own]
-        promised = ",".join(shares.commitment(part, j, 0) for j in own)
+        promised = ",".join(masking.commitment(part, j, 0) for j in own)
         said = {f"{PRIVATE}-members": ",".join(map(str, own)), SHARES: ",".join(texts), COMMITTED: promised}
         if survivors < len(self.announced):
             said[AGREED] = ",".join(self._keys(j).agree(label, own) for j in own)
@@ -138,13 +138,13 @@ def by_clients(n: int, model: Model) -> dict[str, float]:
         answers[1] = answered(questions[1], sites.first())
         watch.lap("client: opening after a dropout")
         needed, own = threshold(n), [*range(n)]
-        held = [*shares.split(bytes(shares.SEED), own, needed).values()][:needed]
+        held = [*masking.split(bytes(masking.SEED), own, needed).values()][:needed]
         total, between = np.zeros(masking.length(model), np.uint64), {(i, n - 1): bytes(32) for i in own[:-1]}
         watch.lap("")
-        seeds = shares.restore(own[:needed], [held] * n)
-        shares.remove(total, [shares.own_mask(seed) for seed in seeds], own, [], {})
+        seeds = masking.restore(own[:needed], [held] * n)
+        masking.remove(total, [masking.own_mask(seed) for seed in seeds], own, [], {})
         watch.lap("server: opening")
-        shares.remove(total, [], own[:-1], own[-1:], between)
+        masking.remove(total, [], own[:-1], own[-1:], between)
         watch.lap("server: more for each dropout")
     length = payload_bytes(encode_upload(sent))
     return watch.seconds | {

@@ -14,7 +14,7 @@ from client_app.run_keys import SiteKeys
 from fl_app.errors import UserError, counted
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING
-from fl_app.privacy import aggregation_groups, masking, secure_random, shares, sketch
+from fl_app.privacy import aggregation_groups, masking, secure_random, sketch
 from fl_app.privacy.aggregation_groups import GroupSplit, threshold
 from fl_app.privacy.keyring import RunKeys, exchange, halves, opened, sealed
 from fl_app.privacy.masking import Words, derived
@@ -187,12 +187,12 @@ class Masker:
     def _mask_alone(self, words: Words, label: str) -> dict[str, str]:
         """Add this upload's own mask, in place. Return the shares of its seed, sealed for each member in order, and hashes."""
         keys, members, me = self.site.keys, self.transcript.members, self.site.keys.ring.client_id
-        seed = secure_random.secret(shares.SEED)
-        masking.add(words, [(True, shares.own_mask(seed))])
-        parts = shares.split(seed, members, threshold(len(members)))
+        seed = secure_random.secret(masking.SEED)
+        masking.add(words, [(True, masking.own_mask(seed))])
+        parts = masking.split(seed, members, threshold(len(members)))
         of = zip(members, self.transcript.keys, strict=True)
         texts = (sealed(keys.share_key(text, label, me, j), parts[j]) for j, text in of)
-        promised = [*(shares.commitment(parts[j], me, j) for j in members), shares.commitment(seed, me)]
+        promised = [*(masking.commitment(parts[j], me, j) for j in members), masking.commitment(seed, me)]
         return {SHARES: ",".join(texts), COMMITTED: ",".join(promised)}
 
     def _with_words(self, words: int) -> Transcript:
@@ -221,14 +221,14 @@ def _opened(
         j: opened(keys.share_key(of[j], label, j, me), text) for j, text in zip(survivors, texts[SHARES], strict=True)
     }
     promised = dict(zip(survivors, texts[COMMITTED], strict=True))
-    lost = [j for j, share in found.items() if share is None or shares.commitment(share, j, me) != promised[j]]
+    lost = [j for j, share in found.items() if share is None or masking.commitment(share, j, me) != promised[j]]
     if 3 * len(lost) > len(survivors):
         raise UserError(key="private", rule=f"clients {lost} sealed no shares for client {me} in this attempt")
     if lost:
         log.warning("private: clients %s sealed no shares for client %d in this attempt", lost, me)
     between = (_mask_key(keys, halves(of[u])[0], u, label) for u in gone)
     return {
-        OPENED: ",".join((shares.BLANK if share is None or j in lost else share).hex() for j, share in found.items()),
+        OPENED: ",".join((masking.BLANK if share is None or j in lost else share).hex() for j, share in found.items()),
         BETWEEN: ",".join(key.hex() for key in between),
     }
 

@@ -2,7 +2,7 @@
 
 Every pair of a group's members adds and subtracts a mask that belongs to this attempt at this round, and each member adds
 one of its own. Once all have answered or dropped out, the members that are left agree on whom that is, and reveal what
-opens the sum of their uploads, and of no others (fl_app/privacy/shares.py). strategies/engine/group_store.py limits the facts
+opens the sum of their uploads, and of no others (fl_app/privacy/masking.py). strategies/engine/group_store.py limits the facts
 that all sums of a run reveal together.
 """
 
@@ -154,7 +154,7 @@ class MaskedSum(UploadBuffer):
 
     def answer(self, client_id: int, entries: Numbers) -> None:
         """Take a client's part in opening its group's sum. Raises WireError if it is malformed, or has a wrong share."""
-        from fl_app.privacy.shares import BLANK, commitment
+        from fl_app.privacy.masking import BLANK, commitment
 
         label = self.label_of[client_id]
         own, gone = self.survivors[label], self.dropped(label)
@@ -172,7 +172,7 @@ class MaskedSum(UploadBuffer):
 
     def restored(self, label: int) -> dict[int, bytes]:
         """Return the seeds of the survivors' own masks. One is left out if its client has promised another."""
-        from fl_app.privacy import shares
+        from fl_app.privacy import masking
 
         if label in self.seeds:
             return self.seeds[label]
@@ -185,8 +185,8 @@ class MaskedSum(UploadBuffer):
         place = {i: at for at, i in enumerate(own)}
         for by, makers in alike.items():
             several = [[self.answers[j][0][place[i]] for j in by] for i in makers]
-            seeds = zip(makers, shares.restore(by, several), strict=True)
-            found |= {i: seed for i, seed in seeds if shares.commitment(seed, i) == self.committed[i][None]}
+            seeds = zip(makers, masking.restore(by, several), strict=True)
+            found |= {i: seed for i, seed in seeds if masking.commitment(seed, i) == self.committed[i][None]}
         return found
 
     def at_fault(self, label: int) -> dict[int, str]:
@@ -208,18 +208,18 @@ class MaskedSum(UploadBuffer):
 
     def _opened(self, label: int) -> NDArray[np.uint64]:
         """Return a group's sum without masks. Raises TooFewResults if too few members helped to open it."""
-        from fl_app.privacy import shares
+        from fl_app.privacy import masking
 
         own, gone = self.survivors[label], self.dropped(label)
         if not self.is_open(label):
             silent = [i for i in own if i not in self.answers]
             # where half of them are silent, the network is at fault rather than they
             raise TooFewResults(_gone(silent, own), [*([] if 2 * len(silent) >= len(own) else silent), *gone])
-        masks = [shares.own_mask(seed) for seed in self.restored(label).values()]
+        masks = [masking.own_mask(seed) for seed in self.restored(label).values()]
         rows = sorted({self.row_of_sum[i] for i in own})
         total: NDArray[np.uint64] = np.add.reduce(self.totals[rows], axis=0, dtype=np.uint64)
         between = {(i, j): key for i in own if gone for j, key in zip(gone, self.answers[i][1], strict=True)}
-        shares.remove(total, masks, own, gone, between)
+        masking.remove(total, masks, own, gone, between)
         return total
 
     def _mean(self, total: NDArray[np.uint64], members: list[int]) -> Model:

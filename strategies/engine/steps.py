@@ -5,19 +5,73 @@ Outlier screening (screening.py) comes before them: it sees the uploads where th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fl_app.config import RunConfig
+from fl_app.errors import MethodError
 from fl_app.layout import Model
 from strategies.base.declared import CHANGE_MODEL, declares_means
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import State, StepAfter, StepBefore, UploadBuffer, Uploads
-from strategies.kernels import afo
 from strategies.kernels.robust import capped
+
+KINDS = ("none", "momentum", "adagrad", "adam", "yogi")
+MOMENTUM = 1.0
+"""The learning rate of `momentum` if `server-learning-rate` is 0: that of FedAvg. The others' is `ADAPTIVE`."""
+ADAPTIVE = 0.01
+
+Floats = NDArray[np.floating[Any]]
+Moments = Mapping[str, Floats]
+
+
+def server_step(
+    w: ArrayLike,
+    mean: ArrayLike,
+    state: Moments | None,
+    *,
+    kind: str,
+    learning_rate: float,
+    beta1: float,
+    beta2: float,
+    tau: float,
+) -> tuple[Floats, dict[str, Floats]]:
+    """Return the next global model, [d], and the next state (Reddi et al., Algorithm 2; Hsu et al., FedAvgM).
+
+    w: [d], the model sent. mean: [d], the uploads' mean. state: `m` [d] and, except for momentum, `v` [d], as the last
+    step returned it; None or empty before the first step. kind: one of `KINDS`; "none" returns the mean and no state.
+    The work is in float64. The results have w's dtype, at least float32. Raises UserError for another kind, and ValueError
+    unless w and mean have one shape.
+    """
+    before, target = np.asarray(w), np.asarray(mean)
+    dtype = np.result_type(before.dtype, np.float32)
+    if kind not in KINDS:
+        raise MethodError(key="server-optimizer", rule=f"must be one of {', '.join(KINDS)}", value=kind)
+    if before.shape != target.shape:
+        raise ValueError(f"w and mean must have one shape, got {list(before.shape)} and {list(target.shape)}")
+    if kind == "none":
+        return target.astype(dtype), {}
+    start = before.astype(np.float64)
+    delta = target.astype(np.float64) - start
+    old = state or {"m": np.zeros_like(delta), "v": np.full_like(delta, tau * tau)}
+    m = beta1 * old["m"].astype(np.float64) + (delta if kind == "momentum" else (1 - beta1) * delta)
+    if kind == "momentum":
+        return (start + learning_rate * m).astype(dtype), {"m": m.astype(dtype)}
+    v, square = old["v"].astype(np.float64), delta * delta
+    if kind == "adagrad":
+        v = v + square
+    elif kind == "yogi":
+        v = v - (1 - beta2) * square * np.sign(v - square)
+    else:
+        v = beta2 * v + (1 - beta2) * square
+    step = learning_rate * m / (np.sqrt(v) + tau)
+    return (start + step).astype(dtype), {"m": m.astype(dtype), "v": v.astype(dtype)}
+
 
 # the beginning of the names of the server optimizer's moments in `memory`
 _NAMES = "server-optimizer."
@@ -58,12 +112,12 @@ def _moved(c: RunConfig, before: State, after: State) -> State:
 
     The moments are in `memory`. Statistics stay the mean's.
     """
-    params, moments = afo.server_step(
+    params, moments = server_step(
         before.model.params,
         after.model.params,
         {name: before.memory[_NAMES + name] for name in ("m", "v") if _NAMES + name in before.memory},
         kind=c.server_optimizer,
-        learning_rate=c.server_learning_rate or (afo.MOMENTUM if c.server_optimizer == "momentum" else afo.ADAPTIVE),
+        learning_rate=c.server_learning_rate or (MOMENTUM if c.server_optimizer == "momentum" else ADAPTIVE),
         beta1=c.server_beta1,
         beta2=c.server_beta2,
         tau=c.server_tau,

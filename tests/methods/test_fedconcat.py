@@ -18,9 +18,8 @@ from fl_app import rng, weights
 from fl_app.layout import Layout, Model
 from fl_app.transport.wire import encode_download, payload_bytes
 from strategies.baselines import components
-from strategies.baselines.fedconcat import clusters
+from strategies.baselines.fedconcat import centres_of, clusters, squared_distances
 from strategies.engine.screening import compared
-from strategies.kernels.kmeans import centres_of, squared_distances
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import same, small

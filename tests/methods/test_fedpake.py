@@ -29,9 +29,10 @@ from strategies.fedpake import (
     aggregate_layers,
     divide,
     macro_classes,
+    most_frequent,
+    num_differing,
 )
 from strategies.kernels import aggregate as reductions
-from strategies.kernels.micro_classes import most_frequent, num_differing
 from tests.conftest import config, f32, flat_layout
 
 PRINTED: dict[str, Any] = {"threshold": 0.2, "num_micro": 4, "num_macro": 4, "delta": 0.2}

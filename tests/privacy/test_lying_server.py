@@ -22,7 +22,7 @@ from fl_app import models
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Layout, Model
-from fl_app.privacy import aggregation_groups, masking, pins, shares
+from fl_app.privacy import aggregation_groups, masking, pins
 from fl_app.privacy.aggregation_groups import GroupSplit
 from fl_app.privacy.keyring import PEERS, RunKeys, exchange, halves, open_keyring, text_of
 from fl_app.privacy.masking import derived
@@ -163,10 +163,10 @@ class Server:
         agreed = self.agreed(survivors, attempt) if gone else None
         for i in survivors:
             answers[i] = self.help_open(i, survivors, attempt, agreed)
-        seeds = shares.restore(list(survivors), [[answers[i][0][k] for i in survivors] for k in range(len(survivors))])
+        seeds = masking.restore(list(survivors), [[answers[i][0][k] for i in survivors] for k in range(len(survivors))])
         between = {(i, j): key for i in survivors for j, key in zip(gone, answers[i][1], strict=True)}
         words = words.copy()
-        shares.remove(words, [shares.own_mask(seed) for seed in seeds], survivors, gone, between)
+        masking.remove(words, [masking.own_mask(seed) for seed in seeds], survivors, gone, between)
         return words
 
     def sum(self, members: Sequence[int], attempt: int = 0, **said: Any) -> np.ndarray:
@@ -226,9 +226,9 @@ def test_an_honest_server_has_the_sum(raw_config: dict[str, Any], keys: list[Pat
     # one that is gone after its upload
     answers = [server.ask(i, range(N), 2) for i in range(N)]
     held = {i: server.help_open(i, range(N), 2)[0] for i in (5, 1, 3, 0)}
-    seeds = shares.restore([5, 1, 3, 0], [[held[i][k] for i in (5, 1, 3, 0)] for k in range(N)])
+    seeds = masking.restore([5, 1, 3, 0], [[held[i][k] for i in (5, 1, 3, 0)] for k in range(N)])
     words = total(answers)
-    shares.remove(words, [shares.own_mask(seed) for seed in seeds], range(N), [], {})
+    masking.remove(words, [masking.own_mask(seed) for seed in seeds], range(N), [], {})
     assert (words == found).all()
     assert is_noise(server.ask(0, range(N), 1)) and not is_noise(bare[0, 0])
 
@@ -357,10 +357,10 @@ def test_a_member_that_announces_anothers_key(
     alone = {i: server.ask(i, range(N)) for i in range(5)}[victim].copy()
     agreed = server.agreed(survivors)
     found = {i: server.help_open(i, survivors, 0, agreed) for i in survivors}
-    seeds = shares.restore(survivors, [[found[i][0][survivors.index(victim)] for i in survivors]])
+    seeds = masking.restore(survivors, [[found[i][0][survivors.index(victim)] for i in survivors]])
     known = dict(zip([4, 5], found[victim][1], strict=True)) | {i: found[i][1][1] for i in (0, 2, 3)}
     between = {(victim, j): key for j, key in known.items()}
-    shares.remove(alone, [shares.own_mask(seed) for seed in seeds], [victim], known, between)
+    masking.remove(alone, [masking.own_mask(seed) for seed in seeds], [victim], known, between)
     assert is_noise(alone) is not weakened and (alone == bare[victim, 0]).all() == weakened
 
 
@@ -381,7 +381,7 @@ def test_false_dropouts(raw_config: dict[str, Any], keys: list[Path], bare: Bare
     agreed = server.agreed(range(1, N))
     known = [server.help_open(i, range(1, N), 0, agreed)[1][0] for i in range(1, N)]
     alone = answers[0].copy()
-    shares.remove(alone, [], [0], range(1, N), {(0, i): key for i, key in zip(range(1, N), known, strict=True)})
+    masking.remove(alone, [], [0], range(1, N), {(0, i): key for i, key in zip(range(1, N), known, strict=True)})
     assert is_noise(alone) and not is_noise(bare[0, 0])
 
 
@@ -411,11 +411,11 @@ def test_another_set_of_survivors_for_each(
         return
     told = {i: server.help_open(i, view, 0, dict.fromkeys(view, "")) for i, view in VIEWS.items()}
     holders = [0, 1, 2, 3]
-    seeds = shares.restore(holders, [[told[i][0][VIEWS[i].index(x)] for i in holders] for x in (0, 1)])
+    seeds = masking.restore(holders, [[told[i][0][VIEWS[i].index(x)] for i in holders] for x in (0, 1)])
     between = {(x, u): told[x][1][[2, 3].index(u)] for x in (0, 1) for u in (2, 3)}
     between |= {(x, u): told[u][1][[0, 1].index(x)] for x in (0, 1) for u in (4, 5)}
     found = answers[0] + answers[1]
-    shares.remove(found, [shares.own_mask(seed) for seed in seeds], [0, 1], [2, 3, 4, 5], between)
+    masking.remove(found, [masking.own_mask(seed) for seed in seeds], [0, 1], [2, 3, 4, 5], between)
     assert (found == bare[0, 0] + bare[1, 0]).all()
 
 

@@ -10,7 +10,7 @@ import pytest
 from client_app.client import CorollaClient
 from client_app.private_round import Masker
 from fl_app.errors import RoundFailed
-from fl_app.privacy import secure_random, shares
+from fl_app.privacy import masking, secure_random
 from fl_app.privacy.keyring import text_of
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.transport.wire import COMMITTED, OPEN, OPENED, SHARES, Download
@@ -67,11 +67,11 @@ def for_all(texts: list[str], hashes: list[str]) -> None:
 
 
 def of_another_seed(texts: list[str], hashes: list[str]) -> None:
-    hashes[-1] = shares.commitment(bytes(31), 3)
+    hashes[-1] = masking.commitment(bytes(31), 3)
 
 
 def with_other_hashes(texts: list[str], hashes: list[str]) -> None:
-    hashes[:] = [shares.commitment(bytes(32), 3, i) for i in range(len(hashes))]
+    hashes[:] = [masking.commitment(bytes(32), 3, i) for i in range(len(hashes))]
 
 
 @pytest.mark.parametrize("change", [for_all, of_another_seed, with_other_hashes])
@@ -124,7 +124,7 @@ def test_who_reveals_a_wrong_share_is_named_and_the_sum_is_the_same(run: Run, mo
 
 def test_who_says_that_it_has_no_shares_is_not_needed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(run_name="whole", **PRIVATE)
-    revealing(monkeypatch, lambda words: [shares.BLANK.hex()] * len(words), 2)
+    revealing(monkeypatch, lambda words: [masking.BLANK.hex()] * len(words), 2)
     folder = run(run_name="blank", **PRIVATE)
     assert all(not record["failures"] for record in rounds(folder)) and digest(folder) == digest(whole)
 
@@ -133,7 +133,7 @@ def test_who_accuses_all_others_where_it_is_needed_is_named_and_not_they(
     raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Client 2 drops out, so all four others must help."""
-    revealing(monkeypatch, lambda words: [shares.BLANK.hex()] * len(words), 1)
+    revealing(monkeypatch, lambda words: [masking.BLANK.hex()] * len(words), 1)
     first, second = rounds(run_without(raw_config, (1, 0, 2), (1, 1, 2)))
     assert named(first)[:2] == [(2, 1), (1, 1)] and set(first["clients"]) <= {"0", "2", "3", "4"}
     assert len(second["clients"]) == 5

@@ -23,7 +23,7 @@ from fl_app.server_app import run
 from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from strategies.engine import steps
-from strategies.kernels.afo import KINDS, server_step
+from strategies.engine.steps import KINDS, server_step
 from tests.conftest import config
 from tests.facts import rejected
 

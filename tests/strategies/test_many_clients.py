@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 
 from strategies import fedcac
 from strategies.baselines import fedamp, feddwa
+from strategies.fedpake import num_differing
 from strategies.kernels import aggregate, blocks, masks, robust, trimming
-from strategies.kernels.micro_classes import num_differing
 from tests.conftest import config, flat_layout
 
 moderate = st.floats(-1e3, 1e3, width=32)
@@ -180,7 +180,7 @@ def test_counts_in_small_blocks(n: int, d: int, seed: int) -> None:
     classes = rng.integers(0, 6, (n, d)).astype(np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "_BLOCK_WORDS", 1)
-        patch.setattr("strategies.kernels.micro_classes._BLOCK_WORDS", 1)
+        patch.setattr("strategies.fedpake._BLOCK_WORDS", 1)
         common = masks.common_ones(np.stack([masks.pack(row) for row in chosen]))
         differing = num_differing(classes, 5)
     np.testing.assert_array_equal(common, chosen.astype(np.int64) @ chosen.T.astype(np.int64))
