@@ -9,9 +9,9 @@ pyproject.toml. A test keeps the four equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from fl_app import rng
 from fl_app.config.earlier_keys import current
@@ -54,24 +54,8 @@ from fl_app.sources import NODE, source_of
 LARGEST_PRIVATE_RANGE = 2.0**20
 
 
-@runtime_checkable
-class Checked(Protocol):
-    """Parameters of a method with rules that a single key's range cannot express."""
-
-    def problems(self, config: RunConfig) -> Iterable[UserError]:
-        """Return an error for each problem with the values together: key, rule, value."""
-        ...
-
-
 NO_KEYS = {"tensorboard": '; TensorBoard is a tracker: track = "tensorboard"'}
 """Names that users may try although there is no such key, with the end of the error that names the right key."""
-
-
-def scheduled(schedule: str, decay: float, round: int, rounds: int) -> float:
-    """Return the factor on a learning rate in a round in 1 .. rounds."""
-    angle = math.pi * (round - 1) / rounds if schedule == "cosine" else 0.0
-    every = int(schedule.removeprefix(STEP)) if schedule.startswith(STEP) else 1
-    return decay ** ((round - 1) // every) * ((1 + math.cos(angle)) / 2)
 
 
 def ids_in(without: object) -> frozenset[int]:
@@ -470,7 +454,10 @@ class RunConfig(ExperimentKeys):
         """Return the factor of `learning-rate-decay` and `schedule` on the learning rate in a round, counted from 1."""
         if self.patience:
             return self.learning_rate_decay**self.drops
-        return scheduled(self.schedule, self.learning_rate_decay, round, self.num_server_rounds)
+        angle = math.pi * (round - 1) / self.num_server_rounds if self.schedule == "cosine" else 0.0
+        every = int(self.schedule.removeprefix(STEP)) if self.schedule.startswith(STEP) else 1
+        factor: float = self.learning_rate_decay ** ((round - 1) // every) * ((1 + math.cos(angle)) / 2)
+        return factor
 
     @property
     def patience(self) -> int:
@@ -608,7 +595,8 @@ def _parse(
     params = cls(**{s.field: values[s.name] for s in specs(cls, table_of(method))})
     defaults = {name: spec.default for name, spec in known.items()}
     config = RunConfig(**top, params=params, resolved=values, defaults=defaults)  # type: ignore[arg-type]
-    complain([*params.problems(config)] if isinstance(params, Checked) else [])
+    # of a method with rules that a single key's range cannot express
+    complain([*params.problems(config)] if hasattr(params, "problems") else [])
     return config
 
 

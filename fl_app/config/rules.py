@@ -62,10 +62,6 @@ def _source_for(dataset: str) -> str:
     return f"; did you mean {either(meant)}?" if meant else ""
 
 
-def _looks_like_a_path(dataset: str) -> bool:
-    return "/" in dataset or bool(Path(dataset).suffix)
-
-
 def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[UserError]) -> None:
     """Add an error to `problems` for every value that is not among its key's words, references or paths."""
 
@@ -92,7 +88,7 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         if source is not None and source.path:
             rule = f"{source.prefix} needs its path: {source.form}"
             problems.append(UserError(key="dataset", rule=rule, value=dataset))
-        elif (_looks_like_a_path(dataset) or not nearest(dataset, words)) and (hint := _source_for(dataset)):
+        elif ("/" in dataset or Path(dataset).suffix or not nearest(dataset, words)) and (hint := _source_for(dataset)):
             problems.append(UserError(key="dataset", rule="must name a source of data", value=dataset, hint=hint))
         else:
             refuse("dataset", words, f" or {forms}", path_prefixes("dataset"))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
 from fl_app import metrics, rng, stopping, tasks, trainable_tensors
@@ -209,31 +209,26 @@ class Method(Generic[P]):
                 rule=f"method {config.method} sets no mean global model that it could move",
                 value=config.server_optimizer,
             )
-        if config.evaluate_global:
-            self._check_global(config)
-        late.check(config, self.strategy)
-        if config.private:
-            private.check(config, self.strategy, "" if self.sums else self.not_private)
-        if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
-            raise MethodError(key="dp-epsilon", rule="finetune-epochs would use records outside the budget; leave it 0")
-
-    def _check_global(self, config: RunConfig) -> None:
-        """Raise UserError if a run cannot measure a global model beside the personal ones."""
-        if not self.global_beside_personal:
+        if config.evaluate_global and not self.global_beside_personal:
             raise MethodError(
                 key="evaluate-global",
                 rule=f"method {config.method} has no global model beside its clients' personal models; leave it off",
             )
-        if config.private:
+        if config.evaluate_global and config.private:
             raise MethodError(
                 key="evaluate-global",
                 rule="the server of a private run would learn how a model that it knows does on each client's "
                 "test data; leave it off",
             )
-        if not config.report_accuracy:
+        if config.evaluate_global and not config.report_accuracy:
             raise MethodError(
                 key="evaluate-global", rule="clients send no metrics with report-accuracy = false; leave it off"
             )
+        late.check(config, self.strategy)
+        if config.private:
+            private.check(config, self.strategy, "" if self.sums else self.not_private)
+        if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
+            raise MethodError(key="dp-epsilon", rule="finetune-epochs would use records outside the budget; leave it 0")
 
     def reports_counts(self, config: RunConfig) -> bool:
         """Return whether clients report their sample counts: never with `dp-epsilon`, because a record changes them.
@@ -439,23 +434,14 @@ def no_tensors(layout: Layout, params: object) -> frozenset[str]:
     return frozenset()
 
 
-class HasStatistics(Protocol):
-    """Parameters of a method that has the key `batchnorm-statistics`."""
-
-    @property
-    def batchnorm_statistics(self) -> str:
-        """The place of BatchNorm's running statistics: "local" if they stay on the client."""
-        ...
-
-
-def all_but_local_statistics(layout: Layout, params: HasStatistics) -> frozenset[str]:
+def all_but_local_statistics(layout: Layout, params: Any) -> frozenset[str]:
     """Return the names of all tensors, without BatchNorm's statistics if `batchnorm-statistics` is "local"."""
     if params.batchnorm_statistics == "local":
         return layout.names - {slot.name for slot in layout.buffers}
     return layout.names
 
 
-def all_where_features_are(layout: Layout, params: HasStatistics) -> frozenset[str]:
+def all_where_features_are(layout: Layout, params: Any) -> frozenset[str]:
     """Return the names of `all_but_local_statistics`, for a model with features. Raises UserError for any other model."""
     refuse(layout, FEATURES)
     return all_but_local_statistics(layout, params)

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,16 +90,6 @@ log = logging.getLogger("corolla")
 P = TypeVar("P")
 
 
-class AggregationGroups(Protocol):
-    """The aggregation groups of a private run: clients that are summed up together (strategies/engine/group_store.py)."""
-
-    def keep_together(
-        self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
-    ) -> NDArray[np.int64]:
-        """See ServerHalf.keep_together."""
-        ...
-
-
 class ServerHalf(EarlierHooks, Generic[P]):
     """The server half of a method. A subclass writes `update`, and overrides the hooks that its paper changes.
 
@@ -141,7 +131,8 @@ class ServerHalf(EarlierHooks, Generic[P]):
         self.form_of_exports = Exported()
         self.reports = Reports()
         self.told: Mapping[str, Scalar] = {}
-        self.aggregation_groups: AggregationGroups | None = None
+        # of a private run: clients that are summed up together (strategies/engine/private.py)
+        self.aggregation_groups: Any = None
 
     def begin(self, turn: Turn) -> None:
         """Begin a round: let it know what clients are sent."""
@@ -248,7 +239,8 @@ class ServerHalf(EarlierHooks, Generic[P]):
         - `overlap`: the similarities of the clients `ids`, float64 [n, n]. `ids`: int64 [n].
         """
         assert self.aggregation_groups is not None, "a run that is not private has no aggregation groups"
-        return self.aggregation_groups.keep_together(ids, labels, overlap)
+        kept: NDArray[np.int64] = self.aggregation_groups.keep_together(ids, labels, overlap)
+        return kept
 
     # Models that leave the run
 

@@ -30,8 +30,6 @@ from strategies.engine.attempt import Questions, TooFewResults
 
 OUTSIDE = -1
 FILE = "aggregation-groups.json"
-# its name in run folders of earlier versions, where the field `groups` was `companies`
-EARLIER_FILE = "companies.json"
 GroupNumbers = NDArray[np.int64]
 
 
@@ -116,10 +114,9 @@ class GroupStore:
 
     def __init__(self, directory: Path, first: GroupNumbers) -> None:
         self.path = directory / FILE
-        written = self.path if self.path.exists() else directory / EARLIER_FILE
-        kept = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
-        self.groups = np.array(kept.get("groups", kept.get("companies")), np.int64) if kept else first
-        self.most: float = kept.get("most") or 0.0
+        kept = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        self.groups = np.array(kept["groups"], np.int64) if kept else first
+        self.most: float = kept.get("most", 0.0)
         self.splits = aggregation_groups.read(json.dumps(kept.get("splits", [])))
         if not kept:
             self.save()

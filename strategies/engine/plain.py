@@ -166,12 +166,6 @@ def require_results(attempt: RoundAttempt, min_results: float, least: int) -> No
         raise TooFewResults(f"{usable} of {len(asked)} uploads usable, {needed} needed")
 
 
-def replace_delta(epsilon: float, delta: float) -> float:
-    """Return the delta at which a replaced record has twice the epsilon of an added or removed one, at most 1."""
-    # e^epsilon overflows from 710 on
-    return min(1.0, delta * (1 + math.exp(min(epsilon, 700.0))))
-
-
 def privacy_budget(config: RunConfig) -> list[str]:
     """Return a line on the records that `dp-epsilon` covers, and on those that it does not; none if the key is 0.
 
@@ -180,9 +174,11 @@ def privacy_budget(config: RunConfig) -> list[str]:
     if not config.dp_epsilon:
         return []
     epsilon, delta = config.dp_epsilon, config.dp_delta
+    # e^epsilon overflows from 710 on
+    replaced = min(1.0, delta * (1 + math.exp(min(epsilon, 700.0))))
     uncovered = "test and validation" if config.validation_ratio else "test"
     return [
         f"dp-epsilon: over all rounds, adding or removing a training record is covered within ({epsilon:g}, {delta:g}), "
-        f"replacing one within ({2 * epsilon:g}, {replace_delta(epsilon, delta):.3g}); "
+        f"replacing one within ({2 * epsilon:g}, {replaced:.3g}); "
         f"{uncovered} records and all numbers of records are not (docs/privacy.md)"
     ]
