@@ -56,7 +56,7 @@ from fl_app.transport.flower import RecordDict
 from fl_app.transport.outgoing import Way
 from fl_app.transport.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext, hooks
-from strategies.kernels.parts import Part
+from strategies.kernels import Part
 
 if TYPE_CHECKING:
     from client_app.flat import FlatModule

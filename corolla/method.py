@@ -63,8 +63,7 @@ from strategies.base import (
     no_tensors,
 )
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels.aggregate import weighted_mean
-from strategies.kernels.averages import RULES
+from strategies.kernels import RULES, weighted_mean
 
 # the earlier name, for one release
 Drawings = ModelFactory

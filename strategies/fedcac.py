@@ -60,11 +60,8 @@ from strategies.base import (
     local_epochs,
     models_by_client,
 )
-from strategies.kernels import aggregate, masks, scores
-from strategies.kernels.averages import RULES
-from strategies.kernels.blocks import for_blocks
+from strategies.kernels import PLAIN, RULES, Averaging, aggregate, for_blocks, masks, scores
 from strategies.kernels.linkage import ALONE, held, partition, regrouped
-from strategies.kernels.robust import PLAIN, Averaging
 
 # names of arrays in private runs
 GROUPS, PLACES, MEANS, STATISTICS, GROUP = "groups", "places", "means", "statistics", "group"

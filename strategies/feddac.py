@@ -71,8 +71,7 @@ from strategies.base import (
     models_by_client,
 )
 from strategies.fedcac import at_least, mask_overlap, threshold
-from strategies.kernels import aggregate, masks, scores
-from strategies.kernels.blocks import for_blocks
+from strategies.kernels import aggregate, for_blocks, masks, scores
 
 # name of the second vector on the wire
 GUIDANCE = "guidance"

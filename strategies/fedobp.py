@@ -62,8 +62,7 @@ from strategies.base import (
     key,
 )
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels import masks, scores
-from strategies.kernels.averages import RULES
+from strategies.kernels import RULES, masks, scores
 
 # per layer, int64 on the wire
 COUNTS = "personal-parameters"

@@ -66,8 +66,8 @@ from strategies.base import (
     specs,
 )
 from strategies.baselines.fedavg import GlobalModelParams
-from strategies.kernels.aggregate import Stack, weighted_mean
-from strategies.kernels.blocks import blocks, in_order
+from strategies.kernels import Stack, in_order, weighted_mean
+from strategies.kernels.blocks import blocks
 
 # uint64 words of a plane, of all clients: all rows that a client is compared with stay in the cache
 _BLOCK_WORDS = 262_144

@@ -55,7 +55,7 @@ from strategies.base.needs import (
     refuse,
     unfit,
 )
-from strategies.base.server_half import Turn
+from strategies.base.server_half import Turn, log
 from strategies.base.state import OnDemand, Sent, State, Sums, Uploads, models_by_client
 from strategies.base.strategy import PersonalizedStrategy
 
@@ -131,6 +131,7 @@ __all__ = [
     "key",
     "leave_network",
     "listed",
+    "log",
     "local_epochs",
     "models_by_client",
     "moments",

@@ -25,9 +25,7 @@ from strategies.base import earlier, hooks
 from strategies.base.declared import Exported, Holds, Late, Means, Outliers, Submodel
 from strategies.base.earlier import EarlierHooks
 from strategies.base.state import Sent, State, Sums, Uploads
-from strategies.kernels.aggregate import Stack
-from strategies.kernels.parts import Part
-from strategies.kernels.robust import Averaging
+from strategies.kernels import Averaging, Part, Stack
 
 
 @dataclass

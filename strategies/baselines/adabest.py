@@ -50,7 +50,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.baselines.scaffold import shifted
-from strategies.kernels.averages import RULES
+from strategies.kernels import RULES
 
 Floats = NDArray[np.floating[Any]]
 # memory, float32 [d]: the mean of the last round's models

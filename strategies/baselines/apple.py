@@ -33,7 +33,6 @@ Readings and deviations:
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,9 +62,8 @@ from strategies.base import (
     Uploads,
     all_tensors,
     key,
+    log,
 )
-
-log = logging.getLogger("corolla")
 
 # down: int64 [M] and float32 [M, d], others' core models, and float64 [N]; up: float64 [N]
 IDS, MODELS, PRIOR, RELATIONS = "ids", "models", "prior", "relations"

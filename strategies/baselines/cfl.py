@@ -48,8 +48,8 @@ from strategies.base import (
     key,
     local_epochs,
 )
-from strategies.kernels import aggregate
-from strategies.kernels.blocks import blocks, in_order
+from strategies.kernels import aggregate, in_order
+from strategies.kernels.blocks import blocks
 
 # norms in a cosine count as at least this
 _SMALLEST = 1e-8

@@ -19,7 +19,7 @@ from strategies.base import (
     classifier_path,
     packed,
 )
-from strategies.kernels.parts import head_slots
+from strategies.kernels import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -60,8 +60,7 @@ from strategies.base import (
     moments,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
-from strategies.kernels.averages import RULES
-from strategies.kernels.blocks import one_thread
+from strategies.kernels import RULES, one_thread
 
 Array = NDArray[np.float64]
 Memory = Mapping[str, NDArray[Any]]

@@ -27,7 +27,6 @@ and training is local.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,13 +59,11 @@ from strategies.base import (
     key,
     listed,
     local_epochs,
+    log,
 )
 from strategies.base.state import UploadBuffer
 from strategies.baselines.fedprox import proximal
-from strategies.kernels import aggregate
-from strategies.kernels.aggregate import Stack
-
-log = logging.getLogger("corolla")
+from strategies.kernels import Stack, aggregate
 
 # absent clients that get their cloud models together
 _AT_ONCE = 64

@@ -52,7 +52,7 @@ from strategies.base import (
     key,
 )
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels.robust import capped
+from strategies.kernels import capped
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -23,7 +23,7 @@ from strategies.base import (
     key,
     local_epochs,
 )
-from strategies.kernels.averages import RULES
+from strategies.kernels import RULES
 
 P = TypeVar("P")
 

@@ -20,7 +20,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,10 +35,9 @@ from strategies.base import (
     all_but_classifier,
     key,
     local_epochs,
+    log,
 )
 from strategies.baselines.fedavg import FedAvg
-
-log = logging.getLogger("corolla")
 
 
 @dataclass(frozen=True)

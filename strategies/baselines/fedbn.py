@@ -12,8 +12,6 @@ a warning is logged.
 
 from __future__ import annotations
 
-import logging
-
 from strategies.base import (
     Layout,
     LocalUpdate,
@@ -21,10 +19,9 @@ from strategies.base import (
     NoParams,
     Overview,
     local_epochs,
+    log,
 )
 from strategies.baselines.fedavg import FedAvg
-
-log = logging.getLogger("corolla")
 
 
 class FedBN(FedAvg[NoParams]):

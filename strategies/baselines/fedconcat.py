@@ -23,7 +23,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,12 +64,11 @@ from strategies.base import (
     UserError,
     Vector,
     key,
+    log,
 )
 from strategies.baselines import components
 from strategies.baselines.ifca import cluster_means
-from strategies.kernels.aggregate import Stack
-from strategies.kernels.averages import RULES
-from strategies.kernels.parts import head_slots
+from strategies.kernels import RULES, Stack, head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -159,8 +157,6 @@ def _filled(labels: Labels, apart: Rows) -> Labels:
         labels[np.where(alone, -1, own).argmax()] = empty
     return labels
 
-
-log = logging.getLogger("corolla")
 
 Shares = NDArray[np.float64]
 # prefixes of tensor names: of the run's model, and of the classifier on all encoders

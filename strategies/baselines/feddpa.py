@@ -61,8 +61,7 @@ from strategies.base import (
     key,
 )
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels import masks
-from strategies.kernels.averages import RULES
+from strategies.kernels import RULES, masks
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -54,8 +54,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
 from strategies.baselines.fedprox import proximal
-from strategies.kernels.aggregate import block_means, weighted_mean
-from strategies.kernels.blocks import for_blocks
+from strategies.kernels import block_means, for_blocks, weighted_mean
 
 Floats = NDArray[np.floating]
 

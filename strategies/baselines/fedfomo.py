@@ -26,7 +26,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,10 +59,9 @@ from strategies.base import (
     all_tensors,
     declared,
     key,
+    log,
 )
 from strategies.kernels import aggregate
-
-log = logging.getLogger("corolla")
 
 # down: float32 [M - 1, d], [M - 1, b]; up: float32 [M]
 MODELS, STATISTICS, SCORES = (

@@ -34,7 +34,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,16 +66,16 @@ from strategies.base import (
     Uploads,
     all_tensors,
     key,
+    log,
     models_by_client,
     unfit,
 )
 from strategies.baselines.fedproto import COUNTS, check_counts
-from strategies.kernels.aggregate import weighted_mean
+from strategies.kernels import weighted_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
-log = logging.getLogger("corolla")
 Floats = NDArray[np.floating[Any]]
 # turns over all clients, at most
 _TURNS = 50

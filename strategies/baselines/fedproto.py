@@ -65,7 +65,7 @@ from strategies.base import (
     WireError,
     key,
 )
-from strategies.kernels.parts import head_slots
+from strategies.kernels import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

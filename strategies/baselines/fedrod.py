@@ -39,7 +39,7 @@ from strategies.base import (
     key,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
-from strategies.kernels.parts import head_slots
+from strategies.kernels import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

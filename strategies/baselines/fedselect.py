@@ -64,9 +64,7 @@ from strategies.base import (
     key,
 )
 from strategies.fedobp import COUNTS, count_by_layer
-from strategies.kernels import masks
-from strategies.kernels.aggregate import Stack, check_weights, mean_block, weighted_mean
-from strategies.kernels.blocks import for_blocks
+from strategies.kernels import Stack, check_weights, for_blocks, masks, mean_block, weighted_mean
 
 
 @dataclass(frozen=True)

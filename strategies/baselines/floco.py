@@ -33,7 +33,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -66,17 +65,16 @@ from strategies.base import (
     Uploads,
     all_tensors,
     key,
+    log,
     packed,
 )
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedprox import proximal
-from strategies.kernels.blocks import one_thread
+from strategies.kernels import one_thread
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-log = logging.getLogger("corolla")
 
 Matrix = NDArray[np.float64]
 _TOTALS = np.linspace(1e-4, 1, 1000)  # values of z

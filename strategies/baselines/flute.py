@@ -52,7 +52,7 @@ from strategies.base import (
     unfit,
 )
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels.parts import head_slots
+from strategies.kernels import head_slots
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -74,9 +74,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.perfedmask import masked_mean
-from strategies.kernels.aggregate import weighted_mean
-from strategies.kernels.blocks import for_blocks
-from strategies.kernels.parts import Part, head_slots
+from strategies.kernels import Part, for_blocks, head_slots, weighted_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

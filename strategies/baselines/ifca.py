@@ -20,7 +20,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -49,15 +48,14 @@ from strategies.base import (
     WireError,
     all_tensors,
     key,
+    log,
 )
 from strategies.baselines import components
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels.robust import PLAIN, Averaging
+from strategies.kernels import PLAIN, Averaging
 
 if TYPE_CHECKING:
     from torch import nn
-
-log = logging.getLogger("corolla")
 
 CLUSTER = "cluster"  # up, int32 [1]: which model
 

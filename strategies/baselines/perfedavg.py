@@ -53,7 +53,7 @@ from strategies.base import (
     key,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
-from strategies.kernels.averages import RULES
+from strategies.kernels import RULES
 
 if TYPE_CHECKING:
     from torch import Tensor

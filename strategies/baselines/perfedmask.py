@@ -56,9 +56,7 @@ from strategies.base import (
 )
 from strategies.baselines.fedavg import FedAvg
 from strategies.baselines.fedbabu import warn_without_finetuning
-from strategies.kernels.aggregate import check_weights, weighted_mean
-from strategies.kernels.blocks import for_blocks
-from strategies.kernels.parts import Part
+from strategies.kernels import Part, check_weights, for_blocks, weighted_mean
 
 # sent down if not all layers train, uint8 [ceil(L/8)]: one packed bit per layer of the body
 LAYERS = "layers"

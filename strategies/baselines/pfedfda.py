@@ -68,8 +68,7 @@ from strategies.base import (
     unfit,
 )
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels.blocks import one_thread
-from strategies.kernels.robust import choosing
+from strategies.kernels import choosing, one_thread
 
 # Largest absolute value in the means and covariances that a client sends.
 _LARGEST = 1e9

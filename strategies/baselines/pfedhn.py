@@ -55,8 +55,7 @@ from strategies.base import (
     key,
     local_epochs,
 )
-from strategies.kernels.aggregate import weighted_mean
-from strategies.kernels.blocks import one_thread
+from strategies.kernels import one_thread, weighted_mean
 
 Array = NDArray[np.float32]
 # the layers by name, w0 [H, e], b0 [H], w1 [H, H], ..., w [d, H], b [d]

@@ -57,7 +57,7 @@ from strategies.base import (
     local_epochs,
 )
 from strategies.baselines.pfedhn import Array, Network, generate, slopes
-from strategies.kernels.blocks import one_thread
+from strategies.kernels import one_thread
 
 # hidden layers of a hypernetwork
 _HIDDEN = 3

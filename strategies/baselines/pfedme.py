@@ -33,7 +33,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,12 +59,9 @@ from strategies.base import (
     Vector,
     all_tensors,
     key,
+    log,
 )
-from strategies.kernels.aggregate import Stack, SummedRows
-from strategies.kernels.averages import RULES
-from strategies.kernels.robust import PLAIN, Averaging
-
-log = logging.getLogger("corolla")
+from strategies.kernels import PLAIN, RULES, Averaging, Stack, SummedRows
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ from strategies.base import (
     local_epochs,
 )
 from strategies.baselines.fedavg import FedAvg
-from strategies.kernels.aggregate import mix
-from strategies.kernels.parts import head_slots
+from strategies.kernels import head_slots, mix
 
 # the similarity of a client with itself, and the largest of others
 _SELF = 0.9999

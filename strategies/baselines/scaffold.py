@@ -26,7 +26,6 @@ Deviations:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -55,15 +54,13 @@ from strategies.base import (
     WireError,
     all_but_local_statistics,
     key,
+    log,
 )
 from strategies.baselines.fedavg import FedAvg, GlobalModelParams
-from strategies.kernels.aggregate import block_means, weighted_mean
-from strategies.kernels.blocks import for_blocks
+from strategies.kernels import block_means, for_blocks, weighted_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-log = logging.getLogger("corolla")
 
 Floats = NDArray[np.floating]
 # down, float32 [d]: c; up, a number: K

@@ -48,9 +48,7 @@ from strategies.base.server_half import ServerHalf, Turn
 from strategies.base.state import Sent, UploadBuffer
 from strategies.engine.attempt import RoundAttempt
 from strategies.engine.streaming import RunningMean
-from strategies.kernels import masks
-from strategies.kernels.aggregate import Stack, distances_of_pairs
-from strategies.kernels.robust import distances_to_median
+from strategies.kernels import Stack, distances_of_pairs, distances_to_median, masks
 
 # the bound, in usual distances: an honest client is rarely farther away (docs/security.md)
 USUAL = 3.0

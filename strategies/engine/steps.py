@@ -19,7 +19,7 @@ from fl_app.layout import Model
 from strategies.base.declared import CHANGE_MODEL, declares_means
 from strategies.base.server_half import ServerHalf
 from strategies.base.state import State, StepAfter, StepBefore, UploadBuffer, Uploads
-from strategies.kernels.robust import capped
+from strategies.kernels import capped
 
 KINDS = ("none", "momentum", "adagrad", "adam", "yogi")
 MOMENTUM = 1.0

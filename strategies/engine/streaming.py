@@ -24,8 +24,7 @@ from fl_app.transport.wire import Expected, Upload
 from strategies.base.declared import CHANGE_SUMS, PARAMETERS, STATISTICS, declares_means
 from strategies.base.server_half import ServerHalf, Turn
 from strategies.base.state import UploadBuffer, Uploads
-from strategies.kernels.aggregate import RowSum, SummedRows, distances_of_pairs
-from strategies.kernels.blocks import COLUMNS, UNIT
+from strategies.kernels import COLUMNS, UNIT, RowSum, SummedRows, distances_of_pairs
 
 log = logging.getLogger("corolla")
 
