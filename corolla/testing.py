@@ -117,8 +117,9 @@ class Federation:
         x, y = self.data[client_id]
         round = round or self.rounds
         trainer = LocalTrainer(self.module(), self.config, ClientData(x, y, x, y, self.info), round, client_id)
-        turn = self.latest if round == self.rounds else self.turn(round)
-        download = self.server.download_for(client_id, turn, "train")
+        download = self.server.download_for(
+            client_id, self.latest if round == self.rounds else self.turn(round), "train"
+        )
         ctx = RoundContext(
             self.config,
             self.config.params,

@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 
 from corolla.experiments.runs import RecordedRun, existing
 from corolla.report import charts
-from corolla.report.charts import Chart
-from corolla.report.pictures import Panel
+from corolla.report.charts import Chart, Panel
 from corolla.report.theme import COLOURS, of_colour
 from fl_app.errors import UserError, counted, listed
 from fl_app.server import kept_uploads

@@ -24,15 +24,15 @@ from pathlib import Path
 from PIL import Image
 
 from corolla import presets
-from corolla.experiments import compare, grouping, paper_metrics, paper_table, sweep
+from corolla.experiments import compare, grouping, paper_table, sweep
 from corolla.experiments.compare import PaperLine
 from corolla.experiments.result_table import setting
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point
-from corolla.report import accuracy as pictures
+from corolla.report import all_runs as pictures
 from corolla.report.arrays import read_runs
+from corolla.report.charts import Panel
 from corolla.report.groups import grouped
-from corolla.report.pictures import Panel
 from fl_app import plugins
 from fl_app.tasks import ACCURACY
 from strategies import METHOD_PARAMS
@@ -196,7 +196,7 @@ def anchor(heading: str) -> str:
 
 def column_table(lines: Sequence[PaperLine]) -> Iterator[str]:
     """Yield the lines of a column's table: every figure that may be the paper's, then seeds, rounds and seconds."""
-    header, *rows = paper_metrics.figures_table(lines)
+    header, *rows = paper_table.figures_table(lines)
     yield row(["method", *header[1:], "seeds", "rounds", "s a round"])
     yield rule(len(header) + 3)
     for line, figures in zip(lines, rows, strict=False):
@@ -383,7 +383,7 @@ def column_block(name: str, results: Path) -> str:
 def made_block(name: str, results: Path, lines: Sequence[PaperLine]) -> Iterator[str]:
     """Yield a column's tables, its picture and its notes."""
     yield from column_table(lines)
-    caption = paper_metrics.CAPTION
+    caption = paper_table.CAPTION
     yield from ("", f"{caption[0].upper()}{caption[1:]}. Seconds: median over the rounds.", "")
     if any(line.preset.ran for line in lines):
         yield from ("†: the paper's row is of another method than its name ([why](#rows-of-other-methods)).", "")

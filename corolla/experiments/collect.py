@@ -115,8 +115,10 @@ def rounded(record: Record, metrics: Sequence[str]) -> Record:
     kept["seconds"] = {phase: round(seconds, SECONDS_DIGITS) for phase, seconds in record.get("seconds", {}).items()}
     kept["clients"] = _rows(record.get("clients", {}), _names(metrics, ("-before", "-after")))
     if "evaluation" in record:
-        names = _names(metrics, ("", FINETUNED, GLOBAL))
-        kept["evaluation"] = {**record["evaluation"], "clients": _rows(record["evaluation"].get("clients", {}), names)}
+        kept["evaluation"] = {
+            **record["evaluation"],
+            "clients": _rows(record["evaluation"].get("clients", {}), _names(metrics, ("", FINETUNED, GLOBAL))),
+        }
     return kept
 
 

@@ -78,8 +78,10 @@ def _summary(name: str) -> Measure:
 
 def _best_test(name: str) -> Measure:
     def best(run: RecordedRun) -> float | None:
-        known = [test[name] for test in run.evaluations.values() if test.get(name) is not None]
-        return max(known, default=run.summary.get(f"final-{name}"))
+        return max(
+            [test[name] for test in run.evaluations.values() if test.get(name) is not None],
+            default=run.summary.get(f"final-{name}"),
+        )
 
     return best
 

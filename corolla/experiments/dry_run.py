@@ -16,7 +16,6 @@ from fl_app.server import kept_uploads
 from fl_app.server.disk import PARTS
 from fl_app.server.run_folder import RunFolder
 from fl_app.sources import named_data
-from fl_app.toml import to_toml
 from fl_app.transport import wire
 
 Shape = Mapping[str, Any]  # arguments of a model's builder
@@ -54,9 +53,13 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     """
     method.check(config)
     layout = Layout.of(method.network(config, **shape))
-    zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
-    shared = method.travelling(config, layout)
-    strategy = method.server(config, layout, zeros, shared, RunFolder(Path(), ""))
+    strategy = method.server(
+        config,
+        layout,
+        Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32)),
+        method.travelling(config, layout),
+        RunFolder(Path(), ""),
+    )
     strategy.state = dataclasses.replace(strategy.state, round=config.num_server_rounds - 1)
     turn = strategy.protocol.turn = dataclasses.replace(strategy.protocol.turn, round=config.num_server_rounds)
     strategy.begin(turn)
@@ -68,18 +71,17 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     n = len(
         strategy.sample_clients(strategy.state, list(range(config.num_clients)), dataclasses.replace(turn, round=1))
     )
-    mask_bytes = 0 if upload.mask is None else upload.mask.size
     some = [strategy.download(strategy.state, i, turn).model.params for i in (0, config.num_clients - 1)]
-    sent_rows = n if strategy.holds.models or some[0] is not some[1] else 1
     return RoundBytes(
         participants=n,
         upload=sum(map(wire.payload_bytes, uploads)) // len(clients),
         download=sum(map(wire.payload_bytes, downloads)) // len(clients),
-        kept=kept_uploads.size(n, upload.model.params.size, upload.model.buffers.size, mask_bytes, sent_rows),
+        kept=kept_uploads.size(
+            n,
+            upload.model.params.size,
+            upload.model.buffers.size,
+            0 if upload.mask is None else upload.mask.size,
+            n if strategy.holds.models or some[0] is not some[1] else 1,
+        ),
         kept_rounds=sum(map(config.keeps_uploads_of, range(1, config.num_server_rounds + 1))),
     )
-
-
-def config_toml(config: RunConfig) -> str:
-    """Return the resolved config as TOML, without other methods' tables; `corolla run` reads it back."""
-    return to_toml({key.name: value for key, value in config.own_keys()})

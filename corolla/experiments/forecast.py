@@ -10,6 +10,7 @@ round.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,11 +67,6 @@ def seconds_of(config: RunConfig, pace: RoundSeconds, done: int = 0) -> float:
     return (config.num_server_rounds - done) * pace.round + evaluations(config, done) * pace.evaluation
 
 
-def mean_pace(paces: Sequence[RoundSeconds]) -> RoundSeconds:
-    """Return the mean of paces, for a setting without one. Raises StatisticsError if there are none."""
-    return RoundSeconds(statistics.fmean(p.round for p in paces), statistics.fmean(p.evaluation for p in paces))
-
-
 class RecordedPaces:
     """Paces of runs recorded on this type of CPU, for runs whose rounds do the same work."""
 
@@ -116,13 +112,11 @@ class Forecast:
         run = self._known.get(identity(point.parsed))
         return 0 if run is None else max(run.rounds, default=0)
 
-    def _rounds_left(self, point: Point) -> int:
-        return point.parsed.num_server_rounds - self._done(point)
-
     def unmeasured(self) -> list[Point]:
         """Return one run of every setting without a known pace that has enough rounds left to be worth measuring."""
         groups = [group for group, known in zip(self._groups, self._paces, strict=True) if known is None]
-        return [group[0] for group in groups if sum(map(self._rounds_left, group)) >= WORTH * FIRST]
+        left = [sum(point.parsed.num_server_rounds - self._done(point) for point in group) for group in groups]
+        return [group[0] for group, rounds in zip(groups, left, strict=True) if rounds >= WORTH * FIRST]
 
     def seconds(self, jobs: int) -> float | None:
         """Return the duration of all remaining work with `jobs` runs at a time; None if no pace is known.
@@ -132,7 +126,7 @@ class Forecast:
         measured = [found for found in self._paces if found is not None]
         if not measured:
             return None
-        usual = mean_pace(measured)
+        usual = RoundSeconds(*map(statistics.fmean, zip(*map(dataclasses.astuple, measured), strict=True)))
         runs = [
             seconds_of(point.parsed, known or usual, self._done(point))
             for group, known in zip(self._groups, self._paces, strict=True)

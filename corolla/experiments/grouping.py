@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fl_app.checksums import SHOWN_DIGITS
 from fl_app.config import RunConfig
@@ -13,24 +13,13 @@ from fl_app.keys import KeySpec, Scalar, affects, specs
 from fl_app.known_names import divisions
 from fl_app.sources import named_data
 
+if TYPE_CHECKING:
+    from corolla.experiments.runs import RecordedRun
+
 T = TypeVar("T")
+R = TypeVar("R", bound="RecordedRun")
 DATA_SHA256 = "data-sha256"
 """Key added to runs with data sets of the same name and different content."""
-
-
-class Recorded(Protocol):
-    """The part of a run that `settings_of` needs (corolla/experiments/runs.py)."""
-
-    @property
-    def continued(self) -> dict[str, Scalar]:
-        """Mark of a run that was extended in a way that is no longer possible; else empty."""
-
-    @property
-    def data_sha256(self) -> str:
-        """Hash of the data set that all clients share; empty if unknown."""
-
-
-R = TypeVar("R", bound=Recorded)
 
 
 _KEYS = {key.name: key for key in specs(RunConfig)}

@@ -20,10 +20,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 
-from corolla.experiments import namespace, ray_cluster, scratch, superlink_supervisor
+from corolla.experiments import namespace, ray_cluster, superlink_supervisor
 from fl_app import plugins
-from fl_app.errors import MALFORMED, UserError, counted
-from fl_app.files import make_directory
+from fl_app.errors import MALFORMED, UserError, counted, size
+from fl_app.files import make_directory, refuse_unwritable
 from fl_app.keys import Scalar
 from fl_app.processes import (
     LAUNCH,
@@ -79,9 +79,12 @@ class SimulationSuperLink:
         if ray:
             make_directory(ray.directory)
         else:
-            scratch.refuse_without_shared_memory()
-        parent = str(ray.directory) if ray else _short(str(scratch.temporary_directory()))
-        self.home = Path(tempfile.mkdtemp(prefix="corolla-flwr-", dir=parent))
+            refuse_without_shared_memory()
+        self.home = Path(
+            tempfile.mkdtemp(
+                prefix="corolla-flwr-", dir=str(ray.directory) if ray else _short(str(temporary_directory()))
+            )
+        )
         self.environment = flower_environment(self.home)
         self.environment[LAUNCH] = str(self.home)
         self.environment[LAUNCHER] = identity(os.getpid())
@@ -280,3 +283,44 @@ def simulation(
                 return flwr_run(superlink.name, config, environment, take, federation, inside, private=True)
 
         yield submit
+
+
+# Space for its processes ----------------------------------------------------------------------------------------------
+
+
+NEEDED = 50e6
+"""Bytes of temporary files of a small simulation: copies of the app, Ray's logs and sockets, the SuperLink's database."""
+SHARED = Path("/dev/shm")
+IN_PROCESS = "run with --in-process, which needs none"
+
+
+def temporary_directory() -> Path:
+    """Return the directory for temporary files. Raises UserError if it cannot be written, or has too little space."""
+    named = Path(os.environ.get("TMPDIR") or "")
+    try:
+        # tempfile silently skips a full directory
+        directory = named if named.is_absolute() and named.is_dir() else Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise UserError(key="TMPDIR", rule=f"{error.strerror}; set it to a writable folder, or {IN_PROCESS}") from None
+    way_out = f"make room there, set TMPDIR to another folder, or {IN_PROCESS}"
+    try:
+        refuse_unwritable("TMPDIR", directory)
+    except UserError as error:
+        raise UserError(f"{error}; {way_out}") from None
+    free = shutil.disk_usage(directory).free
+    if free < NEEDED:
+        raise UserError(
+            key="TMPDIR",
+            rule=f"{directory} has {size(free)} left, a simulation needs {size(NEEDED)} or more; {way_out}",
+        )
+    return directory
+
+
+def refuse_without_shared_memory() -> None:
+    """Raise UserError if this machine's shared memory cannot be written. Ray would wait for it without end."""
+    if SHARED.is_dir() and not os.access(SHARED, os.W_OK):
+        raise UserError(
+            key=SHARED,
+            rule="cannot be written, but a simulation's processes share memory there; mount it writable "
+            f"(in a container: --shm-size), or {IN_PROCESS}",
+        )

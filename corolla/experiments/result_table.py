@@ -6,11 +6,12 @@ these rows.
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corolla.experiments.csv_text import csv_text
 from corolla.experiments.grouping import by_settings, mean_std, settings
 from corolla.experiments.runs import RecordedRun, part_of_clients
 from corolla.experiments.sweep import Point, identity
@@ -283,3 +284,30 @@ def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Seq
     lines += [*notes, "", f"{caption(rows).splitlines()[0].replace('standard', 'sample standard')}.", ""]
     for name, content in (("results.csv", csv_text(table)), ("results.md", "\n".join(lines))):
         publish_text(directory / name, content)
+
+
+# CSV ------------------------------------------------------------------------------------------------------------------
+
+
+# with these a spreadsheet's formula begins
+_FORMULA = ("=", "+", "-", "@", "\t")
+
+
+def csv_text(lines: Iterable[Sequence[object]]) -> str:
+    """Return lines of cells as CSV. A text that would be a formula gets an apostrophe before it: clients wrote some."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_csv_cell(value) for value in line] for line in lines)
+    return text.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    if isinstance(value, str):
+        # csv leaves it without quotes, and readers end a row there
+        value = value.replace("\r", "")
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value

@@ -25,7 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corolla.experiments.compare import data_settings, references, varying_as_text
+from corolla.experiments.result_table import Row, setting, show
 from corolla.experiments.runs import RecordedRun, that_train
+from corolla.experiments.sweep import Point
+from fl_app.errors import UserError, listed
 from fl_app.metrics import Metric
 
 LEVEL = 0.95
@@ -53,6 +56,8 @@ MOST_LISTED = 40
 # verdicts for rows without a comparison
 FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"
 NOT_THE_SAME = "not the same samples"
+# a verdict as the other group has it
+OPPOSITE = {"better": "worse", "worse": "better"}
 
 Differences = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -173,8 +178,7 @@ def half_width(n: int, tests: int = 1) -> float:
     """
     from scipy.special import stdtrit
 
-    quantile = float(stdtrit(n - 1, 1 - (1 - LEVEL) / 2 / tests))
-    return quantile / math.sqrt(n)
+    return float(stdtrit(n - 1, 1 - (1 - LEVEL) / 2 / tests)) / math.sqrt(n)
 
 
 def interval_of_unequal(values: Differences) -> Interval | None:
@@ -198,12 +202,6 @@ def same_data(ours: RecordedRun, theirs: RecordedRun) -> bool:
     if None in ours.hashes and None in theirs.hashes and ours.hashes[None] != theirs.hashes[None]:
         return False
     return data_settings(ours) == data_settings(theirs)
-
-
-def same_samples(ours: RecordedRun, theirs: RecordedRun, client_id: int) -> bool:
-    """Return whether a client with its own data held the same samples in two runs; True if a run does not record it."""
-    mine, its = ours.hashes.get(client_id), theirs.hashes.get(client_id)
-    return mine is None or its is None or mine == its
 
 
 def other_samples(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> bool:
@@ -252,7 +250,10 @@ def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun], tests: in
         if seed not in other or not same_data(run, other[seed]) or run.headline != other[seed].headline:
             continue
         mine, its = final(run), final(other[seed])
-        found = {i: mine[i] - its[i] for i in mine if i in its and same_samples(run, other[seed], int(i))}
+        # clients whose own data are known to differ are no pairs
+        hashes = other[seed].hashes
+        moved = {str(i) for i, own in run.hashes.items() if hashes.get(i, own) != own}
+        found = {i: mine[i] - its[i] for i in mine if i in its and i not in moved}
         for i, difference in found.items():
             by_client.setdefault(i, []).append(difference)
         if found:
@@ -353,11 +354,6 @@ def client_names(groups: Sequence[Sequence[RecordedRun]]) -> dict[str, str]:
     return {i: name for i, name in first.items() if name != i and all(run.client_name(i) == name for run in everyone)}
 
 
-def opposite(verdict: str) -> str:
-    """Return a verdict as the other group has it."""
-    return {"better": "worse", "worse": "better"}.get(verdict, verdict)
-
-
 def is_first(k: int, of: Sequence[int]) -> bool:
     """Return whether group k is the reference of the first group, or of others. of: as `references` returns it."""
     return of[k] == k and (k == 0 or of.count(k) > 1)
@@ -397,3 +393,91 @@ def _show(interval: Interval | None, metric: Metric) -> str:
 
 def _signed(value: float, metric: Metric) -> str:
     return ("+" if value >= 0 else "") + metric.text(value)
+
+
+# The best row of a sweep ----------------------------------------------------------------------------------------------
+
+
+# heading of the figure, by kind of data
+_FIGURES = {"validation": "validation", "test": "final"}
+ON_TEST = "chosen on test data, so this figure is too good; set validation-ratio to choose on validation data"
+
+
+def check_choice(points: Sequence[Point], by: str) -> None:
+    """Raise UserError if a sweep should choose by validation data and some of its runs have none."""
+    lacking = [point.name for point in points if not point.parsed.validation_ratio]
+    if by == "validation" and lacking:
+        raise UserError(
+            key="--best-by validation", rule=f"needs validation-ratio above 0, which is 0 in {listed(lacking)}"
+        )
+
+
+def best_lines(rows: Sequence[Row], by: str = "") -> list[str]:
+    """Return lines that name the best row of each method with several rows, and of all rows, by mean over seeds.
+
+    Rows with other data have their own best: figures on easier data are higher. A line says if the best of all is better
+    than the next row, over clients (`corolla compare`).
+    by: `validation` or `test`; empty: validation data if all rows have that figure, else test data. Rows without the
+    figure, or with another headline than the first row, are not compared.
+    """
+    known = [row for row in rows if row.runs and row.headline == rows[0].headline]
+    by = by or ("validation" if all("validation" in row.means for row in known) else "test")
+    measured = [row for row in known if _FIGURES[by] in row.means]
+    of = references([row.runs for row in measured])
+    parts = {first: [row for row, its in zip(measured, of, strict=True) if its == first] for first in dict.fromkeys(of)}
+    lines = []
+    for part in parts.values():
+        lines += _best_of_part(part, by, f"{_data_of(part[0])}: " if len(parts) > 1 else "")
+    return [*lines, ON_TEST] if lines and by == "test" else lines
+
+
+def _best_of_part(rows: Sequence[Row], by: str, start: str) -> list[str]:
+    """Return the lines of rows with the same data, each with this start; none for a single row."""
+    if len(rows) < 2:
+        return []
+    methods: dict[str, list[Row]] = {}
+    for row in rows:
+        methods.setdefault(row.runs[0].method, []).append(row)
+    several = {method: own for method, own in methods.items() if len(own) > 1}
+    lines = [_line(f"best of {method}", own, by) for method, own in several.items() if len(methods) > 1]
+    lines += [_line("best of all", rows, by), *_verdicts(rows, by)]
+    return [start + line for line in lines]
+
+
+def _data_of(row: Row) -> str:
+    """Return the settings of a row's data in which rows differ."""
+    keys = data_settings(row.runs[0])
+    return ", ".join(f"{key} {setting(value)}" for key, value in row.varying.items() if key in keys) or "other data"
+
+
+def _ranked(rows: Sequence[Row], by: str) -> list[Row]:
+    """Return rows by the figure that chooses them, the best first."""
+    return sorted(rows, key=lambda row: row.means[_FIGURES[by]][0], reverse=rows[0].headline.higher_is_better)
+
+
+def _verdicts(rows: Sequence[Row], by: str) -> list[str]:
+    """Return the paired comparisons of the best row with the next one and with the first one of the table.
+
+    They are corrected as if the best row had been compared with all others, because it was chosen among them.
+    """
+    best, after, *rest = _ranked(rows, by)
+    others = {"next": after} if rows[0] in (best, after) else {"next": after, "first": rows[0]}
+    ranked = [best, after, *rest]
+    against = dict(zip(map(id, ranked), compared([row.runs for row in ranked]), strict=True))
+    lines = []
+    for place, other in others.items():
+        found = against[id(other)]
+        verdict = OPPOSITE.get(found.verdict, found.verdict) if found else why_unpaired(best.runs, other.runs)
+        lines.append(f"compared with the {place} row, {_named(other)}: {verdict}")
+    return lines
+
+
+def _named(row: Row) -> str:
+    named = ", ".join(f"{key} {setting(value)}" for key, value in row.varying.items() if value is not None)
+    return named or row.runs[0].path.name
+
+
+def _line(what: str, rows: Sequence[Row], by: str) -> str:
+    headline, best = rows[0].headline, _ranked(rows, by)[0]
+    told = f"{what} by {by} {headline.title}: {_named(best)} ({show(best.means[_FIGURES[by]], headline)}"
+    return told + (f"; on test data {show(best.means.get('final'), headline)})" if by == "validation" else ")")

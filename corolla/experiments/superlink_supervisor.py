@@ -86,10 +86,9 @@ def stand_by(home: Path, launcher: str) -> None:
 
 def _start_standby(home: Path) -> subprocess.Popen[bytes]:
     """Start the standby process, without the environment variables that mark processes to be ended."""
-    environment = {name: value for name, value in os.environ.items() if name not in (LAUNCH, LAUNCHER)}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "corolla.experiments.superlink_supervisor", str(home), os.environ[LAUNCHER]],
-        env=environment,
+        env={name: value for name, value in os.environ.items() if name not in (LAUNCH, LAUNCHER)},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -165,9 +165,11 @@ def read_sweep(path: Path) -> Sweep:
     )
     if scale not in ("full", "small"):
         problems.append(f"scale: must be full or small, got {scale!r}")
-    grids = [
-        _as_lists(current(flatten(grid), warn=True)) for grid in content.get("grid", [{}]) if isinstance(grid, dict)
-    ]
+    grids = []
+    for grid in content.get("grid", [{}]):
+        if isinstance(grid, dict):
+            flat = current(flatten(grid), warn=True)
+            grids.append({key: [value] if _scalar(value) else value for key, value in flat.items()})
     grids = _with_presets(content.get("presets"), grids, problems)
     settings = current(flatten(content.get("settings", {})), warn=True)
     for table in (settings, *variants):
@@ -298,11 +300,6 @@ def _beside(file: Path, key: str, value: Any) -> Any:
     return anchored({key: value}, file.parent)[key]
 
 
-def _as_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a grid with every single value as a list of one."""
-    return {key: [value] if _scalar(value) else value for key, value in grid.items()}
-
-
 def _scalar(value: object) -> bool:
     return isinstance(value, (bool, int, float, str))
 
@@ -335,8 +332,9 @@ def expand(
             shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if tells_runs_apart(k, parsed.resolved)}
             name = f"{_words(shown)[:MAX_NAME] or parsed.method}-{hashlib.sha256(key.encode()).hexdigest()[:6]}"
             own = {"run-name": name, "output-dir": str(directory)}
-            resolved = {**parsed.resolved, **own}
-            parsed = dataclasses.replace(parsed, run_name=name, output_dir=str(directory), resolved=resolved)
+            parsed = dataclasses.replace(
+                parsed, run_name=name, output_dir=str(directory), resolved={**parsed.resolved, **own}
+            )
             points[key] = Point(name, shown, finish({**raw, **own}), parsed)
     problems.complain()
     return list(points.values())
@@ -375,8 +373,7 @@ def _merge(
         raw = cut(raw, parse(without_others(raw, named), methods))
     raw |= overrides
     if raw.get("client") and not asked:
-        config = parse(without_others(raw, named), methods)
-        raw["num-clients"] = data.count_clients(config) or raw["num-clients"]
+        raw["num-clients"] = data.count_clients(parse(without_others(raw, named), methods)) or raw["num-clients"]
     return raw
 
 
@@ -586,8 +583,12 @@ def run_parallel(
         publish_text(config, to_toml(point.config))
         plugins.write(plugins.files(point.config), logs)
         with open(log, "wb", opener=opener) as file:
-            command = [sys.executable, "-P", "-m", "corolla", "run", str(config), *options]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "corolla", "run", str(config), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
             active.append(process)
             process.wait()
         if process.returncode:

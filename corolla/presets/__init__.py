@@ -316,8 +316,9 @@ def small(config: RunConfig) -> dict[str, Scalar]:
     for key, value in config.own_keys():
         if key.counts_rounds and value:
             least = max(1, round(before[key.name] * rounds / config.num_server_rounds))
-            allowed = (r for r in range(least, before[key.name] + 1) if key.rule is None or key.rule.admits(r))
-            out[key.name] = next(allowed)
+            out[key.name] = next(
+                r for r in range(least, before[key.name] + 1) if key.rule is None or key.rule.admits(r)
+            )
     return {name: value for name, value in out.items() if value != before[name]}
 
 

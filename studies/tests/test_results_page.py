@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from corolla.experiments import paper_table
-from corolla.experiments.paper_metrics import CAPTION
+from corolla.experiments.paper_table import CAPTION
 from fl_app import plugins
 from studies import results_page
 from studies.results_page import RESULTS, SWEEPS

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from corolla import presets
-from corolla.experiments import compare, paper_metrics
+from corolla.experiments import compare, paper_table
 from corolla.experiments.compare import PaperLine
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.runs import below as below_folder
@@ -41,7 +41,7 @@ def column(name: str) -> dict[str, PaperLine]:
 
 def best(method: str, stage: str = "before", of: str = COLUMN) -> float:
     """Return the best test over all test samples, mean over seeds, in percent."""
-    return 100 * paper_metrics.over_seeds(column(of)[method].runs)[f"{stage}, pooled, best"][0]
+    return 100 * paper_table.over_seeds(column(of)[method].runs)[f"{stage}, pooled, best"][0]
 
 
 def published(method: str, of: str = COLUMN) -> presets.Published:
@@ -396,7 +396,7 @@ def claims() -> list[tuple[str, list[Any]]]:
             "On CIFAR-10 only Local separates mean and pooled: {:.1f} and {:.1f} points below print.",
             [
                 printed("local", CIFAR)
-                - 100 * paper_metrics.over_seeds(column(CIFAR)["local"].runs)["before, mean, best"][0],
+                - 100 * paper_table.over_seeds(column(CIFAR)["local"].runs)["before, mean, best"][0],
                 below("local", CIFAR),
             ],
         ),

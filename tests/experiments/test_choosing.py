@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corolla.experiments import choosing, compare
+from corolla.experiments import compare, significance
 from corolla.experiments.result_table import Row
 from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Metric
@@ -34,24 +34,24 @@ ROWS = [row("fedcac", 0.1, 0.9, 0.5), row("fedcac", 0.3, 0.8, 0.7), row("fedavg"
 
 def test_the_best_is_of_validation_data_where_there_are_any() -> None:
     assert each_mentions(
-        choosing.best_lines(ROWS),
+        significance.best_lines(ROWS),
         ("best of fedcac", "validation accuracy", "method fedcac", "fedcac.tau 0.3 (70.00", "data 80.00"),
         ("best of all", "validation accuracy", "method fedcac", "fedcac.tau 0.3 (70.00", "data 80.00"),
         ("next row", "method fedavg", "fedcac.tau 0.5", "other data", "clients or seeds"),
         ("first row", "method fedcac", "fedcac.tau 0.1", "other data", "clients or seeds"),
     )
-    assert choosing.best_lines(ROWS, "test")[1:] == [
+    assert significance.best_lines(ROWS, "test")[1:] == [
         "best of all by test accuracy: method fedcac, fedcac.tau 0.1 (90.00)",
         "compared with the next row, method fedcac, fedcac.tau 0.3: other data, clients or seeds",
-        choosing.ON_TEST,
+        significance.ON_TEST,
     ]
-    assert choosing.best_lines([*ROWS, row("local", 0, 0.95)])[-1] == choosing.ON_TEST
-    assert choosing.best_lines(ROWS[:1]) == [] == choosing.best_lines([])
+    assert significance.best_lines([*ROWS, row("local", 0, 0.95)])[-1] == significance.ON_TEST
+    assert significance.best_lines(ROWS[:1]) == [] == significance.best_lines([])
 
 
 def test_the_lowest_is_the_best_where_low_is_good() -> None:
     rows = [row("a", 1, 3.0, 2.0, RMSE), row("a", 2, 1.0, 4.0, RMSE)]
-    first, _ = choosing.best_lines(rows)
+    first, _ = significance.best_lines(rows)
     assert mentions(first, "best of all", "validation RMSE", "method a", "fedcac.tau 1 (2", "data 3")
 
 
@@ -64,7 +64,7 @@ def test_the_best_row_is_compared_with_the_next(tmp_path: Path, gains: list[floa
         write_run(tmp_path, f"local{seed}", [0.5, 0.6, 0.7], method="local", seed=seed)
         write_run(tmp_path, f"ditto{seed}", [0.5 + gain, 0.61 + gain, 0.72 + gain], method="ditto", seed=seed)
     groups = compare.group(compare.load([tmp_path], METHOD_PARAMS)[0])
-    lines = choosing.best_lines(compare.result_rows(groups))
+    lines = significance.best_lines(compare.result_rows(groups))
     assert mentions(lines[-3], "best of all", "test accuracy", "method ditto")
     assert mentions(lines[-2], "compared", "next row", "method local", verdict)
 

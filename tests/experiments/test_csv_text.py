@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 
-from corolla.experiments.csv_text import csv_text
+from corolla.experiments.result_table import csv_text
 
 
 def test_a_formula_is_a_text_and_a_number_stays_a_number() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corolla.experiments import compare, paper_metrics
+from corolla.experiments import compare, paper_table
 from strategies import METHOD_PARAMS
 from tests.experiments.test_compare import lines, run_folder
 
@@ -34,7 +34,7 @@ def run_tested(root: Path, name: str, preset: str, values: list[float], **change
 def test_last_and_best_of_the_tests_mean_and_pooled_before_and_fine_tuned(tmp_path: Path) -> None:
     (run,) = compare.load([run_tested(tmp_path, "a", FASHION, [0.5, 0.9, 0.7])], METHOD_PARAMS)[0]
     assert list(run.evaluations) == [2, 4, 6]
-    assert paper_metrics.figures(run) == pytest.approx(
+    assert paper_table.figures(run) == pytest.approx(
         {
             "before, mean, last": 0.7,
             "before, mean, best": 0.9,
@@ -54,7 +54,7 @@ def test_the_table_has_seeds_together_and_the_distances_from_the_papers_figures(
     run_tested(tmp_path, "a", FASHION, [0.95, 0.97])
     run_tested(tmp_path, "b", FASHION, [0.97, 0.99], seed=1)
     run_tested(tmp_path, "c", f"{FASHION}/fedavg", [0.88, 0.86], finetune_epochs=0)
-    found = paper_metrics.figures_table(lines(tmp_path))
+    found = paper_table.figures_table(lines(tmp_path))
     header, obp, fedavg, distance = (dict(zip(found[0], line, strict=True)) for line in found)
     assert list(header) == [
         "preset",
@@ -69,13 +69,13 @@ def test_the_table_has_seeds_together_and_the_distances_from_the_papers_figures(
     assert obp["published"] == "96.89 ± 0.03" and obp["before, mean"] == "98.00 ± 1.41 / 98.00 ± 1.41"
     assert fedavg["published"] == "87.29 ± 0.45" and fedavg["before, mean"] == "86.00 / 88.00"
     assert distance["before, mean"] == f"{(1.11 + 1.29) / 2:.2f} / {(1.11 + 0.71) / 2:.2f}"
-    assert paper_metrics.figures_table(lines(run_folder(tmp_path / "bare", "d", FASHION, {}))) == []
+    assert paper_table.figures_table(lines(run_folder(tmp_path / "bare", "d", FASHION, {}))) == []
     # another method under this name
     run_tested(tmp_path, "d", f"{FASHION}/flute", [0.98, 0.98], finetune_epochs=0)
-    assert paper_metrics.figures_table(lines(tmp_path))[-1][2] == distance["before, mean"]
+    assert paper_table.figures_table(lines(tmp_path))[-1][2] == distance["before, mean"]
     # 10.8 away: the median is not led astray
     run_tested(tmp_path, "e", f"{FASHION}/fedrep", [0.85, 0.85], finetune_epochs=0)
-    assert paper_metrics.figures_table(lines(tmp_path))[-1][2] == "1.29 / 1.11"
+    assert paper_table.figures_table(lines(tmp_path))[-1][2] == "1.29 / 1.11"
 
 
 def test_fedobps_figure_is_the_best_test_of_all_clients_over_all_samples(tmp_path: Path) -> None:
@@ -87,5 +87,5 @@ def test_fedobps_figure_is_the_best_test_of_all_clients_over_all_samples(tmp_pat
 
 
 def test_a_single_test_has_no_best(tmp_path: Path) -> None:
-    _, row = paper_metrics.figures_table(lines(run_tested(tmp_path, "a", FASHION, [0.9])))
+    _, row = paper_table.figures_table(lines(run_tested(tmp_path, "a", FASHION, [0.9])))
     assert row[2] == "90.00"

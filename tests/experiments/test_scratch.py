@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.experiments import launch, scratch
+from corolla.experiments import launch
 from corolla.experiments.launch import SimulationSuperLink
 from fl_app.errors import UserError
 from tests.disks import full_disk
@@ -37,9 +37,9 @@ def test_temporary_files_without_room_name_the_folder(
 
 def test_a_folder_for_temporary_files_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
-    assert scratch.temporary_directory() == Path(tempfile.gettempdir())
+    assert launch.temporary_directory() == Path(tempfile.gettempdir())
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert scratch.temporary_directory() == tmp_path
+    assert launch.temporary_directory() == tmp_path
 
 
 def test_memory_that_cannot_be_shared(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import corolla
 from corolla import cli
-from corolla.experiments import choosing, compare, cost_to_target, significance
+from corolla.experiments import compare, costs, significance
 from corolla.experiments.runs import RecordedRun
 from corolla.report.page import write_report
 from fl_app.config import parse
@@ -52,11 +52,11 @@ def groups(root: Path) -> list[list[RecordedRun]]:
 def test_when_an_accuracy_is_reached(tmp_path: Path) -> None:
     write_run(tmp_path, "a", [0.9, 0.9], [0.1, 0.5, 0.8, 0.7])
     (run,) = groups(tmp_path)[0]
-    assert cost_to_target.reached(run, 0.8) == cost_to_target.Reached(3, 5e6, 20.0)
-    assert cost_to_target.reached(run, 0.05) == cost_to_target.Reached(1, 1e6, 0.0)
+    assert costs.reached(run, 0.8) == costs.Reached(3, 5e6, 20.0)
+    assert costs.reached(run, 0.05) == costs.Reached(1, 1e6, 0.0)
     # in the evaluation after the last round
-    assert cost_to_target.reached(run, 0.85) == cost_to_target.Reached(4, 8e6, 40.0)
-    assert cost_to_target.reached(run, 0.95) is None
+    assert costs.reached(run, 0.85) == costs.Reached(4, 8e6, 40.0)
+    assert costs.reached(run, 0.95) is None
 
 
 def test_simulated_seconds_until_an_accuracy_is_reached(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_simulated_seconds_until_an_accuracy_is_reached(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     timed = [record | {"virtual-seconds": t + 2} for t, record in enumerate(records)]
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, timed)))
-    assert cost_to_target.reached(groups(tmp_path)[0][0], 0.8) == cost_to_target.Reached(3, 5e6, 20.0, 5.0)
-    header, row = cost_to_target.costs_table(groups(tmp_path), 0.8)
+    assert costs.reached(groups(tmp_path)[0][0], 0.8) == costs.Reached(3, 5e6, 20.0, 5.0)
+    header, row = costs.costs_table(groups(tmp_path), 0.8)
     assert (header[-1], row[-1]) == ("virtual seconds", "5")
 
 
@@ -85,15 +85,15 @@ def test_rows_are_ordered_by_a_cost_of_reaching_an_accuracy(tmp_path: Path) -> N
     names = [runs[0].config.method for runs in found]
 
     def ordered(by: str) -> list[str]:
-        return [names[place] for place in cost_to_target.order(found, 0.8, by)]
+        return [names[place] for place in costs.order(found, 0.8, by)]
 
     assert ordered("rounds") == ["fedper", "fedavg", "local"] == ordered("bytes")
     assert ordered("seconds") == ["fedavg", "fedper", "local"]
-    header, *rows = cost_to_target.costs_table(found, 0.8, "seconds")
+    header, *rows = costs.costs_table(found, 0.8, "seconds")
     assert [row[0] for row in rows] == ["fedavg", "fedper", "local"] and [row[-1] for row in rows] == ["2", "9", "–"]
     write_run(tmp_path, "d", [0.5, 0.5], [0.1, 0.2], method="fedrep")
     with rejected(UserError, "--by seconds", "some of these", "simulated time"):
-        cost_to_target.order(groups(tmp_path), 0.8, "seconds")
+        costs.order(groups(tmp_path), 0.8, "seconds")
 
 
 def test_the_interval_is_students() -> None:
@@ -269,7 +269,7 @@ def test_rows_are_compared_within_their_data(tmp_path: Path) -> None:
         "fedper",
         "fedper",
     ]
-    lines = choosing.best_lines(compare.result_rows(found), "test")
+    lines = significance.best_lines(compare.result_rows(found), "test")
     best = [line for line in lines if "best of all" in line]
     assert len(best) == 2 and all(line.startswith("dirichlet-alpha") and "fedper" in line for line in best)
 
@@ -421,7 +421,7 @@ def test_a_metric_whose_low_values_are_good(
         text = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(text.replace('"accuracy', '"rmse'))
     one, other = groups(tmp_path)
-    assert cost_to_target.reached(other[0], 1.6) == cost_to_target.Reached(1, 1e6, 0.0)  # 0.1 before round 1
+    assert costs.reached(other[0], 1.6) == costs.Reached(1, 1e6, 0.0)  # 0.1 before round 1
     found = significance.paired(other, one)
     assert (
         found is not None

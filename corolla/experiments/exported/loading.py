@@ -13,6 +13,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from corolla.experiments.exported import run_models
 from corolla.experiments.exported.run_models import Trained, networks
+from corolla.experiments.runs import RecordedRun, that_train
 from fl_app import config as configs
-from fl_app import data, plugins, tasks
+from fl_app import data, plugins, progress, tasks
 from fl_app.checksums import KEY_DIGITS, sha256_of
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
@@ -33,9 +36,10 @@ from fl_app.data.site_columns import SiteColumns
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
 from fl_app.keys import Scalar
+from fl_app.layout import Split
 from fl_app.model_card import FILE_HASH, Card, Entries
 from fl_app.model_names import names_in
-from fl_app.server.run_folder import DATA, INITIAL, NORMALIZED_BY, READ_BY
+from fl_app.server.run_folder import DATA, INITIAL, MODELS, NORMALIZED_BY, READ_BY
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
 from fl_app.tasks.task import Inputs
@@ -386,3 +390,76 @@ def answers_of(module: nn.Module, config: RunConfig, card: Card) -> Answers:
         return first.numpy(), last.numpy()
 
     return predict
+
+
+# Answers on test samples ----------------------------------------------------------------------------------------------
+
+
+MOST_CLIENTS = 100
+"""Most clients whose models are tested; of more, this many at equal distances."""
+BATCH = 512
+
+
+@dataclass(frozen=True)
+class ClientAnswers:
+    """A client's test samples. truth, predicted: their classes, int64 [n]. features: the classifier's inputs, [n, k].
+
+    classes: their number. features is None if the model has no classifier that is one layer.
+    """
+
+    client: int
+    classes: int
+    truth: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    features: NDArray[np.float32] | None
+
+
+def answers_of_run(path: Path, methods: Mapping[str, Any]) -> list[ClientAnswers]:
+    """Test the clients of a finished run, each with its own final model on its own test samples.
+
+    methods: the registered Methods. Raises UserError if the run has no models, if its data are at the sites or have
+    changed, if its task has no single class per sample, and as `run_models.load` does.
+    """
+    run = RecordedRun(path, {name: method.params for name, method in methods.items()})
+    config = run.config
+    ids = sorted(int(i) for i in that_train((run.last_evaluation or (0, {}))[1]))
+    if not (run.finished and any((path / MODELS).glob("*.safetensors"))):
+        raise UserError(key="features", rule=f"{path} holds no models; a run has them when it is finished")
+    if config.dataset == NODE:
+        raise UserError(key="features", rule=f"{path} trained on data that stay at the sites (dataset = node)")
+    if not tasks.of(config).has_classes:
+        raise UserError(key="features", rule=f"{path} has task {config.task}, whose samples have no class")
+    opened = data.open_data(config)
+    if run.data_sha256 not in ("", opened.data.sha256):
+        raise UserError(key="features", rule=f"{config.dataset} has changed since {path} started")
+    if len(ids) > MOST_CLIENTS:
+        ids = [ids[k] for k in np.linspace(0, len(ids) - 1, MOST_CLIENTS).astype(int)]
+    found = []
+    for done, i in enumerate(ids):
+        progress.report("testing clients' models", done, len(ids))
+        trained = run_models.load(path, i, methods)
+        run_models.refuse_parts(trained)
+        found.append(_answers_of_client(trained, opened.client(i), described(trained, "")["input"]))
+    return found
+
+
+def _answers_of_client(trained: run_models.Trained, own: data.ClientData, inputs: Mapping[str, Any]) -> ClientAnswers:
+    product = ExportedModel(trained.module, tasks.of(trained.config), inputs).eval()
+    layer, seen = Split.of(trained.module).layer, list[Tensor]()
+
+    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        seen.append(given[0].detach().flatten(1))
+
+    hook = None if layer is None else trained.module.get_submodule(layer).register_forward_pre_hook(keep)
+    outputs = []
+    with torch.no_grad():
+        for start in range(0, len(own.y_test), BATCH):
+            answer = product(torch.from_numpy(np.ascontiguousarray(own.x_test[start : start + BATCH])))
+            outputs.append((answer[0] if isinstance(answer, tuple) else answer).argmax(1))
+    if hook is not None:
+        hook.remove()
+    predicted = torch.cat(outputs).numpy() if outputs else np.zeros(0, np.int64)
+    features = torch.cat(seen).float().numpy() if seen and sum(map(len, seen)) == len(predicted) else None
+    classes = int(trained.shape["num_classes"])
+    assert trained.client is not None
+    return ClientAnswers(trained.client, classes, np.asarray(own.y_test, np.int64), predicted, features)

@@ -146,18 +146,13 @@ def on_own_data(card: Card) -> str:
     return f"these rows are the run's own data, {share} of them training rows: the run's own figures are over test rows"
 
 
-def site_columns_of(card: Card) -> SiteColumns:
-    """Return how the table of the site that exported a model differs from the run's."""
-    return SiteColumns.of(card.get("table", {}).get("site", {}))
-
-
 def _from_table(
     path: Path, card: Card, reading: Mapping[str, str], by_row: bool, own: SiteColumns | None
 ) -> ModelInputs:
     settings = card["settings"]
     separator = reading.get("separator", settings.get("separator", ""))
     na_values = split_names(reading.get("na-values", settings.get("na-values", "")))
-    how = dataclasses.replace(own or site_columns_of(card), may_lack=True)
+    how = dataclasses.replace(own or SiteColumns.of(card.get("table", {}).get("site", {})), may_lack=True)
     if "separator" in reading:
         how = dataclasses.replace(how, separator="")
     encodings = (card.get("table") or {}).get("encodings", ())
@@ -295,8 +290,12 @@ def _from_npz(path: Path, card: Card, by_row: bool) -> ModelInputs:
         user_arrays.refuse(path, named[0], "hold samples", "none")
     x, bad = _rows_read(count, lambda part: from_array(path, named[0], raw[list(part)], card), card, by_row)
     good = [k for k in range(count) if k not in bad]
-    targets = None if y is None or not good else _stored_targets(path, named[1], y[good], card)
-    return ModelInputs([f"{path}[{k}]" for k in range(count)], x, targets, bad=bad)
+    return ModelInputs(
+        [f"{path}[{k}]" for k in range(count)],
+        x,
+        None if y is None or not good else _stored_targets(path, named[1], y[good], card),
+        bad=bad,
+    )
 
 
 def from_array(where: Path, name: str, raw: NDArray[Any], card: Card) -> NDArray[Any]:
@@ -426,8 +425,9 @@ class Predictor(nn.Module):
                 key="predict", rule="takes an array or a data frame; `corolla predict` reads files", value=str(data)
             )
         if hasattr(data, "columns"):
-            rows = {str(name): np.asarray(data[name]) for name in data.columns}
-            samples = from_columns(where, rows, self.card, Places(of_model=True))
+            samples = from_columns(
+                where, {str(name): np.asarray(data[name]) for name in data.columns}, self.card, Places(of_model=True)
+            )
         else:
             samples = from_array(where, "it", np.asarray(data), self.card)
             if not len(samples):
@@ -461,16 +461,6 @@ class Predictor(nn.Module):
             return getattr(self._network[0], name)
 
 
-def with_bad_rows(table: Sequence[Sequence[str]], asked: ModelInputs) -> list[list[str]]:
-    """Return a table of predictions, header first, with an empty row for each bad one, and a column of their reasons."""
-    header, *rows = table
-    left, empty = iter(rows), [""] * (len(header) - 1)
-    return [
-        [*header, "error"],
-        *([name, *empty, asked.bad[k]] if k in asked.bad else [*next(left), ""] for k, name in enumerate(asked.names)),
-    ]
-
-
 def rows_with_bad_ones(rows: Sequence[dict[str, Any]], asked: ModelInputs) -> list[dict[str, Any]]:
     """Return rows of predictions with one for each bad one: null in place of the answers, and `error`."""
     left = iter(rows)
@@ -481,24 +471,25 @@ def rows_with_bad_ones(rows: Sequence[dict[str, Any]], asked: ModelInputs) -> li
     ]
 
 
-def predictions_table(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[list[str]]:
-    """Return predictions as a table, header first: the class and its probability, or the value of every output."""
-    classes: list[str] = card["classes"]
-    if card["has-classes"]:
-        best, words = predictions.max(1), map(str, answers_in_words(predictions, card))
-        rows = [[name, word, f"{value:.4f}"] for name, word, value in zip(names, words, best, strict=True)]
-        return [["input", "class", "probability" if len(card["outputs"]) > 1 else "output"], *rows]
+def predictions_table(rows: Sequence[Mapping[str, Any]], card: Card, with_errors: bool = False) -> list[list[str]]:
+    """Return `predictions_rows` as a table, header first: the class and its probability, or the value of every output.
+
+    with_errors: with a column of the reasons why rows are bad.
+    """
     # a shifted target is large compared with its spread, so it needs more digits
-    digits = 12 if any(card.get("target-shift", ())) else 4
-    numbers = answers_in_words(predictions, card)
-    return [
-        ["input", *classes],
-        *([name, *(f"{value:.{digits}g}" for value in row)] for name, row in zip(names, numbers, strict=True)),
-    ]
+    columns, digits = ["input", *card["classes"]], ".12g" if any(card.get("target-shift", ())) else ".4g"
+    if card["has-classes"]:
+        columns, digits = ["input", "class", "probability" if len(card["outputs"]) > 1 else "output"], ".4f"
+    columns += ["error"] * with_errors
+
+    def text(value: object) -> str:
+        return format(value, digits) if isinstance(value, float) else "" if value is None else str(value)
+
+    return [columns, *([text(row.get(name)) for name in columns] for row in rows)]
 
 
 def predictions_rows(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[dict[str, Any]]:
-    """Return predictions as `predictions_table`, one mapping per input, with numbers that are not rounded.
+    """Return predictions, one mapping per input: the class and its probability, or the value of every output.
 
     With classes it also has the probability of each.
     """

@@ -116,8 +116,12 @@ def _integer(value: object) -> int | None:
 
 def _no_such_client(client: object, count: int, names: Mapping[int, str]) -> UserError:
     known = f", or one of {listed(list(names.values()), most=MOST_NAMES)}" if names else ""
-    hint = nearest(str(client), names.values())
-    return UserError(key="client", rule=f"must be one of 0 to {count - 1}{known}", value=client, hint=hint)
+    return UserError(
+        key="client",
+        rule=f"must be one of 0 to {count - 1}{known}",
+        value=client,
+        hint=nearest(str(client), names.values()),
+    )
 
 
 def load(path: Path, client: int | str | None, methods: Mapping[str, Any]) -> Trained:
@@ -150,8 +154,7 @@ def load(path: Path, client: int | str | None, methods: Mapping[str, Any]) -> Tr
 def _check(model: Trained, client: int) -> None:
     """Raise UserError unless a model's hashes equal those of the client's personal model after the last round."""
     run = model.run
-    last = kept(list(run.rounds.values())).get("evaluation", {}).get("clients", {})
-    told = last.get(str(client), {})
+    told = kept(list(run.rounds.values())).get("evaluation", {}).get("clients", {}).get(str(client), {})
     if model.is_of(told) or (wire.SHA256 not in told and model.client == client):
         return
     if model.config.collect_personal_models and model.client == client:
@@ -205,8 +208,7 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
         )
     part = weights.load_safetensors(file, layout.subset(names))
     weights.write(module, layout.put(weights.read(module), part, names))
-    missing = tuple(sorted(layout.names - names))
-    return Trained(run, client, config, shape, module.eval(), missing, wire.hashes(part))
+    return Trained(run, client, config, shape, module.eval(), tuple(sorted(layout.names - names)), wire.hashes(part))
 
 
 def _hint(run: RecordedRun) -> str:
@@ -266,9 +268,16 @@ def networks(
     module = build()
     if initial:
         sample = shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"])
-        example = torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype))
-        partial = config.initial_weights_partial
-        weights.write(module, weights.initial_model(module, initial, partial=partial, names=of_data, example=example))
+        weights.write(
+            module,
+            weights.initial_model(
+                module,
+                initial,
+                partial=config.initial_weights_partial,
+                names=of_data,
+                example=torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype)),
+            ),
+        )
     if config.train:
         trainable_tensors.freeze(module, config.train)
     yield module
