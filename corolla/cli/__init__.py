@@ -24,7 +24,7 @@ from corolla.api import log_file
 from corolla.api.console import errors
 from corolla.api.log_file import HANDLER
 from corolla.api.settings import look_for_plugins
-from corolla.cli import audits, completion, flower_app, listings, products, results, run, sweeps, verify, watch
+from corolla.cli import completion, flower_app, listings, products, results, run, sweeps
 from fl_app import debugging, exit_codes, log_format
 from fl_app.errors import MethodFault, RoundFailed, RunFailed, UserError
 
@@ -47,7 +47,7 @@ add("sweep", sweeps.sweep, RUN, "digits --output-dir sweep")
 app.add_typer(flower_app.app, name="flower", rich_help_panel=RUN)
 add("compare", results.compare, LOOK, "runs/mine runs/base --to 80")
 add("report", results.report, LOOK, "runs/mine runs/base --output report")
-add("watch", watch.watch, LOOK, "runs/mine --open")
+add("watch", results.watch, LOOK, "runs/mine --open")
 add("export", products.export, LOOK, "runs/mine --client 3 --onnx")
 add("verify", products.verify, LOOK, "mine-client-3.onnx")
 add("predict", products.predict, LOOK, "mine-client-3.onnx rows.csv")
@@ -55,14 +55,12 @@ add("runs", results.runs, LOOK, "runs")
 add("summary", results.summary, LOOK, "runs/mine --json")
 add("presets", listings.presets, RUN, "'fedobp/fashion-mnist*'")
 add("methods", listings.methods, RUN, "fedcac")
-listings.data_app.command("verify", epilog="Example: corolla data verify")(verify.data_verify)
 app.add_typer(listings.data_app, name="data", rich_help_panel=DATA)
 app.add_typer(listings.state_app, name="state", rich_help_panel=DATA)
 app.add_typer(deploy.cli.app, name="cluster", rich_help_panel=DEPLOY)
 deploy.node_cli.app.command("export", epilog="Example: corolla node export --to models")(products.node_export)
 app.add_typer(deploy.node_cli.app, name="node", rich_help_panel=DEPLOY)
-audits.audit_app.command("join", epilog="Example: corolla audit join runs/july celle/audit.jsonl")(audits.join)
-app.add_typer(audits.audit_app, name="audit", rich_help_panel=DEPLOY)
+app.add_typer(results.audit_app, name="audit", rich_help_panel=DEPLOY)
 app.command("reference", hidden=True)(listings.reference)
 
 

@@ -6,10 +6,10 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -22,23 +22,22 @@ from corolla.api.console import command, console
 from corolla.api.one_run import CLIENTS
 from corolla.api.settings import Scale, number_of_clients, read_preset, resolve, scaled, with_clients
 from corolla.api.waiting import waiting
-from corolla.cli.as_json import of_data, of_methods, of_presets, show_json
 from corolla.cli.options import JsonOption, PresetArgument, QuietOption, ScaleOption, SetOption, be_quiet, parse_set
+from corolla.cli.output import of_data, of_methods, of_presets, show_json
+from corolla.experiments.forecast import RecordedPaces, duration, seconds_of
 from corolla.experiments.runs import RUNS, RecordedRun, by_experiment, run_folders
-from fl_app import plugins
+from corolla.presets import Preset, by_column
+from fl_app import checksums, data, plugins, tasks
 from fl_app.config import RunConfig
-from fl_app.data import site_columns
+from fl_app.data import ClientData, DatasetInfo, site_columns
 from fl_app.data.site_columns import SiteColumns
 from fl_app.errors import UserError, counted, listed, size
 from fl_app.keys import nearest, specs, without_others
+from fl_app.partition import apart
 from fl_app.paths import anchored
 from fl_app.sources import NODE
 from fl_app.toml import value_to_toml
 from strategies import METHOD_PARAMS, METHODS, method_tables
-
-if TYPE_CHECKING:
-    from corolla.presets import Preset
-    from fl_app.data import ClientData, DatasetInfo
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
 state_app = typer.Typer(help="Client state on this machine's disk; without a command: list it.")
@@ -102,8 +101,6 @@ def presets(
 
 def recorded_seconds(found: Iterable[Preset]) -> dict[str, float | None]:
     """Return the seconds of a run of each preset, by name, from rounds recorded here; None without any."""
-    from corolla.experiments.forecast import RecordedPaces, seconds_of
-
     paces = RecordedPaces(RecordedRun(path, METHOD_PARAMS) for path in run_folders(RUNS, 1, 2))
     out: dict[str, float | None] = {}
     for preset in found:
@@ -115,8 +112,6 @@ def recorded_seconds(found: Iterable[Preset]) -> dict[str, float | None]:
 
 def show_columns(found: Iterable[Preset], seconds: Mapping[str, float | None] | None) -> None:
     """Print a line per column of the papers' tables: name, number of methods, data; with `seconds`, the cost of a seed."""
-    from corolla.presets import by_column
-
     columns = by_column(found)
     width = max(len(column or cells[0].name) for (_, _, column), cells in columns.items())
     heading = None
@@ -151,8 +146,6 @@ def show_columns(found: Iterable[Preset], seconds: Mapping[str, float | None] | 
 
 def cost_of(seconds: Sequence[float | None]) -> str:
     """Return what a seed of a column costs, as text: runs of unknown duration take the mean of the others."""
-    from corolla.experiments.forecast import duration
-
     known = [one for one in seconds if one is not None]
     if not known:
         return "not measured"
@@ -234,8 +227,6 @@ def data_show(
     as_json: JsonOption = False,
 ) -> None:
     """Show the data set of a preset, a .toml file or --set, and each client's samples per class."""
-    from fl_app import data, tasks
-
     if site:
         from deploy.site import read_site
 
@@ -261,8 +252,12 @@ def data_show(
             held = class_mixes(info.classes, part)
         else:
             held = [target_spread(info.classes, part.y_train, info.facts.target_shift)]
-        name = names[client_id] if names else str(client_id)
-        rows.add_row(escape(name), str(len(part.y_train)), str(len(part.y_test)), *map(escape, held))
+        rows.add_row(
+            escape(names[client_id] if names else str(client_id)),
+            str(len(part.y_train)),
+            str(len(part.y_test)),
+            *map(escape, held),
+        )
     console.print(rows)
     for line in filter(None, [data.numbering(config), *data.partition_remarks(config)]):
         console.print(line, soft_wrap=True)
@@ -270,13 +265,12 @@ def data_show(
 
 def class_mixes(names: Sequence[str], part: ClientData) -> list[str]:
     """Return a client's training / test samples by class, and the distance between the shares of both."""
-    from fl_app.partition import apart
-
-    sides = [np.bincount(y, minlength=len(names)) for y in (part.y_train, part.y_test)]
-    train, test = sides
-    held = [f"{names[int(c)]}: {train[c]}/{test[c]}" for c in np.flatnonzero(train + test)]
+    train, test = [np.bincount(y, minlength=len(names)) for y in (part.y_train, part.y_test)]
     distance = apart(train, test)
-    return [", ".join(held), "n/a" if np.isnan(distance) else f"{100 * distance:.0f} %"]
+    return [
+        ", ".join([f"{names[int(c)]}: {train[c]}/{test[c]}" for c in np.flatnonzero(train + test)]),
+        "n/a" if np.isnan(distance) else f"{100 * distance:.0f} %",
+    ]
 
 
 def target_spread(names: Sequence[str], y: NDArray[np.float32], shift: Sequence[float] = ()) -> str:
@@ -286,8 +280,9 @@ def target_spread(names: Sequence[str], y: NDArray[np.float32], shift: Sequence[
     """
     if not len(y):
         return ""
-    means = y.mean(0, dtype=np.float64) + np.array(shift or [0.0])
-    columns = zip(names, means, y.std(0, dtype=np.float64), strict=True)
+    columns = zip(
+        names, y.mean(0, dtype=np.float64) + np.array(shift or [0.0]), y.std(0, dtype=np.float64), strict=True
+    )
     return listed([f"{name}: {mean:.4g} ± {std:.2g}" for name, mean, std in columns])
 
 
@@ -305,8 +300,6 @@ def data_config(preset: str | None, pairs: list[str], clients: int | None, scale
 
 def prepared(config: RunConfig, force: bool) -> DatasetInfo:
     """Prepare a config's data set, print its description, and return it."""
-    from fl_app import data, tasks
-
     with waiting(console) as shown:
         shown.step(f"preparing {config.dataset}", brief=True)
         info = data.check(config, force)
@@ -330,6 +323,33 @@ def prepared(config: RunConfig, force: bool) -> DatasetInfo:
         console.print(f"pixels from 0 to 1, mean ± standard deviation per channel: {values}", soft_wrap=True)
     warn_of_data(info)
     return info
+
+
+@data_app.command("verify", epilog="Example: corolla data verify")
+def data_verify(set_: SetOption = None, quiet: QuietOption = False) -> None:
+    """Check all prepared data sets and partitions against their checksums. From --set, only data-dir is used."""
+    root = data.data_root(resolve(anchored(parse_set(set_ or []), Path())))
+    damaged: dict[str, str] = {}
+    sound = 0
+    for directory, nbytes, problems in checked(root):
+        sound += not problems
+        words = "; ".join(problems) or "sound"
+        console.print(escape(f"{directory.relative_to(root)}: {words} ({size(nbytes)})"), soft_wrap=True)
+        if problems:
+            damaged[str(directory)] = words
+    if damaged:
+        lines = [f"data-dir: {directory} is damaged: {words}" for directory, words in damaged.items()]
+        remedy = "prepare it again by `corolla data prepare --force` with the run's settings, or remove it"
+        raise UserError("\n".join([*lines, remedy]))
+    console.print(escape(f"{sound} prepared data sets and partitions under {root} are sound"), soft_wrap=True)
+
+
+def checked(root: Path) -> Iterator[tuple[Path, int, list[str]]]:
+    """Yield (directory, bytes, problems as text) for every prepared data set and partition under a data directory."""
+    for kind in ("datasets", "partitions"):
+        for directory in sorted((root / kind).glob("[!.]*/")):
+            nbytes = sum(path.stat().st_size for path in directory.iterdir())
+            yield directory, nbytes, checksums.compare(directory, whole=True)
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -418,6 +438,5 @@ def state_remove(
     """Delete one experiment's client state from this machine."""
     from client_app.stored_state import remove, state_root
 
-    root = state_root(state_dir)
-    remove(root, experiment)
+    remove(state_root(state_dir), experiment)
     console.print(f"removed the client state of {experiment}", soft_wrap=True)

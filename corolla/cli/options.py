@@ -127,13 +127,9 @@ def _keys(name: str, text: str) -> dict[str, Scalar]:
     if isinstance(value, dict) and not _is_text(name):
         if not value:
             raise UserError("the table is empty")
-        return {f"{name}.{key}": _checked(f"{name}.{key}", inner, _text_of(inner)) for key, inner in value.items()}
+        texts = {key: str(inner).lower() if isinstance(inner, bool) else str(inner) for key, inner in value.items()}
+        return {f"{name}.{key}": _checked(f"{name}.{key}", inner, texts[key]) for key, inner in value.items()}
     return {name: _checked(name, value, text.strip())}
-
-
-def _text_of(value: object) -> str:
-    """Return a value of an inline table as text, for a key that holds text."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _checked(name: str, value: object, text: str) -> Scalar:

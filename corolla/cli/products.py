@@ -15,10 +15,9 @@ from rich.markup import escape
 from corolla.api.console import console, errors, warn
 from corolla.api.settings import look_for_plugins
 from corolla.api.waiting import waiting
-from corolla.cli.as_json import show_json
 from corolla.cli.completion import clients_of
 from corolla.cli.options import JsonOption, QuietOption, checked_set, parse_set
-from corolla.cli.printed_tables import show_table
+from corolla.cli.output import show_json, show_table
 from corolla.experiments.exported.run_models import client_id
 from corolla.experiments.runs import RecordedRun, existing
 from fl_app import exit_codes
@@ -235,14 +234,14 @@ def predict(
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)
     own_data = predict.are_own_data(inputs, known)
     measured = None if asked.targets is None else predict.measure(outputs, asked.targets, known)
+    rows, by_row = predict.predictions_rows(names, predictions, known), on_error is OnError.row
+    if by_row:
+        rows = predict.rows_with_bad_ones(rows, asked)
     if as_json:
-        rows = predict.predictions_rows(names, predictions, known)
-        figure = {"metric": measured[0].name, "value": measured[1], "samples": len(rows)} if measured else None
-        rows = predict.rows_with_bad_ones(rows, asked) if on_error is OnError.row else rows
+        figure = {"metric": measured[0].name, "value": measured[1], "samples": len(names)} if measured else None
         show_json({"predictions": rows, "measured": figure, "own-data": own_data})
     else:
-        table = predict.predictions_table(names, predictions, known)
-        show_table(predict.with_bad_rows(table, asked) if on_error is OnError.row else table)
+        show_table(predict.predictions_table(rows, known, by_row))
     if asked.how:
         warn(f"the table is read as {site or f'the card of {file}'} says: {asked.how}")
     if asked.ignored:

@@ -52,13 +52,15 @@ def config_page(methods: Mapping[str, type]) -> str:
     """Return docs/config.md."""
     declared = [spec for group in all_specs(methods).values() for spec in group]
     running = ", ".join(f"`{spec.name}`" for spec in declared if not spec.tells_runs_apart)
-    extending = ", ".join(f"`{spec.name}`" for spec in declared if spec.extends)
-    spanning = ", ".join(f"`{spec.name}`" for spec in declared if spec.schedule_dependent)
     keys = ", ".join(f"`{before}` (now `{now}`)" for before, now in earlier_keys.KEYS.items())
     values = ", ".join(
         f"`{key} = {before}` (now `{now}`)" for key, one in earlier_keys.VALUES.items() for before, now in one.items()
     )
-    same = _SAME_RUN.format(running=running, extending=extending, spanning=spanning)
+    same = _SAME_RUN.format(
+        running=running,
+        extending=", ".join(f"`{spec.name}`" for spec in declared if spec.extends),
+        spanning=", ".join(f"`{spec.name}`" for spec in declared if spec.schedule_dependent),
+    )
     parts = [_INTRO, same, _EARLIER.format(keys=keys, values=values)]
     tables = all_specs(methods)
     named = Counter(_unnamed(spec) for group in tables.values() for spec in group)
@@ -138,8 +140,7 @@ def with_table(text: str, heading: str, table: str) -> str:
     found = re.search(rf"^#+ {re.escape(heading)}\n(?:.*?\n)??\n(?=\|)", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"no table below {heading!r}")
-    rest = text[found.end() :].splitlines(keepends=True)
-    after = itertools.dropwhile(lambda line: line.startswith("|"), rest)
+    after = itertools.dropwhile(lambda line: line.startswith("|"), text[found.end() :].splitlines(keepends=True))
     return f"{text[: found.end()]}{table}\n{''.join(after)}"
 
 

@@ -1,37 +1,47 @@
-"""Commands about recorded runs: `corolla compare`, `summary`, `runs` and `report`."""
+"""Commands about recorded runs: `corolla compare`, `summary`, `runs`, `report`, `watch` and `audit join`."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+import threading
+import webbrowser
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
+from corolla.api import comparing as api_comparing
 from corolla.api.console import console, errors, say_partial, say_unfinished, warn
 from corolla.api.recorded_run import client_answers
 from corolla.api.waiting import waiting
-from corolla.cli.as_json import of_runs, of_summary, show_json
 from corolla.cli.completion import metrics_of, rows_of
 from corolla.cli.options import JsonOption, QuietOption
-from corolla.cli.printed_tables import echo, show_table
+from corolla.cli.output import echo, of_run, show_json, show_table
+from corolla.experiments import collect as collecting
+from corolla.experiments import compare as comparing
+from corolla.experiments import costs as costing
+from corolla.experiments import grouping, latex, paper_table, result_table, significance
+from corolla.experiments.compare import PaperLine
+from corolla.experiments.runs import RecordedRun, below, existing, in_tree, listing, named
 from fl_app import exit_codes, extras
-from fl_app.errors import UserError
+from fl_app.errors import UserError, counted
 from fl_app.sources import SOURCES
 from strategies import METHOD_PARAMS, METHODS
 
 PAPER_CAPTION = "accuracies in per cent; ours: mean ± standard deviation over the seeds"
 LatexOption = Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX, for booktabs.")]
 
-Table = tuple[Sequence[Sequence[str]], str]
-"""(lines, header first; caption)."""
-Tables = Sequence[Table]
-
-if TYPE_CHECKING:
-    from corolla.experiments.compare import PaperLine
-    from corolla.experiments.runs import RecordedRun
+Tables = list[tuple[list[list[str]], str]]
+"""Tables as (lines, header first; caption)."""
+audit_app = typer.Typer(no_args_is_help=True, help="Compare what the server and the sites wrote down.")
+# digits of a hash that tell keys and messages apart
+_DIGITS = 8
 
 
 class Cost(Enum):
@@ -82,9 +92,6 @@ def compare(
 
     Runs that differ only in the seed share a row. All other rows are compared with the first, or with --reference.
     """
-    from corolla.experiments import compare as comparing
-    from corolla.experiments import grouping, paper_table
-
     if dataset and not grouping.named(dataset):
         known = ", ".join(name for name, source in SOURCES.items() if source.known)
         raise UserError(
@@ -137,9 +144,6 @@ def show_beside_papers(lines: Sequence[PaperLine], found: Sequence[RecordedRun],
 
     dataset: name as which the user's own data set counts.
     """
-    from corolla.experiments import compare as comparing
-    from corolla.experiments import grouping, paper_metrics, paper_table
-
     matched = {id(run) for line in lines for run in line.runs}
     left = [run for run in found if id(run) not in matched]
     for run in left:
@@ -150,9 +154,9 @@ def show_beside_papers(lines: Sequence[PaperLine], found: Sequence[RecordedRun],
         return
     if left:
         echo()
-    if every := paper_metrics.figures_table(lines):
+    if every := paper_table.figures_table(lines):
         show_table(every)
-        echo(paper_metrics.CAPTION)
+        echo(paper_table.CAPTION)
     else:
         echo("no table of all figures: no run records any")
     for column in paper_table.columns(lines):
@@ -166,8 +170,6 @@ def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None, c
 
     by: the cost that orders the rows of `to`, "" for none.
     """
-    from corolla.experiments import significance
-
     differences = significance.tables(groups, significance.MOST_LISTED)
     for place, (table, caption) in enumerate([*result_tables(groups, to, costs, by), *differences]):
         if place:
@@ -183,18 +185,13 @@ def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None, cos
 
     Raises UserError for a `to` outside the metric's range.
     """
-    from corolla.experiments import compare as comparing
-    from corolla.experiments import cost_to_target
-    from corolla.experiments import costs as costing
-    from corolla.experiments.result_table import caption, text_table, undefined_notes
-
     rows = comparing.result_rows(groups)
-    notes = undefined_notes(run for runs in groups for run in runs)
-    tables: list[Table] = [(text_table(rows), "\n".join([caption(rows), *notes]))]
+    notes = result_table.undefined_notes(run for runs in groups for run in runs)
+    tables: Tables = [(result_table.text_table(rows), "\n".join([result_table.caption(rows), *notes]))]
     if costs:
         tables.append((costing.accuracy_and_costs_table(groups), costing.CAPTION))
     if to is not None:
-        tables.append((cost_to_target.costs_table(groups, to, by), cost_to_target.CAPTION))
+        tables.append((costing.costs_table(groups, to, by), costing.TO_CAPTION))
     return tables
 
 
@@ -205,11 +202,7 @@ def comparison_json(
 
     by: as in `show_comparison`.
     """
-    from corolla.api.comparing import rows_of
-    from corolla.experiments import cost_to_target
-    from corolla.experiments import costs as costing
-
-    rows = rows_of(groups)
+    rows = api_comparing.rows_of(groups)
     for row, group in zip(rows, groups, strict=True):
         row["runs"] = [str(run.path) for run in group]
     if costs:
@@ -217,26 +210,20 @@ def comparison_json(
             row["costs"] = [costing.costs(run) for run in group]
     if to is not None:
         for row, group in zip(rows, groups, strict=True):
-            row["reached"] = [cost_to_target.reached_as_told(run, to) for run in group]
-        rows = [rows[place] for place in cost_to_target.order(groups, to, by)] if by else rows
+            row["reached"] = [costing.reached_as_told(run, to) for run in group]
+        rows = [rows[place] for place in costing.order(groups, to, by)] if by else rows
     return {"rows": rows}
 
 
 def show_comparison_as_latex(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool, by: str) -> None:
     """Print the tables of `show_comparison` as LaTeX, with the best figures and significance marked."""
-    from corolla.experiments import compare as comparing
-    from corolla.experiments import latex, significance
-
     (lines, caption), *others = result_tables(groups, to, costs, by)
-    rows = comparing.result_rows(groups)
-    typer.echo(latex.results(groups, rows, latex.titled(lines, METHODS.title), caption))
+    typer.echo(latex.results(groups, comparing.result_rows(groups), latex.titled(lines, METHODS.title), caption))
     show_latex([*others, *significance.tables(groups, significance.MOST_LISTED)])
 
 
 def show_latex(tables: Tables) -> None:
     """Print tables as LaTeX, with methods under their papers' names."""
-    from corolla.experiments import latex
-
     typer.echo(
         "\n".join(latex.tabular(latex.titled(lines, METHODS.title), caption) for lines, caption in tables), nl=False
     )
@@ -247,11 +234,9 @@ def summary(
     as_json: JsonOption = False,
 ) -> None:
     """Show the results of a finished run: its summary.json."""
-    from corolla.experiments.runs import RecordedRun, existing
-
     recorded = RecordedRun(existing(run))
     if as_json:
-        show_json(of_summary(recorded))
+        show_json({"run": str(recorded.path), **recorded.summary, "undefined": recorded.undefined})
         return
     told = {"run": recorded.path, **recorded.summary}
     width = max(map(len, told))
@@ -278,12 +263,10 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List run folders, including those of sweeps, with their state: finished, running, or interrupted (can be resumed)."""
-    from corolla.experiments.runs import below, in_tree, listing
-
     places = directories or [Path("runs")]
     found = [run for place in places for run in below(place)]
     if as_json:
-        show_json(of_runs(found))
+        show_json([of_run(run) for run in found])
     elif not found:
         console.print(f"no runs in {', '.join(map(str, places))}", soft_wrap=True)
     else:
@@ -293,8 +276,6 @@ def runs(
             row[0] = f"{'   ' * (level - 1)}└─ {row[0]}" if level else row[0]
         show_table([header, *rows], may_be_missing=("written", "dataset", "seed", "method"))
     if collect is not None:
-        from corolla.experiments import collect as collecting
-
         for path in collecting.collect([run for run in found if run.state == "finished"], collect):
             (errors if as_json else console).print(f"{path}", soft_wrap=True)
 
@@ -329,9 +310,86 @@ def report(
         from corolla.report.page import reported, write_report
 
         before = reported(output)
-        tested = client_answers if features else None
-        written = write_report(runs, output, figures, tables, METHODS.title if latex else None, tested)
+        written = write_report(
+            runs, output, figures, tables, METHODS.title if latex else None, client_answers if features else None
+        )
     for path in written:
         console.print(f"{path}", soft_wrap=True)
     if before and before != reported(output):
         console.print(f"(replaces the report of {escape(before)})", soft_wrap=True)
+
+
+def watch(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of run folders.")],
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the loopback address; 0: any free one.")] = 0,
+    until_input_ends: Annotated[bool, typer.Option("--until-input-ends", hidden=True)] = False,
+) -> None:
+    """Serve the report of runs as a page that grows by their rounds. Only this machine reaches it. Ctrl-C ends it."""
+    extras.require_pictures("corolla watch")
+    with waiting(errors) as shown:
+        shown.step("reading the runs", brief=True)
+        # imported here because altair takes a second
+        from corolla.report.live_report import LiveReport
+
+        try:
+            server = LiveReport(runs, port)
+        except OSError as error:
+            raise UserError(key="--port", rule=f"must be free, {port} is not: {error.strerror}") from None
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        console.print(server.url, soft_wrap=True)
+        if open_:
+            webbrowser.open(server.url)
+        with contextlib.suppress(KeyboardInterrupt):
+            if until_input_ends:
+                sys.stdin.read()
+            else:
+                serving.join()
+    finally:
+        server.stop()
+        server.server_close()
+
+
+@audit_app.command("join", epilog="Example: corolla audit join runs/july celle/audit.jsonl")
+def join(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    audits: Annotated[
+        list[Path], typer.Argument(metavar="AUDIT", help="Sites' audits: audit.jsonl, or the directory that has it.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Put a run's trail and its sites' audits side by side. Exit with code 1 if they differ."""
+    from corolla.api import trails
+
+    joined = trails.join(named(run.expanduser()), audits)
+    if as_json:
+        told = {"clients": joined.clients, "messages": joined.rows}
+        typer.echo(json.dumps({**told, "differences": joined.differences, "apart": joined.apart}, indent=1))
+    else:
+        table = Table("client", "name", "SuperNode", "key", "messages", "answers", "samples", "data", "audit")
+        for each in joined.clients:
+            samples = " + ".join(str(each[name]) for name in ("train-samples", "test-samples") if name in each)
+            keys = ", ".join(key.removeprefix("SHA256:")[:_DIGITS] for key in each["keys"])
+            cells = (
+                str(each["client"]),
+                each["name"],
+                each["supernode"],
+                keys,
+                str(each["messages"]),
+                str(each["answers"]),
+            )
+            data = each.get("data-sha256", "")[:_DIGITS]
+            table.add_row(*map(escape, (*cells, samples, data, each["audit"])))
+        console.print(table)
+        if submitters := sorted({name for each in joined.clients for name in each["submitters"]}):
+            console.print(escape(f"submitted by {', '.join(submitters)}"), soft_wrap=True)
+        for each in joined.apart:
+            console.print(escape(f"{each['audit']}: had no part in the run: {each['why']}"), soft_wrap=True)
+        for line in joined.differences:
+            console.print(escape(line), soft_wrap=True)
+        if not joined.differences:
+            console.print(f"the server and the sites agree on {counted(len(joined.rows), 'message')}")
+    if joined.differences:
+        raise typer.Exit(exit_codes.FAILED)

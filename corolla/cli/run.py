@@ -29,12 +29,13 @@ from corolla.cli.options import (
     VerboseOption,
     parse_set,
 )
-from corolla.cli.printed_tables import show_next, show_results
+from corolla.cli.output import show_next, show_results
 from corolla.experiments.runs import named
 from fl_app import extras
 from fl_app.config import RunConfig
 from fl_app.errors import counted, size
 from fl_app.sources import NODE
+from fl_app.toml import to_toml
 from strategies import METHODS
 
 
@@ -161,11 +162,10 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
         typer.echo(
             "\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes_on(config)))
         )
-    typer.echo(dry_run.config_toml(config))
+    typer.echo(to_toml({key.name: value for key, value in config.own_keys()}))
     shape = dry_run.known_shape(config)
     if shape is None and config.dataset != NODE:
-        info = data.check(config)
-        shape = info.model_arguments
+        shape = data.check(config).model_arguments
     if shape is None or not config.num_clients:
         typer.echo("# bytes per round: unknown until the nodes have reported their number and their data")
         return

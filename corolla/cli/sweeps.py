@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -31,21 +32,40 @@ from corolla.cli.options import (
     VerboseOption,
     parse_set,
 )
-from corolla.cli.printed_tables import show_next, show_table
-from corolla.experiments import choosing
+from corolla.cli.output import show_next, show_table
 from corolla.experiments import forecast as forecasting
 from corolla.experiments import result_table as sweep_table
 from corolla.experiments import search as searching
+from corolla.experiments import significance
 from corolla.experiments import sweep as sweeping
 from corolla.experiments.forecast import Forecast
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.search import Drawn
 from corolla.experiments.sweep import Point, Range
-from fl_app import debugging, exit_codes
+from fl_app import debugging, exit_codes, shell
 from fl_app.errors import RunFailed, UserError, counted
+from fl_app.files import make_directory, publish_text
 from fl_app.keys import Scalar
 from fl_app.server.run_folder import check_unchanged
 from strategies import METHOD_PARAMS
+
+SCRIPT = "array.sbatch"  # in the sweep's directory
+_ARRAY = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}{limit}
+#SBATCH --cpus-per-task={cpus}
+{gpus}#SBATCH --signal=B:TERM@60
+#SBATCH --output={log}
+#
+# {title}: one run per task, in the folder of its name. Submitted again, it resumes interrupted runs from their last checkpoints,
+# and skips finished ones. Set memory, time and partition by options of sbatch, or by more #SBATCH lines.
+set -eu
+runs=(
+{runs}
+)
+cd {here}
+exec {command} "${{runs[$SLURM_ARRAY_TASK_ID]}}"
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +176,7 @@ def sweep(
     else:
         points = sweeping.expand(plan, METHOD_PARAMS, directory, given, ready)
     by = best_by.value if best_by else ""
-    choosing.check(points, by)
+    significance.check_choice(points, by)
     warn_of_settings(given, [(point.parsed, point.config) for point in points])
     name_plugins(point.config for point in points)
     if only is not None:
@@ -175,9 +195,14 @@ def sweep(
         words = [*asked.words, f"--output-dir={directory}", f"--scale={scale.value}", *sets]
         words += [f"--best-by={by}"] if by else []
         words += ["--in-process"] if in_process else options
-        cpus = 1 if in_process else max(2, math.ceil(cpus_per_client))
         write_array(
-            points, directory, title, words, at_once=jobs if jobs > 1 else 0, cpus=cpus, gpus=math.ceil(gpus_per_client)
+            points,
+            directory,
+            title,
+            words,
+            at_once=jobs if jobs > 1 else 0,
+            cpus=1 if in_process else max(2, math.ceil(cpus_per_client)),
+            gpus=math.ceil(gpus_per_client),
         )
         return
     how = None
@@ -315,8 +340,12 @@ def planned(file: Path | None, preset: str | None, seeds: str | None, given: Map
         return Planned(sweeping.read_sweep(file), str(file), file.stem, [str(file.resolve())])
     if seeds is not None and "seed" in given:
         raise UserError("--seeds and --set seed exclude each other")
-    words = [f"--preset={preset}", *([f"--seeds={seeds}"] if seeds is not None else [])]
-    return Planned(sweeping.of_presets(preset, parse_seeds(seeds)), preset, sweeping.title_of(preset), words)
+    return Planned(
+        sweeping.of_presets(preset, parse_seeds(seeds)),
+        preset,
+        sweeping.title_of(preset),
+        [f"--preset={preset}", *([f"--seeds={seeds}"] if seeds is not None else [])],
+    )
 
 
 def parse_seeds(text: str | None) -> list[int]:
@@ -334,12 +363,30 @@ def parse_seeds(text: str | None) -> list[int]:
 def write_array(
     points: Sequence[Point], directory: Path, title: str, words: Sequence[str], *, at_once: int, cpus: int, gpus: int
 ) -> None:
-    """Write a sweep's Slurm script, after checking its runs on this machine as far as possible: GPUs are not checked here."""
-    from corolla.experiments import slurm
+    """Write a sweep's Slurm job array into its directory: a script with one run per task, which resumes when it is restarted.
 
-    anywhere = [dataclasses.replace(p, parsed=dataclasses.replace(p.parsed, device="cpu")) for p in points]
-    sweeping.check_points(anywhere, check_locally)
-    path = slurm.write_array(points, directory, title, words, at_once=at_once, cpus=cpus, gpus=gpus)
+    The runs are checked on this machine as far as possible: GPUs are not checked here. words: of the `corolla sweep` that a
+    task calls, except the option that names its run. at_once: tasks at the same time; 0: as many as Slurm has room for.
+    cpus, gpus: per task.
+    """
+    sweeping.check_points(
+        [dataclasses.replace(p, parsed=dataclasses.replace(p.parsed, device="cpu")) for p in points], check_locally
+    )
+    path, logs = directory / SCRIPT, directory / "logs"
+    make_directory(logs)
+    text = _ARRAY.format(
+        name=shell.word(f"corolla-{directory.name}"),
+        last=len(points) - 1,
+        limit=f"%{at_once}" if at_once else "",
+        cpus=cpus,
+        gpus=f"#SBATCH --gpus-per-task={gpus}\n" if gpus else "",
+        log=shell.word(f"{logs}/%a.log"),
+        title=title,
+        runs="\n".join(f"  {shell.word(point.name)}" for point in points),
+        here=shell.word(str(Path.cwd())),
+        command=shell.line([sys.executable, "-P", "-m", "corolla", "sweep", *words, "--only"]),
+    )
+    publish_text(path, text)
     console.print(
         f"{counted(len(points), 'run')}, one task each; to start, and to continue later: sbatch {escape(str(path))}",
         soft_wrap=True,
@@ -464,8 +511,11 @@ def say_how_long(
 
     def known() -> tuple[dict[str, RecordedRun], dict[Path, str], Forecast]:
         finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
-        runs = finished | {key: RecordedRun(folder) for folder, key in unfinished.items()}
-        return finished, unfinished, Forecast(points, runs)
+        return (
+            finished,
+            unfinished,
+            Forecast(points, finished | {key: RecordedRun(folder) for folder, key in unfinished.items()}),
+        )
 
     failed: dict[str, str] = {}
     unmeasured = {sweeping.identity(point.parsed) for point in known()[2].unmeasured()}
@@ -544,7 +594,7 @@ def show_sweep(
     finished, _ = sweeping.scan(directory, METHOD_PARAMS)
     rows = sweep_table.sweep_rows(points, finished)
     remarks = ["Cut by `--scale small`: not comparable with the papers' figures."] if scale == "small" else []
-    best = choosing.best_lines(rows, by)
+    best = significance.best_lines(rows, by)
     lost = [f"{counted(len(failed), 'run')} failed."] * bool(failed)
     sweep_table.write_results(directory, rows, title, [*remarks, *lost, *best])
     show_table(sweep_table.text_table(rows))
