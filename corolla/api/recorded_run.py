@@ -19,9 +19,9 @@ from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
 if TYPE_CHECKING:
     import pandas
 
-    from corolla.experiments.exported.client_answers import ClientAnswers
+    from corolla.experiments.exported.loading import ClientAnswers
     from corolla.experiments.exported.predict import Predictor
-    from corolla.report.plots import Plots
+    from corolla.report.page import Plots
     from fl_app.keys import Scalar
 
 
@@ -113,7 +113,7 @@ class Run:
     def plot(self) -> Plots:
         """The report's pictures as Altair charts: `run.plot.accuracy()`. Printed, it lists them."""
         extras.require("altair", "a run's pictures")
-        from corolla.report.plots import Plots
+        from corolla.report.page import Plots
 
         return Plots(self._recorded.path, client_answers)
 
@@ -227,11 +227,11 @@ def client_answers(path: Path) -> list[ClientAnswers]:
     """Return the answers of a run's final models on their clients' test samples, as `of_run` does, for its pictures."""
     # imported here because they bring torch and Flower
     from corolla.api.settings import look_for_plugins
-    from corolla.experiments.exported.client_answers import of_run
+    from corolla.experiments.exported.loading import answers_of_run
     from strategies import METHODS
 
     look_for_plugins(path / PLUGINS)
-    return of_run(path, METHODS)
+    return answers_of_run(path, METHODS)
 
 
 def folder(path: object) -> Path:

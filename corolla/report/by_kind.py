@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import altair as alt
 import numpy as np
 import pandas
 
-from corolla.report import charts, frames
-from corolla.report.arrays import MANY, Floats, ReportedRun
-from corolla.report.charts import ROUNDS, WIDTH, Axis, Chart
+from corolla.report import charts
+from corolla.report.arrays import (
+    MANY,
+    MOST_ROWS,
+    Floats,
+    Frame,
+    ReportedRun,
+    averaged,
+    client_labels,
+    groups,
+    layers,
+    links,
+    scalars,
+)
+from corolla.report.charts import IN_TIME, LATE, LOST, ROUNDS, WIDTH, WORKING, Axis, Chart, Panel
+from corolla.report.groups import grid as cells_of
+from corolla.report.groups import marked
 from corolla.report.heat_maps import matrix_panel
-from corolla.report.pictures import MOST_COLUMNS, MOST_ROWS, Panel, averaged
-from corolla.report.recorded import client_labels, groups, layers, links, scalars
 from fl_app import figures
+from fl_app.errors import UserError
+from fl_app.server import arrivals
 
 MOST_LINES = 7
+# most rounds that are cells of their own; more are averaged with their neighbours
+MOST_COLUMNS = 200
+# the picture of who worked when shows the first rounds and clients: more have no room
+ROUNDS_OF_WORKS, CLIENTS_AT_WORK = 20, 60
 # (title, caption, chart)
 Drawn = tuple[str, str, Callable[[], Chart]]
 
@@ -68,73 +87,67 @@ def _groups(run: ReportedRun, figure: figures.Groups) -> Drawn | None:
         return None
     ids, grid, names = found
     many = len(ids) > MANY
-    text = "Above: number of groups among the round's clients. Grey: not in the round."
-    if many:
-        text = "Above: number of groups among the round's clients. Below: number of these clients in each group."
-    labels = client_labels(run, ids)
-    counts = np.array([len(np.unique(column[~np.isnan(column)])) or np.nan for column in grid.T], np.float64)
-    top = Axis(figure.unit or "groups", "d", zero=True)
+    below = "Below: number of these clients in each group." if many else "Grey: not in the round."
+    text = f"{figure.caption} Above: number of groups among the round's clients. {below}"
+    counts = pandas.DataFrame(grid).nunique().replace(0, np.nan).to_numpy(np.float64)
 
-    def members() -> Chart:
+    def draw() -> Chart:
+        rows = names if many else client_labels(run, ids)
+        top = _top(run, counts[None], Axis(figure.unit or "groups", "d", zero=True), _room(rows))
         if not many:
-            return _cells(labels, grid, Axis("group", "d"), "client", names=names)
-        sizes = np.array([np.where(counts > 0, (grid == k).sum(axis=0), np.nan) for k in range(len(names))])
-        return _cells(names, sizes, Axis("clients", "d"), "group")
+            return charts.below(top, _cells(rows, grid, Axis("group", "d"), "client", names=names), shared=True)
+        return charts.below(
+            top,
+            _cells(
+                rows,
+                np.where(counts > 0, np.equal.outer(range(len(names)), grid).sum(axis=1), np.nan),
+                Axis("clients", "d"),
+                "group",
+            ),
+            shared=True,
+        )
 
-    return (
-        figure.title,
-        f"{figure.caption} {text}",
-        lambda: charts.below(_top(run, counts[None], top, _room(names if many else labels)), members(), shared=True),
-    )
+    return figure.title, text, draw
 
 
 def _above(grid: Floats) -> str:
     """Return a caption of the line above the rows of clients, and of the rows' order."""
     if len(grid) <= MANY:
         return "Above: the mean over the clients."
-    row = (
-        f"each row is the mean of about {len(grid) / MOST_ROWS:.0f} neighbours"
-        if len(grid) > MOST_ROWS
-        else "one row each"
-    )
+    row = "one row each"
+    if len(grid) > MOST_ROWS:
+        row = f"each row is the mean of about {len(grid) / MOST_ROWS:.0f} neighbours"
     return (
         "Above: the mean over the clients, the middle half of them (dark band) and the middle 90 % (pale band). Below: the "
         f"clients sorted by their mean over the rounds, {row}."
     )
 
 
-def _sorted_rows(grid: Floats) -> Floats:
-    """Sort clients [N, rounds] by their mean over the rounds, and average neighbours until at most MOST_ROWS rows remain."""
-    known = ~np.isnan(grid)
-    means = np.where(known, grid, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
-    return averaged(grid[np.argsort(means, kind="stable")], MOST_ROWS)
-
-
 def _clients_over_rounds(run: ReportedRun, ids: Sequence[int], grid: Floats, axis: Axis, zero: bool = False) -> Chart:
     """Return the mean over the clients, and below it a row per client."""
-    many = len(ids) > MANY
-    rows = _sorted_rows(grid) if many else grid
-    labels = [str(k) for k in range(len(rows))] if many else client_labels(run, ids)
-    limits = (0.0, float(np.nanmax(rows)) or 1.0) if zero else None
-    title = f"{len(ids):,} clients, least to most" if many else "client"
-    below = _cells(labels, rows, axis, title, shown=not many, limits=limits)
-    top = _top(run, grid, Axis("mean", axis.format, zero=zero), _room(labels, not many))
-    return charts.below(top, below, shared=True)
+    many, rows, labels, title = len(ids) > MANY, grid, client_labels(run, ids), "client"
+    if many:
+        rows = averaged(grid[np.argsort(pandas.DataFrame(grid).mean(axis=1), kind="stable")], MOST_ROWS)
+        labels, title = list(map(str, range(len(rows)))), f"{len(ids):,} clients, least to most"
+    below = _cells(
+        labels, rows, axis, title, shown=not many, limits=(0.0, float(np.nanmax(rows)) or 1.0) if zero else None
+    )
+    return charts.below(
+        _top(run, grid, Axis("mean", axis.format, zero=zero), _room(labels, not many)), below, shared=True
+    )
 
 
 def _top(run: ReportedRun, grid: Floats, axis: Axis, width: int) -> Chart:
     return charts.lines(_means(run, grid), ROUNDS, axis, height=170 if len(grid) > MANY else 90, width=width)
 
 
-def _means(run: ReportedRun, grid: Floats) -> charts.Frame:
+def _means(run: ReportedRun, grid: Floats) -> Frame:
     """Return the mean over the rows as a line, with quantiles if there are many rows. Rounds without values are left out."""
-    present = ~np.isnan(grid).all(axis=0)
-    known = grid[:, present]
-    columns = {"round": np.flatnonzero(present) + 1, "mean": np.nanmean(known, axis=0)}
+    known = pandas.DataFrame(grid, columns=range(1, grid.shape[1] + 1)).dropna(axis=1, how="all")
+    means = pandas.DataFrame({"run": run.method, "method": run.method, "round": known.columns, "mean": [*known.mean()]})
     if len(grid) > MANY:
-        bands = np.nanpercentile(known, (5, 25, 75, 95), axis=0)
-        columns |= dict(zip(("lowest", "low", "high", "highest"), bands, strict=True))
-    return frames.marked(pandas.DataFrame({"run": run.method, "method": run.method, **columns}))
+        means[["lowest", "low", "high", "highest"]] = known.quantile([0.05, 0.25, 0.75, 0.95]).T.to_numpy()
+    return marked(means)
 
 
 def _room(rows: Sequence[str], shown: bool = True) -> int:
@@ -155,16 +168,23 @@ def _cells(
     """Return rows over rounds 1 .. last as cells. names: of the values 0, 1, ..."""
     step = math.ceil(grid.shape[1] / MOST_COLUMNS)
     cells = averaged(grid, math.ceil(grid.shape[1] / step), axis=1)
-    starts = (1 + np.linspace(0, grid.shape[1], cells.shape[1] + 1)[:-1]).astype(int).tolist()
     row = "client" if title == "client" else "row"
-    frame = frames.grid(rows, starts, cells, row)
+    frame = cells_of(
+        rows, (1 + np.linspace(0, grid.shape[1], cells.shape[1] + 1)[:-1]).astype(int).tolist(), cells, row
+    )
     colour = charts.coloured(axis, limits, across=300)
     if names:
-        frame = frame.assign(group=[names[int(value)] for value in frame["value"]])
-        colour = charts.grouped(names, axis.title)
-    height = max(110, min(15 * len(rows), 620))
-    order = charts.names("y", row, title, rows, shown)
-    return charts.over_rounds(frame, order, colour, axis, height, step, width or _room(rows, shown))
+        frame["group"] = frame["value"].map(dict(enumerate(names)))
+        colour = alt.Color("group:N").scale(**charts.palette(names)).title(axis.title).legend(orient="right")
+    return charts.over_rounds(
+        frame,
+        charts.names("y", row, title, rows, shown),
+        colour,
+        axis,
+        max(110, min(15 * len(rows), 620)),
+        step,
+        width or _room(rows, shown),
+    )
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
@@ -198,9 +218,7 @@ def layer_lines(names: Sequence[str], rounds: Sequence[int], grid: Floats, axis:
     """Return a line per layer. grid: [layers, rounds]."""
     found = []
     for k, (name, row) in enumerate(zip(names, grid, strict=True)):
-        known = ~np.isnan(row)
-        columns = {"run": name, "round": np.array(rounds)[known], "mean": row[known]}
-        found.append(frames.marked(pandas.DataFrame(columns), k))
+        found.append(marked(pandas.DataFrame({"run": name, "round": rounds, "mean": row}).dropna(), k))
     return charts.lines(
         pandas.concat(found, ignore_index=True), ROUNDS, axis, legend="layer", right=True, width=WIDTH - 160
     )
@@ -213,12 +231,81 @@ def _side_by_side(found: list[Part]) -> Chart:
         ratio = part.percent or part.shares
         top = float(np.nanmax(grid)) if part.whole else 1.0
         axis = Axis(part.unit, "~%" if ratio else "d" if part.whole else "~g")
-        limits = (0.0, top or 1.0) if ratio or part.whole else None
         labels = _room(names, False) - _room(names, names != known)
-        own = _cells(names, grid, axis, "", names != known, limits, width=WIDTH // len(found) - labels - 20)
+        own = _cells(
+            names,
+            grid,
+            axis,
+            "",
+            names != known,
+            (0.0, top or 1.0) if ratio or part.whole else None,
+            width=WIDTH // len(found) - labels - 20,
+        )
         known = names
         each.append(own.properties(title=part.heading) if part.heading else own)
     return charts.beside(*each)
+
+
+# Who worked when ------------------------------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """A client's work on a round: its seconds since the run's start, and what became of it."""
+
+    client: int
+    begins: float
+    ends: float
+    became: str
+
+
+def of_waiting(run: ReportedRun) -> Iterator[Panel]:
+    """Yield the picture of a run that recorded arrivals."""
+    try:
+        lines = arrivals.read(run.path)
+    except UserError:
+        return
+    found, closes = spans(lines[:ROUNDS_OF_WORKS])
+    if not found or not (every := sum(len(line["ends"]) for line in lines)):
+        return
+
+    def draw() -> Chart:
+        frame = pandas.DataFrame(found)
+        clients = frame["client"].unique()[:CLIENTS_AT_WORK].tolist()
+        frame["client"] = frame["client"].map(dict(zip(clients, client_labels(run, clients), strict=True)))
+        return charts.spans(frame.dropna(), pandas.DataFrame({"second": closes}))
+
+    lost = sum(end["fate"] != arrivals.USED for line in lines for end in line["ends"])
+    yield Panel(
+        f"waiting-{run.number.replace('.', '-')}",
+        "Who worked when",
+        f"A bar is a client's work on a round, from its download to its upload; a vertical line is the close of a round. "
+        f"The first {len(closes)} rounds. In all {len(lines)} rounds {lost} of {every} works ({100 * lost / every:.0f} %) were "
+        "thrown away or failed.",
+        draw,
+    )
+
+
+def spans(lines: Sequence[arrivals.Line]) -> tuple[list[Span], list[float]]:
+    """Return the works of rounds, and the second at which each round closed. lines: those of arrivals.jsonl, in order."""
+    closes = np.cumsum([float(line["seconds"]) for line in lines]).tolist()
+    began = {int(line["round"]): end - float(line["seconds"]) for line, end in zip(lines, closes, strict=True)}
+    working = {(int(i), int(line["round"])): began[int(line["round"])] for line in lines for i in line["asked"]}
+    found = []
+    for line in lines:
+        for end in line["ends"]:
+            begins = working.pop((int(end["client"]), int(line["round"]) - int(end["age"])), None)
+            if begins is not None:
+                used = LATE if end["age"] else IN_TIME
+                found.append(
+                    Span(
+                        int(end["client"]),
+                        begins,
+                        began[int(line["round"])] + float(end["second"]),
+                        used if end["fate"] == arrivals.USED else LOST,
+                    )
+                )
+    found += [Span(client, begins, closes[-1], WORKING) for (client, _), begins in working.items()]
+    return sorted(found), closes
 
 
 DRAW: Mapping[type[figures.Figure], Callable[[ReportedRun, Any], Drawn | None]] = {

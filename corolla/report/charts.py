@@ -2,24 +2,29 @@
 
 Columns that several frames share: `run` (label of a row of runs), `method`, `client` (its name or id), `round`, and
 `part` (heading of a small chart). A line has `mean`, and for its bands `low` and `high`, `lowest` and `highest`. Every
-other column is shown when a reader points at a mark. Without a number a cell is empty.
+other column is shown when a reader points at a mark. Without a number a cell is empty. A `Panel` is a picture of the
+report: a chart with its title and caption, and its files.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import altair as alt
 import numpy as np
+from altair.utils.schemapi import debug_mode
 
 from corolla.report.theme import (
     COLOURS,
     COLOURS_OF_VALUES,
+    CONFIG,
     EMPTY,
     INK,
     SOFT,
@@ -29,11 +34,14 @@ from corolla.report.theme import (
     plain_looks,
     two,
 )
+from fl_app.metrics import Metric
 
 Chart = Any
 Frame = Any
 # of a whole picture's marks, in pixels
 WIDTH = 960
+# pixels of a PNG per pixel of the page
+SCALE = 1.6
 # about the pixels of a letter, and of what stands beside a legend's text
 LETTER, SYMBOL = 7, 50
 # most classes of a confusion matrix with numbers in its cells
@@ -41,7 +49,7 @@ MOST_WRITTEN = 20
 # small charts in a row
 IN_A_ROW = 4
 # columns that draw, and are not in tooltips
-DRAWN = {"mark", "part", "method", "place", "until", "other", "x", "left"}
+DRAWN = ["mark", "part", "method", "place", "until", "other", "x", "left"]
 GREYS = {"range": [two("#ffffff", "#17181a"), two("#111111", "#f5f5f5")]}
 # of a mark: its client is highlighted; none is, or its own; its run is picked in the legend
 CLIENT = "datum.client === client"
@@ -82,6 +90,11 @@ class Axis:
         return channel(f"{field}:Q").title(self.title).scale(scale).axis(axis)
 
 
+def metric_axis(metric: Metric, limits: tuple[float, float] | None = None) -> Axis:
+    """Return the axis of a metric on test data, in per cent if it is a ratio."""
+    return Axis(f"test {metric.title}", "~%" if metric.ratio else "~g", limits)
+
+
 ROUNDS = Axis("round", "d", tight=True)
 # other axes of lines over rounds, by the reader's choice, with the frame's column
 COSTS = {
@@ -94,6 +107,51 @@ def by_cost() -> dict[str, dict[str, Any]]:
     """Return the choices of lines over rounds, as `Panel.switch` takes them."""
     others = {choice: {"round": axis.on(alt.X, field).to_dict()} for choice, (field, axis) in COSTS.items()}
     return {"over rounds": {}, **others}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture of the report. name: its files' name. caption: explains it. folded: the page shows it on demand.
+
+    draw: returns its chart. switch: by the names of the reader's choices, what changes along the sides that show a field.
+    """
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[], Chart]
+    folded: bool = False
+    switch: Mapping[str, Mapping[str, Any]] | None = None
+
+    @cached_property
+    def spec(self) -> dict[str, Any]:
+        """The picture as Vega-Lite's JSON. `datasets` has its data as CSV, by name."""
+        # checking each part against Vega-Lite's schema takes most of the time; the tests do it
+        with debug_mode(False):
+            found: dict[str, Any] = self.draw().to_dict(validate=False)
+        extra = {"usermeta": {"switch": self.switch}} if self.switch else {}
+        return {**found, "config": CONFIG, "description": f"{self.title}. {self.caption}", **extra}
+
+    @cached_property
+    def svg(self) -> str:
+        """The picture as SVG. Its parts are numbered anew: the program counts on from picture to picture."""
+        import vl_convert
+
+        numbers: dict[str, int] = {}
+        return re.sub(
+            r'(id="|url\(#)([a-z_]+)(\d+)',
+            lambda part: f"{part[1]}{part[2]}{numbers.setdefault(part[2] + part[3], len(numbers))}",
+            vl_convert.vegalite_to_svg(self.spec),
+        )
+
+    def render(self, kind: str = "png") -> bytes:
+        """Return the picture as a png, svg or pdf file. Equal pictures give equal bytes, but for pdf."""
+        import vl_convert
+
+        if kind == "svg":
+            return self.svg.encode()
+        found = vl_convert.svg_to_pdf(self.svg) if kind == "pdf" else vl_convert.svg_to_png(self.svg, scale=SCALE)
+        return bytes(found)
 
 
 # Pieces ---------------------------------------------------------------------------------------------------------------
@@ -109,13 +167,11 @@ def inline(frame: Frame) -> Any:
 def tooltips(frame: Frame, value: Axis) -> list[Any]:
     """Return the tooltip of a mark. value: the axis of the frame's measured numbers."""
     found = []
-    for name, kind in frame.dtypes.items():
-        if name in DRAWN or frame[name].isna().all():
-            continue
+    for name, kind in frame.dropna(axis=1, how="all").drop(columns=DRAWN, errors="ignore").dtypes.items():
+        tip = alt.Tooltip(f"{name}:{'Q' if kind.kind in 'iuf' else 'N'}")
         if kind.kind == "f":
-            found.append(alt.Tooltip(f"{name}:Q").format(value.single if name in MEASURED else ".4~g"))
-        else:
-            found.append(alt.Tooltip(f"{name}:{'Q' if kind.kind in 'iuf' else 'N'}"))
+            tip = tip.format(value.single if name in MEASURED else ".4~g")
+        found.append(tip)
     return found
 
 
@@ -132,12 +188,16 @@ def series(frame: Frame, title: str | None = None, orient: str = "bottom") -> di
     firsts = frame.drop_duplicates("run")
     names = firsts["run"].tolist()
     styles = looks(firsts["method"].tolist()) if "method" in frame else plain_looks(len(names))
-    columns = legend_columns(names)
-    several = alt.Legend(title=title, symbolOpacity=1, orient=orient, columns=columns if orient == "bottom" else 1)
+    several = alt.Legend(
+        title=title, symbolOpacity=1, orient=orient, columns=legend_columns(names) if orient == "bottom" else 1
+    )
 
     def scaled(channel: Any, values: Sequence[Any]) -> Any:
-        scale = alt.Scale(domain=names, range=list(values))
-        return channel("run:N").scale(scale).legend(several if len(names) > 1 else None)
+        return (
+            channel("run:N")
+            .scale(alt.Scale(domain=names, range=list(values)))
+            .legend(several if len(names) > 1 else None)
+        )
 
     return {
         "color": scaled(alt.Color, [style.drawn for style in styles]),
@@ -186,29 +246,27 @@ def lines(
     style, across = series(frame, legend, "right" if right else "bottom"), x.on(alt.X, "x" if "x" in frame else "round")
     base, layers = alt.Chart(), []
     if "other" in frame:
-        behind = frame.drop(columns="part")
         layers.append(
-            alt.Chart(inline(behind))
+            alt.Chart(inline(frame.drop(columns="part")))
             .mark_line(strokeWidth=1, stroke=SOFT, opacity=0.4, clip=True)
             .encode(x=across, y=y.on(alt.Y, "mean"), detail="other:N")
         )
     for low, high, opacity in (("lowest", "highest", 0.1), ("low", "high", 0.18)):
         if low in frame and frame[low].notna().any():
-            shown = when(alt.OpacityValue, PICKED, opacity, 0)
-            layers.append(
-                base.mark_area(clip=True).encode(
-                    x=across, y=y.on(alt.Y, low), y2=high, color=style["color"], opacity=shown
-                )
-            )
+            band = base.mark_area(clip=True).encode(x=across, y=y.on(alt.Y, low), y2=high, color=style["color"])
+            layers.append(band.encode(opacity=when(alt.OpacityValue, PICKED, opacity, 0)))
     if "left" in frame:
         layers.append(
             base.transform_filter("datum.left")
             .mark_rule(strokeDash=[1.3, 1.4], clip=True)
             .encode(x=across, color=style["color"], tooltip=["run:N", "round:Q", "left:N"])
         )
-    shown = when(alt.OpacityValue, PICKED, 1, 0.08)
     line = base.mark_line(clip=True).encode(
-        x=across, y=y.on(alt.Y, "mean"), color=style["color"], strokeDash=style["strokeDash"], opacity=shown
+        x=across,
+        y=y.on(alt.Y, "mean"),
+        color=style["color"],
+        strokeDash=style["strokeDash"],
+        opacity=when(alt.OpacityValue, PICKED, 1, 0.08),
     )
     if "line" in frame:
         line = line.encode(detail="line:N")
@@ -236,30 +294,34 @@ def histogram(frame: Frame, x: Axis, y: Axis) -> Chart:
 
     frame: run, method, part, low, high (ends of the bin), share; and the part's mean, lowest, highest.
     """
-    base, style = alt.Chart(), series(frame)
-    colour = style["color"].legend(None)
-    bars = base.mark_bar(opacity=0.55).encode(
-        x=x.on(alt.X, "low").bin("binned"), x2="high", y=y.on(alt.Y, "share"), color=colour, tooltip=tooltips(frame, y)
-    )
-    rules = [
+    base, colour = alt.Chart(), series(frame)["color"].legend(None)
+    layers = [
         base.mark_rule(strokeDash=dash, strokeWidth=1.6).encode(x=alt.X(f"mean({name}):Q").title(x.title), color=colour)
         for name, dash in (("mean", [7, 3]), ("lowest", [2, 2]), ("highest", [2, 2]))
     ]
-    return faceted(alt.layer(bars, *rules, data=inline(frame)), frame)
+    across, up = x.on(alt.X, "low").bin("binned"), y.on(alt.Y, "share")
+    layers.insert(0, bars(base, frame, across, up, y).mark_bar(opacity=0.55).encode(color=colour))
+    return faceted(alt.layer(*layers, data=inline(frame)), frame)
+
+
+def bars(chart: Chart, frame: Frame, x: Any, y: Any, value: Axis) -> Chart:
+    """Return the bars of a histogram. frame: low, high (ends of the bin), and the fields of x and y."""
+    return chart.mark_bar(color=of_colour(COLOURS[0]), opacity=0.6).encode(
+        x=x, x2="high", y=y, tooltip=tooltips(frame, value)
+    )
 
 
 def stacked(frame: Frame) -> Chart:
     """Return bars of seconds by phase. frame: part (whose seconds), run, phase, seconds."""
-    runs, phases = (frame[name].drop_duplicates().tolist() for name in ("run", "phase"))
-    scale = alt.Scale(domain=phases, range=[look.drawn for look in plain_looks(len(phases) + 1)[1:]])
+    runs, phases = frame["run"].drop_duplicates().tolist(), frame["phase"].drop_duplicates().tolist()
     row = alt.Y("run:N").sort(runs).title(None)
     if len(runs) == 1:
         row = row.axis(None)
     base = alt.Chart()
-    bars = base.mark_bar(opacity=0.8).encode(
+    seconds = base.mark_bar(opacity=0.8).encode(
         x=alt.X("seconds:Q").stack("zero").title("seconds per round"),
         y=row,
-        color=alt.Color("phase:N").scale(scale).title(None),
+        color=alt.Color("phase:N").scale(**palette(phases, 1)).title(None),
         order=alt.Order("place:Q"),
         tooltip=["run:N", "phase:N", alt.Tooltip("seconds:Q").format(".3~g")],
     )
@@ -267,30 +329,34 @@ def stacked(frame: Frame) -> Chart:
         x="sum(seconds):Q", y=row, text=alt.Text("sum(seconds):Q").format(".3~g")
     )
     longest = LETTER * max(map(len, runs)) if len(runs) > 1 else 0
-    width = max(200, (WIDTH - 60 - longest) // max(1, frame["part"].nunique()))
-    return faceted(alt.layer(bars, total, data=inline(frame)), frame, width, 30 * len(runs) + 10, ["x"])
+    return faceted(
+        alt.layer(seconds, total, data=inline(frame)),
+        frame,
+        max(200, (WIDTH - 60 - longest) // max(1, frame["part"].nunique())),
+        30 * len(runs) + 10,
+        ["x"],
+    )
 
 
 def spans(frame: Frame, closes: Frame) -> Chart:
     """Return who worked when. frame: client, round, begins, ends, became. closes: second, at which a round closed."""
-    kinds, clients = (frame[name].drop_duplicates().tolist() for name in ("became", "client"))
-    scale = alt.Scale(range=[look.drawn for look in plain_looks(5)[1:]], domain=sorted(kinds, key=list(WORKS).index))
-    shown = when(alt.OpacityValue, NO_OTHER, 0.8, 0.2)
+    clients = frame["client"].drop_duplicates().tolist()
     across = Axis("seconds since the run began", limits=(0.0, float(closes["second"].max())))
-    bars = (
+    works = (
         alt.Chart(inline(frame))
         .mark_bar(height={"band": 0.72}, clip=True)
         .encode(
             x=across.on(alt.X, "begins"),
             x2="ends",
             y=alt.Y("client:N").sort(clients),
-            color=alt.Color("became:N").scale(scale).title(None),
-            opacity=shown,
+            color=alt.Color("became:N").scale(**palette(WORKS, 1)).title(None),
+            opacity=when(alt.OpacityValue, NO_OTHER, 0.8, 0.2),
             tooltip=tooltips(frame, across),
         )
     )
-    rules = alt.Chart(inline(closes)).mark_rule(color=INK, strokeWidth=1).encode(x="second:Q")
-    return alt.layer(bars, rules).properties(width=WIDTH, height=max(90, min(20 * len(clients), 640)))
+    return alt.layer(
+        works, alt.Chart(inline(closes)).mark_rule(color=INK, strokeWidth=1).encode(x="second:Q")
+    ).properties(width=WIDTH, height=max(90, min(20 * len(clients), 640)))
 
 
 IN_TIME, LATE, LOST, WORKING = WORKS = "used in time", "used late", "thrown away or failed", "still working"
@@ -301,13 +367,14 @@ IN_TIME, LATE, LOST, WORKING = WORKS = "used in time", "used late", "thrown away
 
 def names(side: str, field: str, title: str | None, order: Sequence[str], shown: bool = True, room: int = 0) -> Any:
     """Return the encoding of names along a side, x or y. room: pixels, if long names stand upright in them."""
-    axis = alt.Axis(
-        ticks=False, domain=False, labelAngle=-90 if room and room < 1.2 * LETTER * sum(map(len, order)) else 0
-    )
-    if not shown:
-        axis = alt.Axis(labels=False, ticks=False, domain=False)
+    upright = bool(room and room < 1.2 * LETTER * sum(map(len, order)))
     channel = alt.X if side == "x" else alt.Y
-    return channel(f"{field}:N").sort(list(order)).title(title).axis(axis)
+    return (
+        channel(f"{field}:N")
+        .sort(list(order))
+        .title(title)
+        .axis(alt.Axis(ticks=False, domain=False, labels=shown, labelAngle=-90 * upright))
+    )
 
 
 def coloured(axis: Axis, limits: tuple[float, float] | None = None, share: bool = False, across: int = 0) -> Any:
@@ -317,18 +384,19 @@ def coloured(axis: Axis, limits: tuple[float, float] | None = None, share: bool 
         kind = {**kind, "domain": list(limits), "clamp": True}
     place = {"orient": "bottom", "direction": "horizontal", "gradientLength": across} if across else {"orient": "right"}
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label"} if axis.format == "d" else {}
-    legend = alt.Legend(format=axis.format, tickCount=4, **place, **whole)
-    return alt.Color("value:Q").scale(**kind).title(axis.title or None).legend(legend)
-
-
-def grouped(texts: Sequence[str], title: str) -> Any:
-    """Return the colour of `group`. texts: names of the groups, in their order."""
-    scheme = (
-        {"range": [look.drawn for look in plain_looks(len(texts))]}
-        if len(texts) <= len(COLOURS)
-        else {"scheme": "turbo"}
+    return (
+        alt.Color("value:Q")
+        .scale(**kind)
+        .title(axis.title or None)
+        .legend(alt.Legend(format=axis.format, tickCount=4, **place, **whole))
     )
-    return alt.Color("group:N").scale(domain=list(texts), **scheme).title(title).legend(orient="right")
+
+
+def palette(texts: Sequence[str], first: int = 0) -> dict[str, Any]:
+    """Return the scale of the colours of names, in their order. first: the place of the first colour."""
+    looks = plain_looks(len(texts) + first)[first:]
+    many = not first and len(texts) > len(COLOURS)
+    return {"domain": list(texts), **({"scheme": "turbo"} if many else {"range": [look.drawn for look in looks]})}
 
 
 def slider(chart: Chart, rounds: Sequence[int]) -> Chart:
@@ -353,17 +421,13 @@ def outlined(chart: Chart, pairs: Frame) -> Chart:
 
 def cells(frame: Frame, x: Any, y: Any, colour: Any, value: Axis, width: int, height: int) -> Chart:
     """Return coloured cells. frame: value, and the fields of x and y. Cells of the highlighted client are outlined."""
-    data = alt.Chart(inline(frame)) if "part" not in frame else alt.Chart()
-    own = [f"datum.{name} === client" for name in ("client", "other") if name in frame]
-    mark = data.mark_rect(tooltip=True).encode(
-        x=x,
-        y=y,
-        color=colour,
-        tooltip=tooltips(frame.drop(columns=["other"], errors="ignore"), value)
-        + [alt.Tooltip("other:N")] * ("other" in frame),
-    )
-    if own:
-        mark = mark.encode(opacity=when(alt.OpacityValue, f"client === '' || {' || '.join(own)}", 1, 0.3))
+    tips, own = tooltips(frame, value), NO_OTHER
+    if "other" in frame:
+        tips.append(alt.Tooltip("other:N"))
+        own += " || datum.other === client"
+    mark = alt.Chart(inline(frame)).mark_rect(tooltip=True).encode(x=x, y=y, color=colour, tooltip=tips)
+    if "client" in frame:
+        mark = mark.encode(opacity=when(alt.OpacityValue, own, 1, 0.3))
     return mark.properties(width=width, height=height, view=alt.ViewBackground(fill=EMPTY))
 
 
@@ -371,18 +435,9 @@ def over_rounds(
     frame: Frame, y: Any, colour: Any, value: Axis, height: int, step: int = 1, width: int = WIDTH
 ) -> Chart:
     """Return rows of cells over the rounds. frame: round (the first of `step` rounds), value, and the field of y."""
-    chart = cells(
-        frame,
-        alt.X("from:Q").scale(zero=False, nice=False).title("round").axis(format="d", grid=False),
-        y,
-        colour,
-        value,
-        width,
-        height,
-    )
-    return chart.encode(x2="until:Q").transform_calculate(
-        **{"from": "datum.round - 0.5", "until": f"datum.round + {step - 0.5}"}
-    )
+    x = alt.X("from:Q").scale(zero=False, nice=False).title("round").axis(format="d", grid=False)
+    ends = {"from": "datum.round - 0.5", "until": f"datum.round + {step - 0.5}"}
+    return cells(frame, x, y, colour, value, width, height).encode(x2="until:Q").transform_calculate(**ends)
 
 
 def dots(frame: Frame, clients: Sequence[str], classes: Sequence[str], title: str) -> Chart:
@@ -407,9 +462,8 @@ def quantiles(frame: Frame, x: str, order: Sequence[str], width: int, height: in
     """Return median, middle half and middle 90 % of each class. frame: class, lowest, low, median, high, highest."""
     base, colour = alt.Chart(inline(frame)), of_colour(COLOURS[0])
     row = names("y", "class", None, order, shown=False)
-    across = alt.X("lowest:Q").title(x)
     return alt.layer(
-        base.mark_rule(color=colour).encode(x=across, x2="highest", y=row),
+        base.mark_rule(color=colour).encode(x=alt.X("lowest:Q").title(x), x2="highest", y=row),
         base.mark_rule(color=colour, strokeWidth=7, opacity=0.5).encode(x="low:Q", x2="high", y=row),
         base.mark_point(color=colour, filled=True, size=60).encode(
             x="median:Q", y=row, tooltip=tooltips(frame, Axis(""))
@@ -419,11 +473,14 @@ def quantiles(frame: Frame, x: str, order: Sequence[str], width: int, height: in
 
 def counts(frame: Frame, x: str, y: str, width: int = WIDTH, height: int = 100) -> Chart:
     """Return a histogram. frame: low, high, count."""
-    bars = alt.Chart(inline(frame)).mark_bar(color=of_colour(COLOURS[0]), opacity=0.6)
-    across = alt.X("low:Q").bin("binned").title(x).scale(zero=False, nice=False)
-    return bars.encode(x=across, x2="high", y=alt.Y("count:Q").title(y), tooltip=tooltips(frame, Axis(""))).properties(
-        width=width, height=height
+    chart = bars(
+        alt.Chart(inline(frame)),
+        frame,
+        alt.X("low:Q").bin("binned").title(x).scale(zero=False, nice=False),
+        alt.Y("count:Q").title(y),
+        Axis(""),
     )
+    return chart.properties(width=width, height=height)
 
 
 def confusions(frame: Frame, classes: Sequence[str], whose: Sequence[str]) -> Chart:
@@ -433,22 +490,33 @@ def confusions(frame: Frame, classes: Sequence[str], whose: Sequence[str]) -> Ch
     """
     side = max(200, min(560, 44 * len(classes)))
     x = names("x", "predicted", "predicted class", classes, room=side).scale(domain=list(classes))
-    y = names("y", "class", "true class", classes).scale(domain=list(classes))
     share = Axis("share of the class", ".0%")
-    chart = cells(frame, x, y, coloured(share, (0.0, 1.0)), share, side, side)
+    chart = cells(
+        frame,
+        x,
+        names("y", "class", "true class", classes).scale(domain=list(classes)),
+        coloured(share, (0.0, 1.0)),
+        share,
+        side,
+        side,
+    )
     if len(classes) <= MOST_WRITTEN:
-        ink = when(alt.ColorValue, "datum.value > 0.6", "black", "white")
-        chart = alt.layer(chart, chart.mark_text(fontSize=11).encode(text="samples:Q", color=ink))
-    choice = alt.binding_select(options=list(whose), name="confusion matrix of ")
-    shown = f"datum.whose === (indexof({json.dumps(list(whose))}, client) < 0 ? chosen : client)"
-    return chart.add_params(alt.param(name="chosen", value=whose[0], bind=choice)).transform_filter(shown)
+        chart = written(chart, "samples:Q", "datum.value > 0.6")
+    return chart.add_params(
+        alt.param(
+            name="chosen", value=whose[0], bind=alt.binding_select(options=list(whose), name="confusion matrix of ")
+        )
+    ).transform_filter(f"datum.whose === (indexof({json.dumps(list(whose))}, client) < 0 ? chosen : client)")
 
 
-def written(chart: Chart, frame: Frame) -> Chart:
-    """Return cells with their texts. frame: text, and `ink`, the text's colour."""
-    ink = when(alt.ColorValue, "datum.ink === 'black'", "black", "white")
-    words = chart.mark_text(fontSize=11, lineBreak="\n").encode(text="text:N", color=ink)
-    return alt.layer(chart, words, data=inline(frame))
+def written(chart: Chart, text: str, dark: str) -> Chart:
+    """Return cells with their texts. text: its field. dark: an expression of cells whose text is black, not white."""
+    return alt.layer(
+        chart,
+        chart.mark_text(fontSize=11, lineBreak="\n").encode(
+            text=text, color=when(alt.ColorValue, dark, "black", "white")
+        ),
+    )
 
 
 # Points ---------------------------------------------------------------------------------------------------------------
@@ -458,39 +526,33 @@ def maps(frame: Frame, classes: Sequence[str]) -> Chart:
     """Return maps of clients, a row for each kind. frame: kind, part (a round), client, x, y, and `class` if it is known."""
     rows = []
     for kind, own in frame.groupby("kind", sort=False):
-        middle, half = (
-            (own[["x", "y"]].max() + own[["x", "y"]].min()) / 2,
-            0.54 * float(np.ptp(own[["x", "y"]].to_numpy(), axis=0).max()) or 1.0,
-        )
-        ends = {name: [middle[name] - half, middle[name] + half] for name in ("x", "y")}
+        places = own[["x", "y"]]
+        half = 0.54 * float(np.ptp(places.to_numpy(), axis=0).max()) or 1.0
+        low, high = (places.max() + places.min()) / 2 - half, (places.max() + places.min()) / 2 + half
         mark = (
             alt.Chart()
             .mark_point(filled=True, size=70, opacity=0.9, color=of_colour(COLOURS[0]))
             .encode(
-                x=alt.X("x:Q").scale(domain=ends["x"], nice=False).title(None),
-                y=alt.Y("y:Q").scale(domain=ends["y"], nice=False).title(kind),
+                x=alt.X("x:Q").scale(domain=[low["x"], high["x"]], nice=False).title(None),
+                y=alt.Y("y:Q").scale(domain=[low["y"], high["y"]], nice=False).title(kind),
                 opacity=when(alt.OpacityValue, NO_OTHER, 0.9, 0.15),
                 tooltip=["client:N", "class:N"] if classes else ["client:N"],
             )
         )
         if classes:
             mark = mark.encode(**by_class(classes, "main class"))
-        parts = own["part"].drop_duplicates().tolist()
-        rows.append(faceted(alt.layer(mark, data=inline(own)), own, 270, 270) if len(parts) else mark)
+        rows.append(faceted(alt.layer(mark, data=inline(own)), own, 270, 270))
     return alt.vconcat(*rows)
 
 
 def by_class(classes: Sequence[str], title: str) -> dict[str, Any]:
     """Return the colour and the shape of points by `class`."""
-    style = plain_looks(len(classes))
-    colours: dict[str, Any] = (
-        {"range": [look.drawn for look in style]} if len(classes) <= len(COLOURS) else {"scheme": "turbo"}
-    )
     legend = alt.Legend(title=title, columns=legend_columns(classes))
-    shapes = [look.marker for look in style]
     return {
-        "color": alt.Color("class:N").scale(domain=list(classes), **colours).legend(legend),
-        "shape": alt.Shape("class:N").scale(domain=list(classes), range=shapes).legend(legend),
+        "color": alt.Color("class:N").scale(**palette(classes)).legend(legend),
+        "shape": alt.Shape("class:N")
+        .scale(domain=list(classes), range=[look.marker for look in plain_looks(len(classes))])
+        .legend(legend),
     }
 
 
@@ -534,20 +596,11 @@ def local_values(frame: Frame, marks: Frame) -> Chart:
     marks: place, part, kind, value.
     """
     kinds = marks["kind"].drop_duplicates().tolist()
-    scale = alt.Scale(domain=kinds, range=[of_colour(c) for c in (VERMILLION, COLOURS[0], COLOURS[5])][: len(kinds)])
+    scale = alt.Scale(domain=kinds, range=list(map(of_colour, (VERMILLION, COLOURS[0], COLOURS[5])))[: len(kinds)])
     dashes = alt.Scale(domain=kinds, range=[[1, 0], [6, 3], [2, 2]][: len(kinds)])
     charts = []
     for (place, part), own in frame.groupby(["place", "part"], sort=False):
-        bars = (
-            alt.Chart(inline(own))
-            .mark_bar(color=SOFT, opacity=0.6)
-            .encode(
-                x=alt.X("low:Q").bin("binned").title("value").scale(zero=False),
-                x2="high",
-                y=alt.Y("count:Q").title("clients"),
-                tooltip=tooltips(own, Axis("")),
-            )
-        )
+        chart = counts(own, "value", "clients", small_width(3), 170).mark_bar(color=SOFT, opacity=0.6)
         rules = (
             alt.Chart(inline(marks[(marks["part"] == part) & (marks["place"] == place)]))
             .mark_rule(strokeWidth=2.2)
@@ -558,7 +611,7 @@ def local_values(frame: Frame, marks: Frame) -> Chart:
                 tooltip=["kind:N", "value:Q"],
             )
         )
-        charts.append(alt.layer(bars, rules).properties(width=small_width(3), height=170, title=part))
+        charts.append(alt.layer(chart, rules).properties(title=part))
     return alt.concat(*charts, columns=-(-len(charts) // frame["place"].nunique()))
 
 

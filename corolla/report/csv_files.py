@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from corolla.experiments.csv_text import csv_text
+from corolla.experiments.result_table import csv_text
 from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Record
 from fl_app.server.run_folder import NAME

@@ -1,23 +1,44 @@
-"""Groups of runs that differ only in the seed, shown as one row and one curve, and the labels of these rows."""
+"""Groups of runs that differ only in the seed, shown as one row and one curve: their labels, and their numbers as frames.
+
+A frame is tidy, one line per number, as the charts take it (corolla/report/charts.py).
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import pandas
+from numpy.typing import NDArray
 
 from corolla.experiments.grouping import DATA_SHA256, by_settings, differing_settings, settings_of
 from corolla.experiments.result_table import FIGURES, Row, row_of
-from corolla.report.arrays import Curve, Floats, ReportedRun, curve, last_known, ranked, spent, timed, window
+from corolla.report.arrays import (
+    Floats,
+    Frame,
+    ReportedRun,
+    class_names,
+    client_labels,
+    curve,
+    last_known,
+    mean_of,
+    until,
+    window,
+)
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, show, specs
 from fl_app.metrics import Metric
 
 LABEL_LENGTH = 40
+# most points of a line, and of a line whose points are clients
+MOST_POINTS, MOST_CLIENTS = 400, 300
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
 DATA_KEYS = frozenset([DATA_SHA256, *(key.name for key in specs(RunConfig) if key.about == "data")])
 
@@ -53,8 +74,10 @@ class Group:
     def name(self) -> str:
         """Name that the user gave the runs; empty if it was generated."""
         names = [given_name(run) for run in self.runs]
-        if not all(names) or len(names) == 1:
-            return names[0] if all(names) else ""
+        if not all(names):
+            return ""
+        if len(names) == 1:
+            return names[0]
         stem = os.path.commonprefix(names)
         digits = r"\d*" if any(name[len(stem) :][:1].isdecimal() for name in names) else ""
         return re.sub(rf"[-_.,= ]*(seed|s)?[-_.,= ]*{digits}$", "", stem, flags=re.IGNORECASE)
@@ -67,7 +90,7 @@ class Group:
 
 def judged_by(group: Group, metric: Metric) -> Group:
     """Return a group judged by another of its metrics than the headline."""
-    return replace(group, runs=tuple(run.judged(metric.name) for run in group.runs))
+    return replace(group, runs=tuple(run.but(judged_by=metric.name) for run in group.runs))
 
 
 def given_name(run: ReportedRun) -> str:
@@ -102,10 +125,10 @@ def grouped(runs: Sequence[ReportedRun]) -> list[Group]:
 
 def _numbered(runs: Sequence[ReportedRun], number: int, label: str) -> tuple[ReportedRun, ...]:
     if len(runs) == 1:
-        return (runs[0].named(str(number), label),)
+        return (runs[0].but(number=str(number), label=label),)
     names = [given_name(run) or f"{run.method}, seed {show(run.settings.get('seed', '?'))}" for run in runs]
     tags = [f"{number}.{k}" for k in range(1, len(runs) + 1)]
-    return tuple(run.named(tag, f"{tag} {name}") for run, tag, name in zip(runs, tags, names, strict=True))
+    return tuple(run.but(number=tag, label=f"{tag} {name}") for run, tag, name in zip(runs, tags, names, strict=True))
 
 
 def short(label: str, length: int = LABEL_LENGTH) -> str:
@@ -138,23 +161,23 @@ def differing(runs: Sequence[ReportedRun]) -> list[str]:
     return sorted(found, key=place)
 
 
-# Arrays ---------------------------------------------------------------------------------------------------------------
+# Frames ---------------------------------------------------------------------------------------------------------------
 
 
-def over_seeds(group: Group, name: str, metric: Metric | None = None) -> Curve | None:
-    """Return the mean over runs of their means, ± one sample standard deviation.
+def over_seeds(group: Group, name: str, metric: Metric | None = None) -> Frame:
+    """Return the mean over runs of their means, ± one sample standard deviation (low, high), by round.
 
     Only rounds that all runs have count; None if there are none. The band is cut to the range of `metric`, by default
     the headline.
     """
-    curves = [found for run in group.runs if (found := curve([run], name))]
-    rounds = sorted(set.intersection(*(set(c.rounds.tolist()) for c in curves))) if curves else []
-    if not rounds or len(curves) < len(group.runs):
+    curves = [found["mean"] for run in group.runs if (found := curve([run], name)) is not None]
+    if len(curves) < len(group.runs):
         return None
-    values = np.array([c.mean[np.isin(c.rounds, rounds)] for c in curves])
-    mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
-    low, high = (np.clip(edge, *(metric or group.first.headline).range) for edge in (mean - std, mean + std))
-    return Curve(np.array(rounds, np.int64), mean, low, high)
+    values = pandas.concat(curves, axis=1, join="inner").sort_index()
+    mean, std = values.mean(axis=1), values.std(axis=1).fillna(0.0)
+    low, high = (metric or group.first.headline).range
+    found = pandas.DataFrame({"mean": mean, "low": (mean - std).clip(low, high), "high": (mean + std).clip(low, high)})
+    return None if found.empty else found
 
 
 def long_runs(groups: Sequence[Group], *, cut: bool = False) -> str:
@@ -164,53 +187,154 @@ def long_runs(groups: Sequence[Group], *, cut: bool = False) -> str:
     return f" Lines over rounds are running means of {rounds} rounds.{first}" if rounds > 1 else ""
 
 
-def all_clients(
-    group: Group, of: Callable[[ReportedRun], tuple[Mapping[str, float], str]] = last_known
-) -> tuple[Floats, str]:
-    """Return `by_client`'s values from worst to best, and their source as text."""
-    known, source = by_client(group, of)
-    return ranked(np.array(list(known.values()), np.float64), group.first.headline), source
+# the headline metric of clients in one run by client id, and its source as text
+OfClients = Callable[[ReportedRun], tuple[Mapping[str, float], str]]
 
 
-def by_client(
-    group: Group, of: Callable[[ReportedRun], tuple[Mapping[str, float], str]] = last_known
-) -> tuple[dict[str, float], str]:
-    """Return the headline metric of each client by id, as the mean over its seeds, and its source as text.
-
-    of: the metric in one run by client id, and its source.
-    """
+def by_client(group: Group, of: OfClients = last_known) -> tuple[Frame, str]:
+    """Return the headline metric of each client, a series by id, as the mean over its seeds, and its source as text."""
     found = [of(run) for run in group.runs]
-    sources = list(dict.fromkeys(source for known, source in found if known))
-    every: dict[str, list[float]] = {}
-    for known, _ in found:
-        for i, value in known.items():
-            every.setdefault(i, []).append(value)
-    return {i: float(np.mean(values)) for i, values in every.items()}, "; ".join(sources)
-
-
-def exchanged(group: Group) -> tuple[Floats, Floats]:
-    """Return (bytes exchanged, headline metric), each the mean over runs for rounds that all runs have; both [rounds]."""
-    return _meaned([spent(run) for run in group.runs])
-
-
-def over_time(group: Group) -> tuple[Floats, Floats]:
-    """Return (seconds until a round began, headline metric), each the mean over runs for rounds that all runs have; both [rounds].
-
-    `arrays.timed` describes the seconds.
-    """
-    return _meaned([timed(run) for run in group.runs])
-
-
-def _meaned(found: list[dict[int, tuple[float, float]]]) -> tuple[Floats, Floats]:
-    """Return pairs by round as two columns, [rounds] each: means over runs, for the rounds that all of them have."""
-    rounds = sorted(set.intersection(*(set(of) for of in found)))
-    table = (
-        np.array([[of[t] for t in rounds] for of in found], np.float64).reshape(len(found), len(rounds), 2).mean(axis=0)
+    return pandas.DataFrame([known for known, _ in found], dtype=np.float64).mean(), "; ".join(
+        dict.fromkeys(source for known, source in found if known)
     )
-    return table[:, 0], table[:, 1]
+
+
+def over_costs(group: Group) -> Frame:
+    """Return `arrays.until` as the mean over the runs, by round, for rounds that all of them have."""
+    rounds = pandas.concat([until(run) for run in group.runs]).groupby(level=0)
+    return rounds.mean()[rounds.size() == len(group.runs)]
 
 
 def phases(group: Group, of: Callable[[ReportedRun], dict[str, float]]) -> dict[str, float]:
     """Return seconds by phase, as the mean over the runs."""
-    rows = [of(run) for run in group.runs]
-    return {phase: float(np.mean([row.get(phase, 0.0) for row in rows])) for row in rows for phase in row}
+    return mean_of([of(run) for run in group.runs])
+
+
+def curves(groups: Sequence[Group], parts: Mapping[str, Mapping[int, Frame]], bands: bool = True) -> Frame:
+    """Return lines over rounds: part, run, method, round, mean, low, high, lowest, highest, left (where clients left).
+
+    `bytes` and `seconds` are those until a round's models, as the mean over a line's runs (`arrays.until`).
+    parts: curves by group number, by heading. bands: whether a line of one run has bands.
+    """
+    found = []
+    costs = {group.number: over_costs(group)[["bytes", "seconds"]] for group in groups}
+    for part, of_group in parts.items():
+        for turn, group in enumerate(groups):
+            curve = of_group.get(group.number, pandas.DataFrame({"mean": [np.nan]}, [np.nan]))
+            shown = curve if bands or len(group.runs) > 1 else curve[["mean"]]
+            own = shown.join(costs[group.number]).rename_axis("round").reset_index()
+            points = line(group, turn, part=part, **own)
+            for t, what in departures(group).items():
+                points.loc[points.index[points["round"] >= t][:1], "left"] = what
+            found.append(points)
+    return pandas.concat(found, ignore_index=True)
+
+
+def departures(group: Group) -> dict[int, str]:
+    """Return the rounds from which on fewer clients are in the means, each with `4 of 6 clients`; {} for sampled clients."""
+    found: dict[int, str] = {}
+    for run in group.runs:
+        if run.settings.get("fraction-train", 1.0) == 1.0:
+            counts = {t: len(record.get("clients", {})) for t, record in run.rounds.items()}
+            for before, t in itertools.pairwise(counts):
+                if counts[t] < counts[before]:
+                    found.setdefault(t, f"{counts[t]} of {max(counts.values())} clients")
+    return found
+
+
+def line(group: Group, turn: int = 0, **columns: Any) -> Frame:
+    """Return the points of a group's line, thinned to MOST_POINTS. About a dozen of them carry a mark.
+
+    turn: offset of the marks, so that lines on top of each other show all their marks.
+    """
+    return marked(pandas.DataFrame({"run": short(group.label), "method": group.method, **columns}), turn)
+
+
+def marked(frame: Frame, turn: int = 0, every: bool = False) -> Frame:
+    """Return a line's points, thinned to MOST_POINTS, with `mark`: 1 for those that carry a mark."""
+    frame = frame.iloc[spaced(len(frame), MOST_POINTS)]
+    step = 1 if every else max(1, math.ceil(len(frame) / 12), min(2, len(frame) // 4))
+    return frame.assign(mark=(np.arange(len(frame)) % step == turn % step).astype(int))
+
+
+def spaced(count: int, most: int) -> NDArray[np.intp]:
+    """Return which of `count` items stand for all: `most` of them at equal distances, or all if they are no more."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.intp)
+
+
+def behind(frame: Frame) -> Frame:
+    """Return lines with a part for each run, where the other runs are grey."""
+    return frame.assign(part=frame["run"], other=frame["run"])
+
+
+def finals(groups: Sequence[Group], of: OfClients = last_known) -> Frame:
+    """Return each client's final metric, worst first: run, method, x (per cent of the clients), client, samples, classes, mean.
+
+    Of many clients MOST_CLIENTS stand for all, without names.
+    """
+    found = []
+    for turn, group in enumerate(groups):
+        known = _ranked(by_client(group, of)[0], group.first.headline.higher_is_better)
+        found.append(
+            line(
+                group,
+                turn,
+                x=100 * (np.arange(len(known)) + 0.5) / max(1, len(known)),
+                **facts(group.first, known.index),
+                mean=known.to_numpy(),
+            )
+        )
+    return pandas.concat(found, ignore_index=True)
+
+
+def against_first(groups: Sequence[Group]) -> Frame:
+    """Return clients' final metric beside the first row's: part and run (the other row), method, client, reference, mean.
+
+    Of many clients MOST_CLIENTS stand for all, spread over the reference's values.
+    """
+    reference, found = by_client(groups[0])[0], []
+    for group in groups[1:]:
+        known = by_client(group)[0]
+        order = _ranked(reference[reference.index.isin(known.index)])
+        own = {"reference": order.to_numpy(), "mean": known[order.index].to_numpy()}
+        frame = pandas.DataFrame({**facts(group.first, order.index), **own})
+        found.append(frame.assign(run=short(group.label), method=group.method, part=short(group.label)))
+    return pandas.concat(found, ignore_index=True)
+
+
+def _ranked(known: Frame, ascending: bool = True) -> Frame:
+    """Return clients' values sorted, equal ones by id; of many, MOST_CLIENTS at equal distances."""
+    known = known.sort_index(key=lambda ids: ids.astype(int)).sort_values(ascending=ascending, kind="stable")
+    return known.iloc[spaced(len(known), MOST_CLIENTS)]
+
+
+def facts(run: ReportedRun, ids: Sequence[str]) -> dict[str, Any]:
+    """Return clients' columns: client, samples, and classes if they are known."""
+    known = [run.clients.get(i, {}) for i in ids]
+    found: dict[str, Any] = {"client": client_labels(run, map(int, ids))}
+    found["samples"] = [own.get("train-samples", np.nan) for own in known]
+    counts = [own.get("class-counts") or () for own in known]
+    if any(counts):
+        names = class_names(run, max(map(len, counts)))
+        found["classes"] = [class_text(own, names) for own in counts]
+    return found
+
+
+def class_text(counts: Sequence[int], names: Sequence[str]) -> str:
+    """Return the most frequent classes of a client, as `cat 30, dog 4`."""
+    called = names or [f"{k}:" for k in range(len(counts))]
+    most = pandas.Series(counts, called[: len(counts)], np.int64).sort_values(ascending=False, kind="stable")
+    words = [f"{name} {count}" for name, count in most[most > 0].items()]
+    return ", ".join(words[:4]) + (" …" if len(words) > 4 else "")
+
+
+def bins(values: Floats, edges: Floats) -> Frame:
+    """Return a histogram: low, high (ends of a bin), count."""
+    return pandas.DataFrame({"low": edges[:-1], "high": edges[1:], "count": np.histogram(values, edges)[0]})
+
+
+def grid(rows: Sequence[Any], columns: Sequence[Any], values: NDArray[Any], row: str, column: str = "round") -> Frame:
+    """Return a matrix as lines: `row`, `column`, value. Cells without a number are left out."""
+    at = np.nonzero(~np.isnan(values))
+    cells = {row: np.array(rows, object)[at[0]], column: np.array(columns)[at[1]], "value": values[at]}
+    return pandas.DataFrame(cells).infer_objects()

@@ -1,9 +1,9 @@
-"""Pictures of matrices between clients, beside the similarity of the clients' data."""
+"""Pictures of the clients' data: samples per class, and matrices between clients beside their data's similarity."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,11 +11,15 @@ import numpy as np
 import pandas
 from numpy.typing import NDArray
 
-from corolla.report import charts, frames
-from corolla.report.arrays import MANY, Floats, ReportedRun
-from corolla.report.charts import WIDTH, Axis, Chart
-from corolla.report.pictures import MOST_ROWS, Panel, averaged
-from corolla.report.recorded import (
+from corolla.report import charts
+from corolla.report.all_runs import listed
+from corolla.report.arrays import (
+    MANY,
+    MOST_ROWS,
+    Floats,
+    Frame,
+    ReportedRun,
+    averaged,
     by_likeness,
     class_counts,
     class_labels,
@@ -26,6 +30,8 @@ from corolla.report.recorded import (
     groups,
     matrices,
 )
+from corolla.report.charts import WIDTH, Axis, Chart, Panel
+from corolla.report.groups import bins, grid, spaced
 from fl_app.figures import Groups, Matrix
 
 # two class distributions count as equal from this cosine similarity on
@@ -36,20 +42,31 @@ MOST_CLIENTS = 1000
 CLEAR = 0.25
 # cells of all rounds that a reader can go through
 MOST_CELLS = 20_000
+SHARE = Axis("share of samples", "~%")
+QUANTILES = {"lowest": 0.05, "low": 0.25, "median": 0.5, "high": 0.75, "highest": 0.95}
+DOTS = (
+    "Training samples per client and class ({kind}): the area of a dot is their number. Columns with equal dots are "
+    "clients with the same data distribution. Personalization should bring these together."
+)
+GROUPED = (
+    "{samples} training samples of {clients} clients ({kind}). Left: the share of each class in a client's samples. Columns are "
+    "clients, ordered by their most frequent class, then by the next. Blocks are clients with similar data, which "
+    "personalization should bring together. Right: a client's number of samples per class. Dot: median over the clients; bar: "
+    "middle half of them; line: from the 5 % to the 95 % quantile. {below}"
+)
 
 
 @dataclass(frozen=True)
 class _Likeness:
     """Similarity of clients' data. counts: [N, classes]. similarity: [N, N].
 
-    same: pairs that count as equal, bool [N, N]. classes: their names, if known. labels: of the classes.
+    same: pairs that count as equal, bool [N, N]. classes: their labels, and the title of their axis.
     """
 
     counts: NDArray[np.int64]
     similarity: Floats
     same: NDArray[np.bool_]
-    classes: tuple[str, ...]
-    labels: list[str]
+    classes: tuple[list[str], str]
 
     @property
     def few(self) -> bool:
@@ -70,37 +87,42 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
     ids, by_round = found
     everybody = len(ids)
     if everybody > MOST_CLIENTS:
-        kept = np.linspace(0, everybody - 1, MOST_CLIENTS).astype(int)
-        ids, by_round = [ids[k] for k in kept], {t: values[np.ix_(kept, kept)] for t, values in by_round.items()}
-    values = by_round[max(by_round)]
-    alike = _likeness(run, ids)
-    text = (
-        f"{figure.caption} {_rows(everybody)}; neighbours have similar {'values' if alike is None else 'data'}. "
-        f"{'Colour' if alike is None else 'Left'}: the last recorded value of each pair; grey: a client with itself, and "
-        "pairs that never shared a round. "
-    )
-    title = figure.title
+        kept = spaced(everybody, MOST_CLIENTS)
+        ids, by_round = np.array(ids)[kept].tolist(), {t: one[np.ix_(kept, kept)] for t, one in by_round.items()}
+    last = clearest = max(by_round)
+    alike, labels, title = _likeness(run, ids), client_labels(run, ids), figure.title
+    beside, order, near = "Colour", by_likeness(by_round[last] if alike is None else alike.similarity), "values"
     if alike is not None:
-        text += _agreement(figure.value, values, alike)
-        title = f"{figure.title}, and similarity of the clients' data"
-    labels = client_labels(run, ids)
-    orders = {"values": by_likeness(values)} if alike is None else {"data": by_likeness(alike.similarity)}
-    (order,) = orders.values()
-    switch, clearest = None, max(by_round)
+        beside, near, title = "Left", "data", f"{title}, and similarity of the clients' data"
+    text = (
+        f"{figure.caption} {_rows(everybody)}; neighbours have similar {near}. {beside}: the last recorded value of each pair; "
+        "grey: a client with itself, and pairs that never shared a round. "
+    )
+    if alike is not None:
+        text += _agreement(figure.value, by_round[last], alike)
+    orders = {near: order}
     if len(ids) <= MANY:
-        orders[figure.value] = orders.pop("values", []) or by_likeness(values)
+        orders = {"data": order} if alike is not None else {}
+        orders[figure.value] = by_likeness(by_round[last])
         clearest = max(by_round, key=lambda t: (clusters(by_round[t])[0], t))
         clear, count = clusters(by_round[clearest])
         if clear >= CLEAR:
             text += f" In round {clearest} the clients fall into {count} clusters most clearly."
-            if clearest < max(by_round):
+            if clearest < last:
                 orders[f"clusters of round {clearest}"] = by_likeness(by_round[clearest])
         if group := _groups(run, ids):
             orders["groups"] = sorted(order, key=group.__getitem__)
-    if len(orders) > 1:
-        switch = {f"order by {word}": _sorted_by([labels[k] for k in one]) for word, one in orders.items()}
-    draw = partial(_matrices, figure, labels, by_round, order, alike, clearest)
-    return Panel(name, title, " ".join(text.split()), draw, switch=switch)
+    switch = {}
+    for word, one in orders.items() if len(orders) > 1 else ():
+        sort = {"sort": [labels[k] for k in one]}
+        switch[f"order by {word}"] = {"client": sort, "other": sort}
+    return Panel(
+        name,
+        title,
+        " ".join(text.split()),
+        partial(_matrices, figure, labels, by_round, order, alike, clearest),
+        switch=switch or None,
+    )
 
 
 def _groups(run: ReportedRun, ids: Sequence[int]) -> list[float] | None:
@@ -113,16 +135,11 @@ def _groups(run: ReportedRun, ids: Sequence[int]) -> list[float] | None:
     return None
 
 
-def _sorted_by(labels: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Return what changes if the clients have another order."""
-    return {field: {"sort": list(labels)} for field in ("client", "other")}
-
-
 def _rows(clients: int) -> str:
     """Return a sentence about the meaning of rows and columns."""
     if clients <= MOST_ROWS:
         return "Each client is a row and a column"
-    of = f"{MOST_CLIENTS:,} of the {clients:,}" if clients > MOST_CLIENTS else f"the {clients:,}"
+    of = f"{MOST_CLIENTS:,} of " * (clients > MOST_CLIENTS) + f"the {clients:,}"
     return f"Each row and column is the mean of about {min(clients, MOST_CLIENTS) / MOST_ROWS:.0f} neighbours among {of} clients"
 
 
@@ -130,10 +147,16 @@ def _likeness(run: ReportedRun, ids: list[int]) -> _Likeness | None:
     known = class_counts(run)
     if known is None or not set(ids) <= set(known[0]):
         return None
-    counts = known[1][[known[0].index(i) for i in ids]]
+    counts = known[1][np.searchsorted(known[0], ids)]
     similarity = cosine(counts)
-    same = (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool)
-    return _Likeness(counts, similarity, same, class_names(run, counts.shape[1]), class_labels(run, counts.shape[1]))
+    return _Likeness(
+        counts, similarity, (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool), _classes(run, counts.shape[1])
+    )
+
+
+def _classes(run: ReportedRun, count: int) -> tuple[list[str], str]:
+    """Return the classes' labels and the title of their axis."""
+    return class_labels(run, count), "class" if class_names(run, count) else "class (label index)"
 
 
 def _matrices(
@@ -148,85 +171,64 @@ def _matrices(
 
     clearest: a round that is among them.
     """
-    n = len(labels)
-    rounds = sorted(by_round)
-    most = max(1, MOST_CELLS // n**2)
+    many, rounds = len(labels) > MANY, sorted(by_round)
+    most = max(1, MOST_CELLS // len(labels) ** 2)
     kept = sorted({*rounds[::-1][:: math.ceil(len(rounds) / most)], clearest})
-    side = 420 if alike is None else 360 - int(0.8 * charts.LETTER * max(map(len, labels)) if n <= MANY else 20)
-    parts = [_square(labels, np.where(np.eye(n, dtype=bool), np.nan, by_round[t]), order).assign(round=t) for t in kept]
-    shown = pandas.concat(parts, ignore_index=True)
-    values = Axis(figure.unit)
-    ends = (float(shown["value"].min()), float(shown["value"].max()))
-    chart = _cells(shown, labels, order, values, ends, side, figure.heading or figure.title)
+    side = 420
+    if alike is not None:
+        side = 360 - (20 if many else int(0.8 * charts.LETTER * max(map(len, labels))))
+    rows = [labels[k] for k in order]
+    if many:
+        rows = [f"{100 * k / min(len(labels), MOST_ROWS):.3g} %" for k in range(min(len(labels), MOST_ROWS))]
+    x = charts.names("x", "other", f"{len(labels):,} clients" if many else "client", rows, not many, room=side)
+    y = charts.names("y", "client", None, rows, not many)
+
+    def square(values: Floats) -> Frame:
+        """Return a matrix as lines: client (its row), other (its column), value. Many rows are averaged."""
+        ordered = np.where(np.eye(len(labels), dtype=bool), np.nan, values)[np.ix_(order, order)]
+        if many:
+            ordered = averaged(averaged(ordered, MOST_ROWS), MOST_ROWS, axis=1)
+        return grid(rows, rows, ordered, "client", "other")
+
+    def matrix(frame: Frame, axis: Axis, limits: tuple[float, float], title: str) -> Chart:
+        return charts.cells(frame, x, y, charts.coloured(axis, limits, across=side), axis, side, side).properties(
+            title=title
+        )
+
+    shown = pandas.concat([square(by_round[t]).assign(round=t) for t in kept], ignore_index=True)
+    ends = float(shown["value"].min()), float(shown["value"].max())
+    chart = matrix(shown, Axis(figure.unit), ends, figure.heading or figure.title)
     if len(kept) > 1:
         chart = charts.slider(chart, kept)
     if alike is None:
         return chart
-    both = _square(labels, np.where(np.eye(n, dtype=bool), np.nan, alike.similarity), order)
-    similar = _cells(
-        both, labels, order, Axis("cosine similarity"), (0.0, 1.0), side, "Similarity of class distributions"
+    similar = matrix(
+        square(alike.similarity), Axis("cosine similarity"), (0.0, 1.0), "Similarity of class distributions"
     )
     if alike.outlined:
-        pairs = _square(labels, np.where(alike.same, 1.0, np.nan), order)
-        chart, similar = (charts.outlined(each, pairs) for each in (chart, similar))
-    return charts.beside(chart, similar, _class_mix(labels, alike, order, side))
-
-
-def _square(labels: Sequence[str], values: Floats, order: Sequence[int]) -> charts.Frame:
-    """Return a matrix in an order as lines: client (its row), other (its column), value. Many rows are averaged."""
-    cells = values[np.ix_(order, order)]
-    if len(labels) <= MANY:
-        names = [labels[k] for k in order]
-        return frames.grid(names, names, cells, "client", "other")
-    cells = averaged(averaged(cells, MOST_ROWS), MOST_ROWS, axis=1)
-    places = [f"{100 * k / len(cells):.3g} %" for k in range(len(cells))]
-    return frames.grid(places, places, cells, "client", "other")
-
-
-def _names(labels: Sequence[str], order: Sequence[int]) -> list[str]:
-    """Return the labels of rows in their order."""
-    rows = min(len(labels), MOST_ROWS) if len(labels) > MANY else 0
-    return [f"{100 * k / rows:.3g} %" for k in range(rows)] or [labels[k] for k in order]
-
-
-def _cells(
-    frame: charts.Frame,
-    labels: Sequence[str],
-    order: Sequence[int],
-    axis: Axis,
-    limits: tuple[float, float],
-    side: int,
-    title: str,
-) -> Chart:
-    many, rows = len(labels) > MANY, _names(labels, order)
-    said = f"{len(labels):,} clients" if many else "client"
-    x = charts.names("x", "other", said, rows, not many, room=side)
-    y = charts.names("y", "client", None, rows, not many)
-    colour = charts.coloured(axis, limits, across=side)
-    return charts.cells(frame, x, y, colour, axis, side, side).properties(title=title)
-
-
-def _class_mix(labels: Sequence[str], alike: _Likeness, order: Sequence[int], side: int) -> Chart:
-    """Return each client's share of samples per class, in the rows of the matrices beside it."""
-    counts = alike.counts[order]
-    shares = averaged(
-        counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), MOST_ROWS if len(labels) > MANY else len(labels)
+        pairs = square(np.where(alike.same, 1.0, np.nan))
+        chart, similar = charts.outlined(chart, pairs), charts.outlined(similar, pairs)
+    width, (classes, title) = WIDTH - 2 * side - 60, alike.classes
+    mix = charts.cells(
+        grid(rows, classes, averaged(_shares(alike.counts[order]), MOST_ROWS), "client", "class"),
+        charts.names("x", "class", title, classes, room=width),
+        charts.names("y", "client", None, rows, shown=False),
+        charts.coloured(SHARE, (0.0, 1.0), share=True, across=width),
+        SHARE,
+        width,
+        side,
     )
-    classes = alike.labels
-    rows = _names(labels, order)
-    frame = frames.grid(rows, classes, shares, "client", "class")
-    width = WIDTH - 2 * side - 60
-    title = "class" if alike.classes else "class (label index)"
-    x = charts.names("x", "class", title, classes, room=width)
-    y = charts.names("y", "client", None, rows, shown=False)
-    colour = charts.coloured(Axis("share of samples", "~%"), (0.0, 1.0), share=True, across=width)
-    return charts.cells(frame, x, y, colour, Axis("", "~%"), width, side).properties(title="Classes")
+    return charts.beside(chart, similar, mix.properties(title="Classes"))
+
+
+def _shares(counts: NDArray[np.int64]) -> Floats:
+    """Return each client's share of samples per class, [N, classes]."""
+    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
 
 
 def _agreement(name: str, values: Floats, alike: _Likeness) -> str:
     """Return sentences that compare the values with the similarity of the clients' data."""
-    off = ~np.eye(len(values), dtype=bool)
-    known, same, similarity = off & ~np.isnan(values), alike.same, alike.similarity
+    known, same, similarity = (~np.eye(len(values), dtype=bool)) & ~np.isnan(values), alike.same, alike.similarity
     text = "Middle: cosine similarity of the two clients' class counts. Right: each row's classes. "
     if alike.few and (known & same).any() and (known & ~same).any():
         pairs = f"pairs with the same class distribution (cosine at least {ALIKE}{', outlined' * alike.outlined})"
@@ -239,3 +241,84 @@ def _agreement(name: str, values: Floats, alike: _Likeness) -> str:
         rank = pairs.corr(method="spearman").loc["value", "similarity"]
         text += f"Rank correlation of the two matrices: {rank:.2f} (1: the {name} orders all pairs as their data does)."
     return text
+
+
+# Samples per class ----------------------------------------------------------------------------------------------------
+
+
+def partitions(runs: Sequence[ReportedRun]) -> Iterator[Panel]:
+    """Yield one picture per division of the data, from the runs' class counts (FedCAC Fig. 8).
+
+    Only the first picture of each data set and partition is open.
+    """
+    splits: dict[str, list[ReportedRun]] = {}
+    for run in runs:
+        if found := class_counts(run):
+            splits.setdefault(str((found[0], found[1].tolist())), []).append(run)
+    seen: set[str] = set()
+    for k, same in enumerate(splits.values(), 1):
+        kind = ", ".join(dict.fromkeys(f"{run.setting('dataset')}, {run.setting('partition')}" for run in same))
+        name, title = "partition", "Data of each client"
+        if len(splits) > 1:
+            name, title = f"{name}-{k}", f"{title}, {listed([run.number for run in same])}"
+        ids, counts = class_counts(same[0]) or ([], np.zeros((0, 0), np.int64))
+        caption, draw = DOTS, _dots
+        if len(ids) > MANY:
+            caption, draw = GROUPED, _grouped
+        samples = counts.sum(axis=1)
+        below = "Below: total number of samples per client."
+        if not np.ptp(samples):
+            below = f"All clients have {samples[0]:,}."
+        text = caption.format(kind=kind, clients=f"{len(ids):,}", samples=f"{samples.sum():,}", below=below)
+        yield Panel(name, title, text, partial(draw, same[0], ids, counts), folded=kind in seen)
+        seen.add(kind)
+
+
+def _dots(run: ReportedRun, ids: list[int], counts: NDArray[np.int64]) -> Chart:
+    (names, title), clients = _classes(run, counts.shape[1]), client_labels(run, ids)
+    frame = grid(clients, names, np.where(counts, counts, np.nan), "client", "class")
+    return charts.dots(frame.rename(columns={"value": "samples"}), clients, names, title)
+
+
+def _grouped(run: ReportedRun, ids: list[int], counts: NDArray[np.int64]) -> Chart:
+    """Return the classes of many clients: their shares, with similar clients side by side, and quantiles per class."""
+    names, title = _classes(run, counts.shape[1])
+    height, width, samples = max(150, min(26 * len(names), 800)), (WIDTH * 11) // 18, counts.sum(axis=1)
+    rows = averaged(_shares(counts)[by_classes(counts)], 2 * MOST_ROWS)
+    places = [f"{100 * k / len(rows):.3g} %" for k in range(len(rows))]
+    mix = charts.cells(
+        grid(places, names, rows, "clients", "class"),
+        charts.names("x", "clients", f"{len(ids):,} clients, similar ones side by side", places, shown=False),
+        charts.names("y", "class", title, names[::-1]),
+        charts.coloured(SHARE, (0.0, 1.0), share=True, across=300),
+        SHARE,
+        width,
+        height,
+    )
+    bounds = pandas.DataFrame(counts, columns=names).quantile([*QUANTILES.values()]).T.set_axis([*QUANTILES], axis=1)
+    spread = charts.quantiles(
+        bounds.rename_axis("class").reset_index(),
+        "training samples of the class",
+        names[::-1],
+        WIDTH - width - 120,
+        height,
+    )
+    both = charts.beside(mix, spread)
+    if not np.ptp(samples):
+        return both
+    edges = np.linspace(samples.min() - 0.5, samples.max() + 0.5, min(40, int(np.ptp(samples)) + 1) + 1)
+    return charts.below(both, charts.counts(bins(samples, edges), "training samples of a client", "clients"))
+
+
+def by_classes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return an order of clients with class counts [N, classes] that puts similar ones side by side.
+
+    They are sorted by their first, second and third most frequent class, then by the share of the first.
+    """
+    ranked = np.argsort(-counts, axis=1, kind="stable")[:, :3]
+    return np.lexsort(
+        [
+            -(counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)),
+            *np.where(np.take_along_axis(counts, ranked, axis=1) > 0, ranked, -1).T[::-1],
+        ]
+    )

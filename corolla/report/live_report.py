@@ -15,7 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 from corolla.experiments.runs import find
 from corolla.report.arrays import read_runs
 from corolla.report.groups import grouped
-from corolla.report.page import data_of, heading, main_part, page, pictures_of
+from corolla.report.page import Page, data_of
+from corolla.report.tables import PARTS
 from fl_app.privacy.secure_random import secret
 from fl_app.server.run_folder import METRICS, SUMMARY
 
@@ -78,14 +79,11 @@ class LiveReport(ThreadingHTTPServer):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - it lives as long as the process
     def _made(self, state: str, part: bool) -> tuple[int, str, bytes]:
-        groups = grouped(read_runs(self._paths))
-        shared, own = pictures_of(groups)
+        page = Page(grouped(read_runs(self._paths)))
         if not part:
-            return 200, "text/html; charset=utf-8", page(groups, shared, own, {}, state).encode()
-        data = data_of([*shared, *(panel for panels in own.values() for panel in panels)])
-        runs = [run for group in groups for run in group.runs]
-        told = {"state": state, "title": heading(runs), "main": main_part(groups, shared, own, {})}
-        return 200, "application/json", json.dumps({**told, "pictures": json.loads(data)}).encode()
+            return 200, "text/html; charset=utf-8", page.html({}, state).encode()
+        told = {"state": state, "title": page.title, "main": PARTS.main(page, {})}
+        return 200, "application/json", json.dumps({**told, "pictures": json.loads(data_of(page.panels))}).encode()
 
 
 class _Answer(BaseHTTPRequestHandler):

@@ -1,23 +1,29 @@
-"""Pictures of a sweep: the final headline metric over a swept key as lines, and over two as heat maps."""
+"""Pictures of a sweep: the final headline metric over a swept key as lines, and over two as heat maps.
+
+A key is swept if rows differ in it alone. Its values are numbers; a key of words gets a line per word.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas
 
-from corolla.report import charts, frames
-from corolla.report.charts import WIDTH, Axis, Chart
-from corolla.report.groups import Group, short
-from corolla.report.over_keys import KeyLine, is_grid, labelled, lines_over, swept_keys, values_of
-from corolla.report.pictures import TOGETHER, Panel, metric_axis
-from fl_app.keys import show
+from corolla.experiments.result_table import Mean
+from corolla.report import charts
+from corolla.report.all_runs import TOGETHER, by_metric
+from corolla.report.charts import WIDTH, Axis, Chart, Panel, metric_axis
+from corolla.report.groups import Group, behind, marked, short
+from fl_app.keys import Scalar, show
 from fl_app.metrics import Metric
 
+# the value of each key of a line or map
+At = tuple[float, ...]
 # an axis is logarithmic if its values differ by this factor (the last digits allow for 1 - 0.99)
 DECADES = 100 - 1e-9
 # most heat maps in one picture
@@ -28,18 +34,16 @@ CELL = 40  # height of a heat map's cell in pixels
 
 def swept(groups: Sequence[Group]) -> Iterator[Panel]:
     """Yield the pictures over swept keys, per headline metric: groups of different tasks do not share a picture."""
-    by_metric: dict[Metric, list[Group]] = {}
-    for group in groups:
-        by_metric.setdefault(group.first.headline, []).append(group)
-    for metric, same in by_metric.items():
+    for metric, same in by_metric(groups):
         keys = swept_keys(same)
         maps, mapped = _maps(same, keys)
         for pair, several in maps.items():
             yield _map_panel(metric, pair, several)
         for key in keys:
-            drawn = [line for line in lines_over(same, [key]) if key not in mapped.get(line.method, ())]
-            if any(len(line.known) > 1 for line in drawn):
-                yield _line_panel(metric, same, key, drawn, keys)
+            lines = [line for line in lines_over(same, [key]) if key not in mapped.get(line.method, ())]
+            if any(len(line.known) > 1 for line in lines):
+                levels = lines_over([group for group in same if not set(keys) & set(group.settings)], [])
+                yield _line_panel(metric, key, lines, [line for line in levels if line.known])
 
 
 def _maps(
@@ -55,8 +59,7 @@ def _maps(
         own = [group for group in groups if group.method == method]
         together = [pair for pair in itertools.combinations(keys, 2) if any(map(is_grid, lines_over(own, pair)))]
         for pair, covered in _joined(together):
-            several = [line for line in lines_over(own, pair) if line.known and is_grid(line)]
-            maps.setdefault(pair, []).extend(several)
+            maps.setdefault(pair, []).extend([line for line in lines_over(own, pair) if line.known and is_grid(line)])
             mapped.setdefault(method, set()).update(covered)
     return {pair: lines for pair, lines in maps.items() if lines}, mapped
 
@@ -76,34 +79,118 @@ def _name(metric: Metric, *keys: str) -> str:
     return f"{metric.name}-over-{'-and-'.join(key.replace('.', '-') for key in keys)}"
 
 
-def _seeds(lines: Sequence[KeyLine], text: str) -> str:
-    return text if any(std is not None for line in lines for _, std in line.known) else ""
+def _repeated(lines: Sequence[KeyLine]) -> bool:
+    return any(std is not None for line in lines for _, std in line.known)
+
+
+def _text(sentences: Mapping[str, bool]) -> str:
+    """Return a caption of the sentences that hold."""
+    return " ".join(text for text, holds in sentences.items() if holds)
+
+
+# Rows as lines --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeyLine:
+    """Rows of one method that differ only in some keys.
+
+    settings: their other settings in which the report's rows differ. means: final metric by the keys' values; None if a
+    row has no final figure.
+    """
+
+    method: str
+    settings: Mapping[str, Scalar]
+    means: dict[At, Mean | None]
+    label: str = ""
+
+    @property
+    def known(self) -> list[Mean]:
+        """The final figures."""
+        return [mean for mean in self.means.values() if mean is not None]
+
+
+def swept_keys(groups: Sequence[Group]) -> list[str]:
+    """Return the keys with numbers in which groups differ alone: all their other settings are equal."""
+    keys = dict.fromkeys(key for group in groups for key in group.settings if key != "seed")
+    return [key for key in keys if any(len(line.means) > 1 for line in lines_over(groups, [key]))]
+
+
+def lines_over(groups: Sequence[Group], keys: Sequence[str]) -> list[KeyLine]:
+    """Return the groups with numbers for all `keys` as lines: groups with equal other settings share one.
+
+    Of two groups with equal settings the first one with a final figure counts.
+    """
+    found: dict[object, KeyLine] = {}
+    for group in groups:
+        own = {key: value for key, value in group.settings.items() if key != "seed"}
+        at: Any = tuple(own.pop(key, "") for key in keys)
+        # true and false are no numbers
+        if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in at):
+            same = group.method, *sorted((key, show(value)) for key, value in own.items())
+            means = found.setdefault(same, KeyLine(group.method, own, {})).means
+            means[at] = means.get(at) or _final(group)
+    return list(found.values())
+
+
+def _final(group: Group) -> Mean | None:
+    """Return the final headline metric over the group's runs; None if a run is not finished, or the metric not finite."""
+    mean = group.row.means.get("final")
+    return mean if mean and math.isfinite(mean[0]) and all(run.finished for run in group.runs) else None
+
+
+def is_grid(line: KeyLine) -> bool:
+    """Return whether both keys of a line vary together, not only one at a time."""
+    columns: dict[float, set[float]] = {}
+    for one, other in line.means:
+        columns.setdefault(one, set()).add(other)
+    return sum(len(column) > 1 for column in columns.values()) > 1
+
+
+def labelled(lines: Sequence[KeyLine]) -> list[KeyLine]:
+    """Return lines with their labels: the method, and as few other settings as distinguish them, words first."""
+    names = list(dict.fromkeys(name for line in lines for name in line.settings))
+    names.sort(key=lambda name: not any(isinstance(line.settings.get(name), str) for line in lines))
+    told: list[str] = []
+
+    def words(line: KeyLine, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(f"{n.rpartition('.')[2]} {show(line.settings[n])}" for n in names if n in line.settings)
+
+    def distinct(names: Sequence[str]) -> int:
+        return len({(line.method, *words(line, names)) for line in lines})
+
+    for name in names:
+        if distinct([*told, name]) > distinct(told):
+            told.append(name)
+    return [replace(line, label=", ".join([line.method, *words(line, told)])) for line in lines]
+
+
+def values_of(lines: Sequence[KeyLine], place: int = 0) -> list[float]:
+    """Return the values of a key in all lines, ascending."""
+    return sorted({at[place] for line in lines for at in line.means if at})
 
 
 # Lines over one key ---------------------------------------------------------------------------------------------------
 
 
-def _line_panel(
-    metric: Metric, groups: Sequence[Group], key: str, lines: Sequence[KeyLine], keys: Sequence[str]
-) -> Panel:
-    others = [group for group in groups if not set(keys) & set(group.settings)]
-    levels = [line for line in lines_over(others, []) if line.known]
-    drawn = labelled([line for line in lines if len(line.means) > 1 and line.known] + levels)
-    named = f"{drawn[0].label}. " if len(drawn) == 1 else ""
-    band = _seeds(drawn, " Bands: ± one sample standard deviation over the seeds.")
-    text = f"{named}Mean over all clients after the last round.{band} "
-    if len(drawn) > 1:
-        text += "Rows that differ only in this key share a line. "
-    if levels:
-        text += "Horizontal lines: methods without swept keys. "
-    if any(mean is None for line in drawn for mean in line.means.values()):
-        text += "A line has a gap at runs that are not finished or have no final figure. "
-    if (scale := _scale(values_of(drawn)))[0]:
-        text += f"The axis is logarithmic{scale[1]}. "
+def _line_panel(metric: Metric, key: str, lines: Sequence[KeyLine], levels: Sequence[KeyLine]) -> Panel:
+    drawn = labelled([*(line for line in lines if len(line.means) > 1 and line.known), *levels])
+    scale, told = _scale(values_of(drawn))
+    sentences = {
+        f"{drawn[0].label}.": len(drawn) == 1,
+        "Mean over all clients after the last round.": True,
+        "Bands: ± one sample standard deviation over the seeds.": _repeated(drawn),
+        "Rows that differ only in this key share a line.": len(drawn) > 1,
+        "Horizontal lines: methods without swept keys.": len(levels) > 0,
+        "A line has a gap at runs that are not finished or have no final figure.": any(
+            None in line.means.values() for line in drawn
+        ),
+        f"The axis is logarithmic{told}.": bool(scale),
+    }
     return Panel(
         _name(metric, key),
         f"Final {metric.title} over {key}",
-        text.rstrip(),
+        _text(sentences),
         lambda: _over_key(metric, key, drawn),
     )
 
@@ -111,28 +198,33 @@ def _line_panel(
 def _over_key(metric: Metric, key: str, lines: Sequence[KeyLine]) -> Chart:
     values = values_of(lines)
     place = dict(zip(values, places(values), strict=True))
-    ends = (min(place.values()), max(place.values()))
-    margin = 0.05 * (ends[1] - ends[0])
+    first, last = min(place.values()), max(place.values())
+    margin = 0.05 * (last - first)
     scale, told = _scale(values)
-    title = f"{key} (logarithmic{told})" if scale else key
-    ticks = tuple((at, show(value)) for value, at in place.items())
-    axis = Axis(title, limits=(ends[0] - margin, ends[1] + margin), places=ticks)
-    found = []
+    texts = dict(zip(values, map(show, values), strict=True))
+    axis, found = (
+        Axis(
+            f"{key} (logarithmic{told})" if scale else key,
+            limits=(first - margin, last + margin),
+            places=tuple(zip(place.values(), texts.values(), strict=True)),
+        ),
+        [],
+    )
     for turn, line in enumerate(lines):
-        means = [line.means[at] or (np.nan, None) for at in sorted(line.means)]
-        x = [place[at[0]] for at in sorted(line.means) if at] or list(axis.limits or ends)
-        mean, std = np.array([[mean, std or 0.0] for mean, std in means], np.float64).T
-        bounds = {}
+        rows = [(*at, *(line.means[at] or (np.nan, None))) for at in sorted(line.means)]
+        # a line without values is a level
+        rows = [(math.nan, *row) for row in rows * 2] if () in line.means else rows
+        own = pandas.DataFrame(rows, columns=["value", "mean", "std"]).astype(float).fillna({"std": 0.0})
+        own.insert(0, "x", own["value"].map(place).fillna(pandas.Series(axis.limits)))
+        std = own.pop("std")
         if std.any():
-            bounds = dict(zip(("low", "high"), np.clip([mean - std, mean + std], *metric.range), strict=True))
-        columns = {"x": x, "value": [show(at[0]) for at in sorted(line.means) if at] or np.nan, "mean": mean}
-        if len(x) > len(mean):  # a level
-            columns, bounds = {"x": x, "mean": mean[0]}, {name: ends[0] for name, ends in bounds.items()}
-        own = pandas.DataFrame({"run": short(line.label), "method": line.method, **columns, **bounds})
-        found.append(frames.marked(own, turn, every=True))
+            low, high = metric.range
+            own["low"], own["high"] = (own["mean"] - std).clip(low, high), (own["mean"] + std).clip(low, high)
+        own["value"] = own["value"].map(texts)
+        own = own.assign(run=short(line.label), method=line.method)
+        found.append(marked(own, turn, every=True))
     frame = pandas.concat(found, ignore_index=True)
-    if len(lines) > 2 * TOGETHER:
-        frame = frames.behind(frame)
+    frame = behind(frame) if len(lines) > 2 * TOGETHER else frame
     return charts.lines(frame, axis, metric_axis(metric))
 
 
@@ -176,15 +268,20 @@ def _map_panel(metric: Metric, pair: tuple[str, str], maps: Sequence[KeyLine]) -
         pair = (pair[1], pair[0])
         maps = [replace(one, means={at[::-1]: mean for at, mean in one.means.items()}) for one in maps]
     drawn = labelled(maps)[:MOST_MAPS]
-    spread = _seeds(drawn, ", below it the sample standard deviation over the seeds")
-    several = "Colours are the same in all maps. " if len(drawn) > 1 else ""
-    named = f"{drawn[0].label}. " if len(drawn) == 1 else ""
-    text = f"{named}Mean over all clients after the last round{spread}. {several}"
-    text += "Grey: no finished run with a final figure. "
-    if len(maps) > MOST_MAPS:
-        text += f"The first {MOST_MAPS} of {len(maps)} maps."
-    title = f"Final {metric.title} over {pair[0]} and {pair[1]}"
-    return Panel(_name(metric, *pair), title, text.rstrip(), lambda: _heat_maps(metric, pair, drawn))
+    spread = ", below it the sample standard deviation over the seeds" * _repeated(drawn)
+    sentences = {
+        f"{drawn[0].label}.": len(drawn) == 1,
+        f"Mean over all clients after the last round{spread}.": True,
+        "Colours are the same in all maps.": len(drawn) > 1,
+        "Grey: no finished run with a final figure.": True,
+        f"The first {MOST_MAPS} of {len(maps)} maps.": len(maps) > MOST_MAPS,
+    }
+    return Panel(
+        _name(metric, *pair),
+        f"Final {metric.title} over {pair[0]} and {pair[1]}",
+        _text(sentences),
+        lambda: _heat_maps(metric, pair, drawn),
+    )
 
 
 def _heat_maps(metric: Metric, pair: tuple[str, str], maps: Sequence[KeyLine]) -> Chart:
@@ -194,26 +291,27 @@ def _heat_maps(metric: Metric, pair: tuple[str, str], maps: Sequence[KeyLine]) -
     low, high = min(means), max(means)
     width, height = (WIDTH - 100) // columns - 60, max(CELL * len(up), 110)
     axis = Axis(f"final {metric.title}", "~%" if metric.ratio else "~g")
+    x = charts.names("x", "across", pair[0], [*map(show, across)])
+    y = charts.names("y", "up", pair[1], [*map(show, up[::-1])])
     found = []
     for line in maps:
         rows = []
-        for (x, y), known in line.means.items():
-            if known is None:
-                continue
-            mean, std = known
-            text = metric.text(mean, 1) + (f"\n± {metric.text(std, 1)}" if std is not None else "")
-            fits = charts.LETTER * max(map(len, text.splitlines())) <= width / len(across)
-            # the colours' lightness grows with the value
-            ink = "black" if high > low and mean - low > 0.6 * (high - low) else "white"
-            rows.append({"across": show(x), "up": show(y), "value": mean, "text": text if fits else "", "ink": ink})
-        frame = pandas.DataFrame(rows)
-        x, y = (
-            charts.names(channel, name, key, [show(value) for value in values])
-            for channel, name, key, values in (
-                ("x", "across", pair[0], across),
-                ("y", "up", pair[1], up[::-1]),
-            )
+        for at, known in line.means.items():
+            if known is not None:
+                mean, std = known
+                text = metric.text(mean, 1) + (f"\n± {metric.text(std, 1)}" if std is not None else "")
+                fits = charts.LETTER * max(map(len, text.splitlines())) <= width / len(across)
+                rows.append((*map(show, at), mean, text * fits))
+        # the colours' lightness grows with the value
+        dark = f"datum.value > {low + 0.6 * (high - low)}" if high > low else "false"
+        own = charts.cells(
+            pandas.DataFrame(rows, columns=["across", "up", "value", "text"]),
+            x,
+            y,
+            charts.coloured(axis, (low, high)),
+            axis,
+            width,
+            height,
         )
-        own = charts.cells(frame, x, y, charts.coloured(axis, (low, high)), axis, width, height)
-        found.append(charts.written(own, frame).properties(title=short(line.label, 48) if len(maps) > 1 else ""))
+        found.append(charts.written(own, "text:N", dark).properties(title=short(line.label, 48) * (len(maps) > 1)))
     return charts.beside(*found, columns=columns, independent=[])

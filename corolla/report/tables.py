@@ -1,105 +1,76 @@
-"""The report's tables and sentences: results, settings, warnings, failures."""
+"""The report's tables and sentences: results, settings, warnings, differences, single clients. `parts.html` has their form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+import pandas
+from markupsafe import Markup
 
 from corolla.experiments import significance
 from corolla.experiments.result_table import COSTS, OF_GLOBAL, UNSEEN, Mean, chosen, undefined_notes
-from corolla.report.arrays import ReportedRun
-from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differing, given_name, short
+from corolla.report.arrays import MANY, ReportedRun, class_names, last_known
+from corolla.report.groups import (
+    DATA_KEYS,
+    KEY_SETTINGS,
+    Group,
+    by_client,
+    differing,
+    given_name,
+    judged_by,
+    short,
+)
 from corolla.report.theme import looks
 from fl_app.errors import counted, plain, size
 from fl_app.keys import show
 from fl_app.metrics import DIGEST_VERSION, SENT_DIGEST_VERSION, Metric
+from fl_app.server import client_rows
 
+PICTURES = "report-figures"
 # most differing settings that the table of results shows
 BRIEF = 2
-SHOWN_FAILURES = 20
-SHOWN_CLIENTS = 20
 # headings of the table of results
 HEADINGS = ("final", "validation", "pooled", "fine-tuned", *OF_GLOBAL, *UNSEEN, "best", "best, pooled")
+# clients in the tables of the best and the worst
+ENDS = 20
+# lines of all clients' tables on the page; a run without room for all its clients has only the best and the worst
+MOST_LINES = 5000
+# most groups whose figures before and after training have columns
+MOST_WITH_MOMENTS = 3
 
-# a group's rows: its own first, then those of its runs if it has several
-Rows = Sequence[Sequence["Cell"]]
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+)
+TEMPLATES.globals.update(
+    short=short, plain=plain, counted=counted, ends=ENDS, most_failures=20, most_clients=20, pictures=PICTURES
+)
+PARTS: Any = TEMPLATES.get_template("parts.html").module
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table: ready HTML, and its value for sorting."""
+class Cell(NamedTuple):
+    """A cell of a table: its content, a text or ready HTML, and its value for sorting."""
 
-    html: str
+    content: str
     value: float | str | None = None
 
 
-# Sentences ------------------------------------------------------------------------------------------------------------
+Line = list[Cell]
 
 
-def settings_sentence(runs: Sequence[ReportedRun]) -> str:
-    """Return a sentence with the key settings that all runs share."""
-    parts = {
-        name: values.pop()
-        for name in KEY_SETTINGS
-        if name != "dirichlet-alpha" and len(values := {run.setting(name) for run in runs}) == 1
-    }
-    words = [f"{escape(name)} <b>{escape(value)}</b>" for name, value in parts.items()]
-    return f"<p>{'All runs: ' if len(runs) > 1 else ''}{', '.join(words)}.</p>" if words else ""
+def shared_settings(runs: Sequence[ReportedRun]) -> dict[str, str]:
+    """Return the key settings that all runs share, as text."""
+    values = {name: {run.setting(name) for run in runs} for name in KEY_SETTINGS if name != "dirichlet-alpha"}
+    return {name: found.pop() for name, found in values.items() if len(found) == 1}
 
 
 def warnings(runs: Sequence[ReportedRun]) -> str:
     """Return warnings about unfinished runs, unreadable records, failures, and unequal conditions."""
-    lines = []
-    for run in runs:
-        name = f"<b>{escape(short(run.label))}</b> (<code>{escape(run.path.name)}</code>)"
-        last = max(run.rounds, default=0)
-        if not run.finished:
-            state = f"the last recorded round is {last} of {run.planned}" if last else "no round is recorded"
-            lines.append(
-                f"{name} is not finished: {state}. It was interrupted or is still running. This page shows the rounds recorded "
-                "so far."
-            )
-        if run.missing:
-            rounds = ", ".join(map(str, run.missing))
-            lines.append(
-                f"{name}: metrics.jsonl has no readable record of round {rounds}; sums of bytes, seconds and failures leave it out."
-            )
-        if run.coverage_note:
-            lines.append(
-                f"{name}: the final figures cover {run.coverage_note}; the others were away or failed in the last evaluation. "
-                "Do not compare them with figures of all clients."
-            )
-        if run.failures:
-            lines.append(f"{name}: {len(run.failures)} times a client's reply was missing or unusable; see below.")
-        if far := run.far:
-            senders = sorted({outlier["client"] for _, outlier in far})
-            clients = ", ".join(map(run.client_name, senders[:SHOWN_CLIENTS]))
-            clients += f" and {len(senders) - SHOWN_CLIENTS} more" if len(senders) > SHOWN_CLIENTS else ""
-            lines.append(
-                f"{name}: far uploads were used (max-update-norm = 0): {counted(len(far), 'upload')} of "
-                f"{'client' if len(senders) == 1 else 'clients'} {escape(clients)}."
-            )
-    data = [key for key in differing(runs) if key in DATA_KEYS]
-    if data:
-        keys = escape(", ".join(data))
-        lines.append(f"The runs have different data ({keys}): do not compare their accuracies directly.")
-    return f'<div class="warn">{"".join(f"<p>{line}</p>" for line in lines)}</div>' if lines else ""
-
-
-def failure_list(run: ReportedRun) -> str:
-    """Return the first of the run's failures."""
-    failures = run.failures
-    if not failures:
-        return ""
-    items = [
-        f"<li>round {t}: client {escape(run.client_name(str(f.get('client'))))}: {escape(plain(str(f.get('cause'))))}</li>"
-        for t, f in failures[:SHOWN_FAILURES]
-    ]
-    more = (
-        f"<p>… and {len(failures) - SHOWN_FAILURES} more in metrics.jsonl</p>" if len(failures) > SHOWN_FAILURES else ""
-    )
-    return f'<h3 id="failures-{run.number}">Failures</h3><ul>{"".join(items)}</ul>{more}'
+    return str(PARTS.warnings(runs, [key for key in differing(runs) if key in DATA_KEYS]))
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -107,135 +78,139 @@ def failure_list(run: ReportedRun) -> str:
 
 def results_table(groups: Sequence[Group]) -> str:
     """Return the table of results: one row per group, which unfolds into the rows of its runs."""
-    metrics = list(dict.fromkeys(group.first.headline for group in groups))
-    known = {heading for group in groups for heading in group.row.means}
-    headings = [h for h in HEADINGS if h in known or h not in ("validation", "fine-tuned", *OF_GLOBAL, *UNSEEN)]
-    others = columns_of_others(groups)
-    unit = " (%)" if metrics[0].ratio and len(metrics) == 1 else ""
+    runs = [run for group in groups for run in group.runs]
     brief = 0 < len({key for group in groups for key in group.settings}) <= BRIEF
-    seeds = any(len(group.runs) > 1 for group in groups)
-    head = [
-        "run",
-        "method",
-        *["settings that differ"] * brief,
-        *["n seeds"] * seeds,
-        *(f"n {heading}{unit}" for heading in headings),
-        *(f"n {name}{' (%)' if metric.ratio else ''}" for name, metric in others.items()),
-        *(f"n {heading}" for heading in COSTS),
-        "n rounds",
-        "n failures",
-        "digest",
-    ]
-    rows = [_group_rows(groups, group, headings, others, brief, seeds) for group in groups]
-    everybody = "all clients"
-    if any(run.has_unseen for group in groups for run in group.runs):
-        everybody += " that train (unseen: over those that never do)"
-    text = (
-        f"{_headings(metrics)} on test data. final: mean over {everybody}, each on its own test data, after the last round; "
-        "pooled: over all samples; best: best mean over a round's clients, before local training, so it can be below final, "
-        f"{chosen([run for group in groups for run in group.runs])}. upload, "
-        "download: all clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
+    seeds = len(runs) > len(groups)
+    columns = _columns(groups)
+    head, bodies = ["run", "method"], []
+    head += ["settings that differ"] * brief + ["n seeds"] * seeds
+    for group in groups:
+        settings = ", ".join(f"{key} = {show(value)}" for key, value in group.settings.items())
+        name, opener = group.first.path.name, ""
+        if len(group.runs) > 1:
+            name = group.name or group.method
+            opener = Markup(' <button type="button" class="open" aria-expanded="false">{} runs</button>').format(
+                len(group.runs)
+            )
+        number = f"{group.number} " * (len(groups) > 1)
+        own = [Cell(swatch(groups, group) + number + name + opener, group.number), Cell(group.method, group.method)]
+        own += [Cell(settings or "–", settings)] * brief + [Cell(str(len(group.runs)), len(group.runs))] * seeds
+        rows = [own + [cell(group) for cell in columns.values()]]
+        for run in group.runs if opener else ():
+            start = [Cell(f"{run.number} {run.path.name}"), Cell(f"seed {show(run.settings.get('seed', '?'))}")]
+            alone = Group((run,))
+            rows.append(start + [Cell("")] * (brief + seeds) + [cell(alone) for cell in columns.values()])
+        bodies.append(rows)
+    return _section("results", "Results", [*head, *columns], bodies, _results_text(groups, runs, "n global" in columns))
+
+
+def _columns(groups: Sequence[Group]) -> dict[str, Callable[[Group], Cell]]:
+    """Return the columns of a row's figures: what returns a group's cell, by heading."""
+    metrics = {group.first.headline for group in groups}
+    known = {heading for group in groups for heading in group.row.means}
+    ratio = len(metrics) == 1 and groups[0].first.headline.ratio
+    found: dict[str, Callable[[Group], Cell]] = {}
+    for heading in HEADINGS:
+        if heading in known or heading not in ("validation", "fine-tuned", *OF_GLOBAL, *UNSEEN):
+            found[_with_unit(heading, ratio)] = lambda group, own=heading: _final(group, own)  # type: ignore[misc]
+    for name, metric in columns_of_others(groups).items():
+        found[_with_unit(name, metric.ratio)] = lambda group, name=name, metric=metric: _other(group, name, metric)  # type: ignore[misc]
+    for heading in COSTS:
+        found[f"n {heading}"] = lambda group, own=heading: _cost(group, own)  # type: ignore[misc]
+    return found | {"n rounds": _rounds, "n failures": _failures, "digest": _digest}
+
+
+def _with_unit(heading: str, ratio: bool) -> str:
+    return f"n {heading}{' (%)' * ratio}"
+
+
+def _mark(text: str) -> Markup:
+    return Markup('<br><span class="mark">{}</span>').format(text) if text else Markup("")
+
+
+def _unfinished(group: Group) -> Markup:
+    """Return a note on the round of the last evaluation of a run that is not finished."""
+    last = group.first.last_evaluation
+    return _mark(f"round {last[0]}" if last and not group.first.finished else "")
+
+
+def _final(group: Group, heading: str) -> Cell:
+    return _mean_cell(
+        group.row.means.get(heading),
+        group.first.headline.text,
+        Markup("") if heading.startswith("best") else _unfinished(group),
     )
-    if "global" in headings:
+
+
+def _other(group: Group, name: str, metric: Metric) -> Cell:
+    mean, note = group.row.of_others.get(name), _unfinished(group)
+    if mean and name.startswith("final-"):
+        note += _mark(group.row.covered_note(metric))
+    return _mean_cell(mean, metric.text, note)
+
+
+def _cost(group: Group, heading: str) -> Cell:
+    mean = group.row.means.get(heading)
+    return _mean_cell(mean and (mean[0], None), "{:.1f}".format if heading == "seconds" else size)
+
+
+def _mean_cell(found: Mean | None, text: Callable[[float], str], note: str = "") -> Cell:
+    if found is None:
+        return Cell("–" + note)
+    mean, std = found
+    deviation = "" if std is None else Markup('<span class="std">± {}</span>').format(text(std))
+    return Cell(text(mean) + deviation + note, mean)
+
+
+def _rounds(group: Group) -> Cell:
+    run, done = group.first, len(group.first.rounds)
+    if run.finished:
+        return _number(done)
+    return Cell(Markup('<span class="mark" title="not finished">{} of {}</span>').format(done, run.planned), done)
+
+
+def _failures(group: Group) -> Cell:
+    return _number(sum(len(run.failures) for run in group.runs))
+
+
+def _digest(group: Group) -> Cell:
+    outcome, single = group.first.outcome, len(group.runs) == 1
+    digest = str(outcome["digest"] or "") if group.first.finished and single else ""
+    version = outcome["digest-version"]
+    mark = f" (version {version})" if digest and version != DIGEST_VERSION else ""
+    code = Markup('<code title="{}">{}</code>').format(digest, digest[:8] or "–") + mark
+    return Cell(code if single else "", digest)
+
+
+def _results_text(groups: Sequence[Group], runs: Sequence[ReportedRun], has_global: bool) -> str:
+    metrics = dict.fromkeys(group.first.headline for group in groups)
+    names = ", ".join(metric.title[:1].upper() + metric.title[1:] for metric in metrics)
+    versions = {run.outcome["digest-version"] for run in runs if run.finished}
+    everybody = "all clients" + " that train (unseen: over those that never do)" * any(run.has_unseen for run in runs)
+    text = (
+        f"{names}{' (ratios in per cent)' * (len(metrics) > 1)} on test data. final: mean over {everybody}, each on its own test "
+        "data, after the last round; pooled: over all samples; best: best mean over a round's clients, before local training, "
+        f"so it can be below final, {chosen(runs)}. upload, download: all clients together. digest: its first 8 digits; equal "
+        "digests mean the same final models, bit for bit."
+    )
+    if has_global:
         text += " global: the global model in place of the clients' personal ones, after the last round."
-    text += "".join(f" {escape(note)}." for note in undefined_notes(run for group in groups for run in group.runs))
-    if any(run.finished and run.outcome["digest-version"] == 1 for group in groups for run in group.runs):
+    text += "".join(f" {note}." for note in undefined_notes(runs))
+    if 1 in versions:
         text += " Digests of version 1 do not cover BatchNorm statistics, and are not comparable with others."
-    if any(
-        run.finished and run.outcome["digest-version"] == SENT_DIGEST_VERSION for group in groups for run in group.runs
-    ):
+    if SENT_DIGEST_VERSION in versions:
         text += " Digests of version 3 are of the models that the server sent: clients hide the hashes of theirs."
-    if seeds:
+    if len(runs) > len(groups):
         text += " Runs that differ only in the seed share a row: mean ± sample standard deviation; bytes and seconds are means."
-    return f'<h2 id="results"><a href="#results">Results</a></h2>{sortable_table(head, rows)}<p>{text}</p>'
-
-
-def _headings(metrics: Sequence[Metric]) -> str:
-    names = [metric.title[:1].upper() + metric.title[1:] for metric in metrics]
-    return f"{', '.join(names)}{' (ratios in per cent)' if len(metrics) > 1 else ''}"
+    return text
 
 
 def columns_of_others(groups: Sequence[Group]) -> dict[str, Metric]:
     """Return the figures, in any group, of metrics other than the headline, by their names in summary.json."""
     found: dict[str, Metric] = {}
     for row in (group.row for group in groups):
-        for name, metric in row.names.items():
-            if metric != row.headline and name in row.of_others:
-                found[name] = metric
+        found |= {name: metric for name, metric in row.names.items() if name in row.of_others}
     return found
-
-
-def _group_rows(
-    groups: Sequence[Group],
-    group: Group,
-    headings: Sequence[str],
-    others: Mapping[str, Metric],
-    brief: bool,
-    seeds: bool,
-) -> Rows:
-    settings = ", ".join(f"{key} = {show(value)}" for key, value in group.settings.items())
-    number = f"{group.number} " if len(groups) > 1 else ""
-    name = group.first.path.name if len(group.runs) == 1 else group.name or group.method
-    opener = f' <button type="button" class="open" aria-expanded="false">{len(group.runs)} runs</button>'
-    own = [
-        Cell(f"{swatch(groups, group)}{number}{escape(name)}{opener if len(group.runs) > 1 else ''}", group.number),
-        Cell(escape(group.method), group.method),
-        *[Cell(escape(settings) or "–", settings)] * brief,
-        *[Cell(str(len(group.runs)), len(group.runs))] * seeds,
-    ]
-    rows = [[*own, *_outcome_cells(group, headings, others)]]
-    for run in group.runs if len(group.runs) > 1 else ():
-        seed = f"seed {show(run.settings.get('seed', '?'))}"
-        start = [
-            Cell(f"{run.number} {escape(run.path.name)}"),
-            Cell(escape(seed)),
-            *[Cell("")] * brief,
-            *[Cell("")] * seeds,
-        ]
-        rows.append([*start, *_outcome_cells(Group((run,)), headings, others)])
-    return rows
-
-
-def _outcome_cells(group: Group, headings: Sequence[str], others: Mapping[str, Metric]) -> list[Cell]:
-    row = group.row
-    run, several, means = group.first, len(group.runs) > 1, row.means
-    last = run.last_evaluation
-    note = f'<br><span class="mark">round {last[0]}</span>' if last and not run.finished else ""
-    digest = str((run.outcome["digest"] if run.finished and not several else None) or "")
-    version = run.outcome["digest-version"]
-    mark = f" (version {version})" if digest and version != DIGEST_VERSION else ""
-    rounds = Cell(str(len(run.rounds)), len(run.rounds))
-    if not run.finished:
-        rounds = Cell(
-            f'<span class="mark" title="not finished">{len(run.rounds)} of {run.planned}</span>', len(run.rounds)
-        )
-    cells = []
-    for heading in headings:
-        of_evaluation = not heading.startswith("best")
-        cells.append(_mean_cell(means.get(heading), run.headline.text, note if of_evaluation else ""))
-    for name, metric in others.items():
-        of_clients = row.covered_note(metric) if name in row.of_others and name.startswith("final-") else ""
-        mark = f'<br><span class="mark">{of_clients}</span>' if of_clients else ""
-        cells.append(_mean_cell(row.of_others.get(name), metric.text, note + mark))
-    for heading in COSTS:
-        text = seconds_text if heading == "seconds" else size
-        cells.append(_mean_cell(means.get(heading), text, spread=False))
-    failures = sum(len(r.failures) for r in group.runs)
-    code = "" if several else f'<code title="{escape(digest)}">{escape(digest[:8]) or "–"}</code>{mark}'
-    return [*cells, rounds, Cell(str(failures), failures), Cell(code, digest)]
-
-
-def seconds_text(value: float) -> str:
-    """Format seconds."""
-    return f"{value:.1f}"
-
-
-def _mean_cell(found: Mean | None, text: Callable[[float], str], note: str = "", spread: bool = True) -> Cell:
-    if found is None:
-        return Cell("–" + note)
-    mean, std = found
-    deviation = f'<span class="std">± {text(std)}</span>' if spread and std is not None else ""
-    return Cell(text(mean) + deviation + note, mean)
 
 
 def settings_table(groups: Sequence[Group]) -> str:
@@ -243,73 +218,203 @@ def settings_table(groups: Sequence[Group]) -> str:
     keys = list(dict.fromkeys(key for group in groups for key in group.settings))
     if len(keys) <= BRIEF:
         return ""
-    rows = []
+    bodies = []
     for group in groups:
-        name = group.name or group.method if len(group.runs) > 1 else given_name(group.first) or group.method
-        cells = [Cell(f"{swatch(groups, group)}{group.number} {escape(name)}", group.number)]
+        name = (group.name if len(group.runs) > 1 else given_name(group.first)) or group.method
+        row = [Cell(swatch(groups, group) + f"{group.number} {name}", group.number)]
         for key in keys:
             value = group.settings.get(key)
-            cells.append(Cell("–") if value is None else Cell(escape(show(value)), show(value)))
-        rows.append([cells])
-    title = '<h2 id="settings"><a href="#settings">Settings in which the runs differ</a></h2>'
-    return f"{title}{sortable_table(['run', *keys], rows)}"
+            row.append(Cell("–") if value is None else Cell(show(value), show(value)))
+        bodies.append([row])
+    return _section("settings", "Settings in which the runs differ", ["run", *keys], bodies)
+
+
+def _section(anchor: str, title: str, head: Sequence[str], bodies: Sequence[Sequence[Line]], text: str = "") -> str:
+    told = Markup("<p>{}</p>").format(text) if text else ""
+    return str(PARTS.heading(anchor, title) + PARTS.table(head, bodies) + told)
 
 
 def differences_section(groups: Sequence[Group]) -> str:
     """Return the paired differences of each row from the first, over clients and for each client; empty if there are none."""
-    parts = [
-        f"{_plain_table(lines)}\n<p>{escape('; '.join(caption.splitlines()))}.</p>"
-        for lines, caption in differences(groups, [short(group.label) for group in groups])
-    ]
+    parts = []
+    for (head, *body), caption in differences(groups, [short(group.label) for group in groups]):
+        bodies = [[[Cell(cell, cell) for cell in line]] for line in body]
+        parts.append(PARTS.table(head, bodies) + Markup("\n<p>{}.</p>").format("; ".join(caption.splitlines())))
     if not parts:
         return ""
-    title = '<h2 id="differences"><a href="#differences">Differences from the first run</a></h2>'
-    clients = (f'<details class="folded"><summary>Client by client</summary>{part}</details>' for part in parts[1:])
-    return "\n".join([title, parts[0], *clients])
+    clients = [PARTS.folded("Client by client", part) for part in parts[1:]]
+    return "\n".join([PARTS.heading("differences", "Differences from the first run"), parts[0], *clients])
 
 
 def differences(groups: Sequence[Group], names: Sequence[str]) -> list[tuple[list[list[str]], str]]:
     """Return the tables of the finished rows' differences, over clients and for each client, each with its caption."""
-    finished = [
-        (group.runs, [name])
-        for group, name in zip(groups, names, strict=True)
-        if all(run.finished for run in group.runs)
-    ]
-    named = [["run"], *(name for _, name in finished)]
-    return significance.tables([runs for runs, _ in finished], named=named) if len(finished) > 1 else []
+    named, finished = [["run"]], []
+    for group, name in zip(groups, names, strict=True):
+        if all(run.finished for run in group.runs):
+            finished.append(group.runs)
+            named.append([name])
+    return significance.tables(finished, named=named) if len(finished) > 1 else []
 
 
-def _plain_table(lines: Sequence[Sequence[str]]) -> str:
-    header, *body = lines
-    return sortable_table(header, [[[Cell(escape(cell), cell) for cell in line]] for line in body])
-
-
-def sortable_table(head: Sequence[str], groups: Sequence[Rows]) -> str:
-    """Return a table that can be sorted. head: names of the columns; those with numbers begin with "n "."""
-    kinds = ["n" if name.startswith("n ") else "name" if k == 0 else "" for k, name in enumerate(head)]
-    top = "".join(
-        f'<th class="{kind}"><button type="button">{escape(name.removeprefix("n "))}</button></th>'
-        for kind, name in zip(kinds, head, strict=True)
-    )
-    bodies = []
-    for rows in groups:
-        lines = [_row(kinds, row, "single" if k else "") for k, row in enumerate(rows)]
-        bodies.append("<tbody>" + "\n".join(lines) + "</tbody>")
-    body = "\n".join(bodies)
-    return f'<div class="scroll"><table class="sortable"><thead><tr>{top}</tr></thead>\n{body}</table></div>'
-
-
-def _row(kinds: Sequence[str], row: Sequence[Cell], kind: str) -> str:
-    cells = []
-    for name, cell in zip(kinds, row, strict=True):
-        value = "" if cell.value is None else f' data-value="{escape(str(cell.value))}"'
-        cells.append(f'<td class="{name}"{value}>{cell.html}</td>')
-    return f'<tr class="{kind}">' + "".join(cells) + "</tr>"
-
-
-def swatch(groups: Sequence[Group], group: Group) -> str:
+def swatch(groups: Sequence[Group], group: Group) -> Markup:
     """Return the group's colour in the pictures."""
     if len(groups) < 2:
-        return ""
+        return Markup("")
     look = looks([each.method for each in groups])[groups.index(group)]
-    return f'<span class="swatch" style="--light:{look.on(dark=False)};--dark:{look.on(dark=True)}"></span>'
+    return Markup('<span class="swatch" style="--light:{};--dark:{}"></span>').format(look.on(False), look.on(True))
+
+
+# Single clients -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClientTable:
+    """Clients' lines. few: whether all of them are shown. whole: whether the page has room for a table of all."""
+
+    title: str
+    text: str
+    head: Sequence[str]
+    lines: Sequence[Line]
+    few: bool = True
+    whole: bool = True
+
+    @property
+    def bodies(self) -> list[list[Line]]:
+        """The lines, each by itself."""
+        return [[line] for line in self.lines]
+
+
+def clients_section(groups: Sequence[Group]) -> str:
+    """Return tables of single clients; empty if no client is known. They list all clients, or the worst and the best.
+
+    Groups with at most MANY clients share tables if these clients have the same samples. Of each other group they list
+    the first run's clients.
+    """
+    few = [group for group in groups if 0 < len(last_known(group.first)[0]) <= MANY]
+    parts = [part for own in _with_the_same_samples(few) for part in _of_few(own)]
+    room = MOST_LINES
+    for group in groups:
+        if len(last_known(group.first)[0]) > MANY:
+            table = _of_run(group.first, len(groups) > 1)
+            parts.append(replace(table, whole=len(table.lines) <= room))
+            room -= len(table.lines) * parts[-1].whole
+    return str(PARTS.clients(parts))
+
+
+def _with_the_same_samples(groups: Sequence[Group]) -> list[list[Group]]:
+    """Return groups divided so that the clients of each part have the same samples, as far as the runs recorded them."""
+    parts: list[list[Group]] = []
+    for group in groups:
+        for part in parts:
+            first, own = part[0].first.clients, group.first.clients
+            other_clients = first and own and first.keys() != own.keys()
+            if not other_clients and not significance.other_samples(group.runs, part[0].runs):
+                part.append(group)
+                break
+        else:
+            parts.append([group])
+    return parts
+
+
+def _of_few(groups: Sequence[Group]) -> list[ClientTable]:
+    """Return a table per metric: each client's samples, its figures in each group, and the group that is best for it."""
+    run, tables = groups[0].first, []
+    for metric in dict.fromkeys(metric for group in groups for metric in group.first.metrics):
+        judged = [judged_by(group, metric) for group in groups if metric in group.first.metrics]
+        several = len(judged) > 1
+        unit, names, sources, columns = " (%)" * metric.ratio, [], [], {}
+        for group in judged:
+            name = short(group.label, 30) if several else "final"
+            names.append(name)
+            columns[name], source = by_client(group)
+            sources.append(source)
+            for when in ("before", "after") if len(judged) <= MOST_WITH_MOMENTS else ():
+                moments = [participation(run)[when].dropna() for run in group.runs]
+                columns[f"{group.number} " * several + when] = pandas.concat(moments).groupby(level=0).mean()
+        if not sum(len(columns[name]) for name in names):
+            continue
+        every = pandas.concat([*columns.values(), *(by_client(group)[0] for group in groups)]).index.unique()
+        figures = pandas.DataFrame(columns, sorted(every, key=int))
+        finals = figures[names]
+        best = finals.max(axis=1) if metric.higher_is_better else finals.min(axis=1)
+        lines = []
+        for i, values in figures.iterrows():
+            facts = run.clients.get(i, {})
+            line = [
+                Cell(run.client_name(i), int(i)),
+                *(_number(facts.get(f"{kind}-samples")) for kind in ("train", "test")),
+            ]
+            line += [_score(metric, value) for value in values]
+            if several:
+                line.append(Cell(", ".join(finals.columns[finals.loc[i] == best[i]])))
+            lines.append(line)
+        head = ["client", "n train-samples", "n test-samples", *(f"n {name}{unit}" for name in columns)]
+        seeds = "; each figure is the mean over the seeds" * any(len(group.runs) > 1 for group in judged)
+        where = "; ".join(dict.fromkeys(sources))
+        text = f"{where}; before, after: in the client's last round; samples: of the first run{seeds}."
+        tables.append(
+            ClientTable(
+                f"{metric.title[:1].upper()}{metric.title[1:]} of each client", text, head + ["best"] * several, lines
+            )
+        )
+    return tables
+
+
+def _of_run(run: ReportedRun, several: bool) -> ClientTable:
+    """Return a run's clients, worst first."""
+    text = (
+        f"Clients that train, sorted by {run.headline.title} ({last_known(run)[1]}). before, after: in the client's last round; "
+        "mostly: the most frequent class of its training samples."
+    )
+    return ClientTable(short(run.label, 60) * several, text, *client_lines(run), few=False)
+
+
+def client_lines(run: ReportedRun) -> tuple[list[str], list[Line]]:
+    """Return the headings, and the lines of the clients with a known headline metric, worst first."""
+    metric, facts = run.headline, run.clients
+    counted = {i: own["class-counts"] for i, own in facts.items() if own.get("class-counts")}
+    names = class_names(run, max(map(len, counted.values()), default=0))
+    known = pandas.DataFrame({"final": last_known(run)[0]}).join(participation(run))
+    known.index = known.index.astype(int)
+    # at equal values, the client with the worse metric after training comes first
+    known = known.sort_index().fillna({"rounds": 0}).astype({"rounds": int})
+    known = known.sort_values(["final", "after"], ascending=metric.higher_is_better, kind="stable", na_position="first")
+    lines = []
+    for i, row in zip(map(str, known.index), known.to_dict("records"), strict=True):
+        line = [Cell(run.client_name(i), int(i)), *(_score(metric, row[name]) for name in ("final", "before", "after"))]
+        own = facts.get(i, {})
+        line += map(_number, (row["rounds"], own.get("train-samples"), own.get("test-samples")))
+        if counted:
+            line += _classes(counted.get(i), names)
+        lines.append(line)
+    head = [_with_unit(moment, metric.ratio) for moment in ("final", "before", "after")]
+    head = ["client", *head, "n rounds", "n train-samples", "n test-samples"]
+    return head + ["n classes", "mostly"] * bool(counted), lines
+
+
+def participation(run: ReportedRun) -> Any:
+    """Return by client id: its number of rounds, and its headline metric before and after training in the last of these."""
+    tables = [pandas.DataFrame(columns=["before", "after"], dtype=np.float64)]
+    for record in run.rounds.values():
+        rows = record.get("clients", {})
+        own = {when: client_rows.numbers(rows, run.key(when)) for when in ("before", "after")}
+        tables.append(pandas.DataFrame(own, client_rows.ids(rows).astype(str)))
+    every = pandas.concat(tables[1:] or tables)
+    last = every[~every.index.duplicated(keep="last")]
+    return last.assign(rounds=every.index.value_counts())
+
+
+def _score(metric: Metric, value: Any) -> Cell:
+    return Cell("–") if value is None or value != value else Cell(metric.text(value), float(f"{value:.6g}"))
+
+
+def _number(value: Any) -> Cell:
+    return Cell("–") if value is None else Cell(str(value), value)
+
+
+def _classes(counts: Sequence[int] | None, names: Sequence[str]) -> Line:
+    """Return a client's number of classes with samples, and its most frequent class."""
+    if not counts:
+        return [Cell("–"), Cell("–")]
+    most = counts.index(max(counts))
+    return [_number(len(counts) - counts.count(0)), Cell(names[most] if names else str(most), most)]

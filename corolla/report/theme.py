@@ -65,14 +65,9 @@ SHADES = (0.0, 0.4, -0.35)
 PAPER, DARK_PAPER = "#ffffff", "#17181a"
 
 
-def expression(text: str) -> dict[str, str]:
-    """Return an expression that Vega computes."""
-    return {"expr": text}
-
-
 def two(light: str, dark: str) -> dict[str, str]:
     """Return a colour of its own on light and on dark paper."""
-    return expression(f"dark ? '{dark}' : '{light}'")
+    return {"expr": f"dark ? '{dark}' : '{light}'"}
 
 
 INK, SOFT, FAINT, EMPTY = (

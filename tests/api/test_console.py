@@ -12,7 +12,7 @@ from rich.text import Text
 
 from corolla.api import log_file
 from corolla.api.log_file import LoggedConsole
-from corolla.cli import printed_tables
+from corolla.cli import output
 
 
 def test_no_text_reaches_the_terminal_with_control_characters() -> None:
@@ -48,6 +48,6 @@ def test_nothing_that_is_drawn_has_them_either(made: object, tmp_path: Path) -> 
 def test_a_table_of_predictions_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, boxed: bool) -> None:
     out = io.StringIO()
     drawn = LoggedConsole(file=out, force_terminal=True, width=80, highlight=False, color_system=None)
-    monkeypatch.setattr(printed_tables, "console", drawn)
-    printed_tables.show_table([["sample", "class"], ["x.png", BAD]], boxed=boxed)
+    monkeypatch.setattr(output, "console", drawn)
+    output.show_table([["sample", "class"], ["x.png", BAD]], boxed=boxed)
     assert "a]0;owned2Jb" in out.getvalue() and not set(out.getvalue()) & set("\x1b\x07\x9b\u202e")

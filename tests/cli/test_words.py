@@ -14,8 +14,7 @@ from rich.console import Console
 from typer.main import get_command
 
 from corolla.cli import app
-from corolla.cli.column_widths import fit, needed
-from corolla.cli.printed_tables import show_table
+from corolla.cli.output import fit, needed, show_table
 from fl_app.errors import counted
 from fl_app.keys import closest
 from fl_app.server.run_folder import read_about

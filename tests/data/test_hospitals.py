@@ -14,9 +14,8 @@ import pytest
 from corolla.api.settings import ready
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import expand, read_sweep
-from corolla.report.arrays import read_run
+from corolla.report.arrays import client_labels, read_run
 from corolla.report.csv_files import clients_csv
-from corolla.report.recorded import client_labels
 from fl_app import data
 from fl_app.config import parse, parse_recorded
 from fl_app.data.columns import features_of

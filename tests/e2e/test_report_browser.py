@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from corolla.report import arrays, recorded
+from corolla.report import arrays
 from corolla.report.groups import grouped
 from corolla.report.page import write_report
 from fl_app.figures import Layers
@@ -22,6 +22,7 @@ from tests.conftest import Command
 from tests.e2e.browser import DARK, OPTIONS
 from tests.e2e.conftest import COROLLA, settings
 from tests.report.builders import many_runs
+from tests.report.read import last_matrix
 from tests.report.test_many_clients import many
 
 PROBE = """<script>
@@ -323,24 +324,24 @@ def assert_every_panel_has_data(run: arrays.ReportedRun) -> None:
     assert run.finished and list(run.rounds) == list(range(1, 7))
     for name, points in (("accuracy-before", 6), ("accuracy-after", 6), ("evaluation", 2)):
         curve = arrays.curve([run], name)
-        assert curve is not None and len(curve.mean) == points and (curve.low <= curve.high).all(), run.path.name
+        assert curve is not None and len(curve) == points and (curve["low"] <= curve["high"]).all(), run.path.name
     assert len(arrays.last_known(run)[0]) == 10
     assert sum(arrays.server_seconds(run).values()) > 0 and sum(arrays.client_seconds(run).values()) > 0
-    sent = [nbytes for nbytes, _ in arrays.spent(run).values()]
+    sent = arrays.until(run)["bytes"]
     assert len(sent) == 6 and (np.diff(sent) > 0).all() == (run.method != "local")
-    told = recorded.class_counts(run)
+    told = arrays.class_counts(run)
     assert told is not None and told[1].sum() == 10 * 60
     if run.method == "fedcac":
         assert_masks_tell_whose_data_is_alike(run, told[1])
     if run.method == "fedobp":
-        shares = recorded.layers(run, Layers("personal-parameters", "", shares=True))
+        shares = arrays.layers(run, Layers("personal-parameters", "", shares=True))
         assert shares is not None and np.allclose(np.nansum(shares[1][:, 1:], axis=0), 1)
 
 
 def assert_masks_tell_whose_data_is_alike(run: arrays.ReportedRun, counts: Any) -> None:
     """Clients with the same classes overlap most, those without a common one least."""
-    ids, overlap = recorded.matrix(run, "overlap") or ([], np.zeros(0))
-    collaborators = recorded.links(run, "collaborators")
+    ids, overlap = last_matrix(run, "overlap") or ([], np.zeros(0))
+    collaborators = arrays.links(run, "collaborators")
     assert ids == list(range(10)) and collaborators is not None and collaborators[1][:, 0].max() > 0
     common = (counts[:, None, :] * counts[None, :, :] > 0).sum(axis=2)
     pairs = np.triu(np.ones((10, 10), bool), 1)

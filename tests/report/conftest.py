@@ -10,7 +10,7 @@ import pytest
 
 from client_app.client_app import app as client_app
 from corolla.report import page
-from corolla.report.pictures import Panel
+from corolla.report.charts import Panel
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.transport.inprocess import InProcessGrid
@@ -61,4 +61,4 @@ def local(start: Callable[..., Path]) -> Path:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave every picture empty, for tests of what stands around pictures: drawing is most of a report's time."""
     monkeypatch.setattr(Panel, "render", lambda panel, kind="png": b"")
-    monkeypatch.setattr(page, "scripts", lambda panels: [])
+    monkeypatch.setattr(page, "scripts", lambda panels: "")

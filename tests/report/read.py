@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas
 
-from corolla.report.pictures import Panel
+from corolla.report.arrays import Floats, ReportedRun, matrices
+from corolla.report.charts import Panel
 
 
 def frames_of(panel: Panel) -> list[pandas.DataFrame]:
@@ -42,6 +43,12 @@ def marks(panel: Panel, kind: str) -> list[dict[str, Any]]:
         for part in parts(panel.spec)
         if isinstance(part.get("mark"), dict) and part["mark"]["type"] == kind
     ]
+
+
+def last_matrix(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
+    """The clients, and the last recorded number of each pair."""
+    found = matrices(run, record)
+    return (found[0], found[1][max(found[1])]) if found else None
 
 
 def words(panel: Panel) -> str:

@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corolla.report import arrays, recorded
+from corolla.report import arrays
 from fl_app.server.run_folder import client_facts, read_clients
 from tests.facts import mentions
 from tests.report.builders import folder, record
+from tests.report.read import last_matrix
 
 
 def test_clients_with_the_same_classes_have_the_highest_overlap(fedcac: Path) -> None:
     run = arrays.read_run(fedcac)
-    told, found = recorded.class_counts(run), recorded.matrix(run, "overlap")
+    told, found = arrays.class_counts(run), last_matrix(run, "overlap")
     assert told is not None and found is not None and told[0] == found[0] == list(range(20))
-    similarity, overlap = recorded.cosine(told[1]), found[1].copy()
+    similarity, overlap = arrays.cosine(told[1]), found[1].copy()
     np.fill_diagonal(overlap, -1)
     np.fill_diagonal(similarity, -1)
     with_twin = [i for i in range(20) if similarity[i].max() > 0.99]
@@ -32,10 +33,10 @@ def test_clients_with_the_same_classes_have_the_highest_overlap(fedcac: Path) ->
 
 
 def test_similar_clients_are_drawn_side_by_side(fedcac: Path) -> None:
-    told = recorded.class_counts(arrays.read_run(fedcac))
+    told = arrays.class_counts(arrays.read_run(fedcac))
     assert told is not None
-    similarity = recorded.cosine(told[1])
-    order = recorded.by_likeness(similarity)
+    similarity = arrays.cosine(told[1])
+    order = arrays.by_likeness(similarity)
     assert sorted(order) == list(range(20))
     place = {client: k for k, client in enumerate(order)}
     for i, j in combinations(range(20), 2):
@@ -48,9 +49,9 @@ def test_clusters_are_counted_and_clearest_where_links_within_are_strong() -> No
     group = np.arange(12) % 3
     within = np.equal.outer(group, group)
     clear, blurred = (np.where(within, high, low) for high, low in ((0.9, 0.1), (0.6, 0.4)))
-    assert recorded.clusters(clear)[1] == recorded.clusters(blurred)[1] == 3
-    assert 1 >= recorded.clusters(clear)[0] > recorded.clusters(blurred)[0] > 0
-    assert recorded.clusters(np.ones((4, 4))) == recorded.clusters(np.eye(2)) == (0.0, 1)
+    assert arrays.clusters(clear)[1] == arrays.clusters(blurred)[1] == 3
+    assert 1 >= arrays.clusters(clear)[0] > arrays.clusters(blurred)[0] > 0
+    assert arrays.clusters(np.ones((4, 4))) == arrays.clusters(np.eye(2)) == (0.0, 1)
 
 
 def test_figures_of_the_table_are_those_of_the_summary(fedcac: Path, fedavg: Path) -> None:
@@ -104,13 +105,13 @@ def test_curves_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
     run = arrays.read_run(folder(tmp_path / "r", rounds))
     curve = arrays.curve([run], "accuracy-before")
     assert curve is not None
-    assert curve.rounds.tolist() == [1, 2]
-    assert curve.mean == pytest.approx([0.2, 0.7])
-    assert curve.low == pytest.approx([0.15, 0.6]) and curve.high == pytest.approx([0.25, 0.8])
+    assert curve.index.tolist() == [1, 2]
+    assert curve["mean"].tolist() == pytest.approx([0.2, 0.7])
+    assert curve["low"].tolist() == pytest.approx([0.15, 0.6]) and curve["high"].tolist() == pytest.approx([0.25, 0.8])
     # round 1: its downloads; round 2: all of round 1 and its downloads
-    spent = arrays.spent(run)
-    assert {t: nbytes for t, (nbytes, _) in spent.items()} == {1: 40, 2: 180}
-    assert [accuracy for _, accuracy in spent.values()] == pytest.approx([0.2, 0.7])
+    spent = arrays.until(run)
+    assert spent["bytes"].to_dict() == {1: 40, 2: 180}
+    assert spent["mean"].tolist() == pytest.approx([0.2, 0.7])
     assert arrays.server_seconds(run) == {"wait": 2.0, "evaluate": 1.0}
     assert arrays.client_seconds(run) == {"train": 1.0, "evaluate": 0.5}
     assert arrays.curve([run], "evaluation") is None

@@ -12,11 +12,11 @@ import pytest
 
 import corolla
 from corolla.api.recorded_run import client_answers
-from corolla.experiments.exported.client_answers import ClientAnswers
+from corolla.experiments.exported.loading import ClientAnswers
 from corolla.experiments.runs import RecordedRun
 from corolla.report.arrays import read_run, read_runs
-from corolla.report.features import MOST_CELLS, of_features
 from corolla.report.groups import grouped
+from corolla.report.model_pictures import MOST_CELLS, of_features
 from fl_app import exit_codes
 from fl_app.errors import UserError
 from tests.conftest import Command
@@ -99,7 +99,7 @@ def test_models_without_one_layer_as_classifier_have_confusion_matrices_alone(fe
 
 def test_a_hundred_clients_of_a_hundred_classes_stay_bounded(fedper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a map of a thousand takes seconds
-    monkeypatch.setattr("corolla.report.features.MOST_SAMPLES", 300)
+    monkeypatch.setattr("corolla.report.model_pictures.MOST_SAMPLES", 300)
     clients = drawn_clients(100, classes=100, samples=600)
     confusion, shown = of_features(read_run(fedper), clients)
     cells, points = frame_with(confusion, "whose"), frame_with(shown, "x")

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corolla.report import recorded
+from corolla.report import arrays
 from corolla.report.arrays import read_run
 from fl_app.figures import Figure, Groups, Layers, Links, Matrix, Scalars, from_json, to_json
 from strategies import METHODS
 from tests.facts import mentions
 from tests.report.builders import folder, record
+from tests.report.read import last_matrix
 
 
 def test_what_methods_record_by_hand(tmp_path: Path) -> None:
@@ -48,19 +49,19 @@ def test_what_methods_record_by_hand(tmp_path: Path) -> None:
     ]
     run = read_run(folder(tmp_path / "r", rounds))
     nan = np.nan
-    ids, overlap = recorded.matrix(run, "overlap") or ([], np.zeros(0))
+    ids, overlap = last_matrix(run, "overlap") or ([], np.zeros(0))
     assert ids == [0, 1, 3]
     np.testing.assert_array_equal(overlap, [[1, 0.25, nan], [0.25, 1, 0.75], [nan, 0.75, 1]])
-    ids, grid = recorded.links(run, "collaborators") or ([], np.zeros(0))
+    ids, grid = arrays.links(run, "collaborators") or ([], np.zeros(0))
     assert ids == [0, 1, 3]
     np.testing.assert_array_equal(grid, [[2, nan, nan], [1, nan, 0], [nan, nan, 1]])
-    names, shares = recorded.layers(run, Layers("personal-parameters", "", shares=True)) or ([], np.zeros(0))
+    names, shares = arrays.layers(run, Layers("personal-parameters", "", shares=True)) or ([], np.zeros(0))
     assert names == ["a", "b"]
     np.testing.assert_array_equal(shares, [[nan, nan, 0.25], [nan, nan, 0.75]])
-    names, clusters = recorded.layers(run, Layers("macro-classes", "")) or ([], np.zeros(0))
+    names, clusters = arrays.layers(run, Layers("macro-classes", "")) or ([], np.zeros(0))
     np.testing.assert_array_equal(clusters, [[2, nan, 3], [1, nan, 1]])
     assert run.missing == [2]
-    assert recorded.layers(run, Layers("high-dispersion", "")) is None
+    assert arrays.layers(run, Layers("high-dispersion", "")) is None
 
 
 def test_other_forms_of_records_by_hand(tmp_path: Path) -> None:
@@ -84,23 +85,23 @@ def test_other_forms_of_records_by_hand(tmp_path: Path) -> None:
     ]
     run = read_run(folder(tmp_path / "r", rounds))
     nan = np.nan
-    ids, weights = recorded.matrix(run, "weights") or ([], np.zeros(0))
+    ids, weights = last_matrix(run, "weights") or ([], np.zeros(0))
     assert ids == [0, 2]
     np.testing.assert_array_equal(weights, [[0, 0.5], [3, nan]])
-    ids, alpha = recorded.scalars(run, "alpha") or ([], np.zeros(0))
+    ids, alpha = arrays.scalars(run, "alpha") or ([], np.zeros(0))
     assert ids == [0, 2]
     np.testing.assert_array_equal(alpha, [[0.25, nan, nan, nan], [nan, nan, nan, 0.75]])
-    ids, loss = recorded.scalars(run, "loss") or ([], np.zeros(0))
+    ids, loss = arrays.scalars(run, "loss") or ([], np.zeros(0))
     assert ids == []
     np.testing.assert_array_equal(loss, [[2, nan, nan, 1]])
-    found = recorded.groups(run, "cluster")
+    found = arrays.groups(run, "cluster")
     assert found is not None and found[0] == [0, 2] and found[2] == ["1", "x"]
     np.testing.assert_array_equal(found[1], [[0, nan, nan, 0], [1, nan, nan, 0]])
-    names, density = recorded.layers(run, Layers("density", "")) or ([], np.zeros(0))
+    names, density = arrays.layers(run, Layers("density", "")) or ([], np.zeros(0))
     assert names == ["a", "b"]
     np.testing.assert_array_equal(density, [[0.5], [0]])
-    assert recorded.matrix(run, "alpha") is recorded.links(run, "x") is None
-    assert recorded.groups(run, "loss") is recorded.scalars(run, "x") is None
+    assert last_matrix(run, "alpha") is arrays.links(run, "x") is None
+    assert arrays.groups(run, "loss") is arrays.scalars(run, "x") is None
 
 
 ALL: tuple[Figure, ...] = (

@@ -14,7 +14,7 @@ from corolla.experiments import compare
 from corolla.experiments.grouping import by_settings, mean_std
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import identity
-from corolla.report import clients, groups
+from corolla.report import groups, tables
 from corolla.report.arrays import read_run, read_runs
 from fl_app.config import RunConfig, parse
 from fl_app.keys import specs
@@ -123,13 +123,13 @@ def test_the_mean_over_seeds_by_hand(tmp_path: Path) -> None:
     runs = [folder(tmp_path / str(k), two_rounds(0.1 + 0.2 * k, 0.5), seed=k) for k in range(2)]
     (group,) = groups.grouped(read_runs(runs))
     curve = groups.over_seeds(group, "accuracy-before")
-    assert curve is not None and curve.rounds.tolist() == [1, 2]
+    assert curve is not None and curve.index.tolist() == [1, 2]
     std = np.std([0.2, 0.4], ddof=1)
-    assert curve.mean == pytest.approx([0.3, 0.6])
-    assert curve.low == pytest.approx([0.3 - std, 0.6]) and curve.high == pytest.approx([0.3 + std, 0.6])
-    nbytes, accuracy = groups.exchanged(group)
-    assert nbytes.tolist() == [40, 180] and accuracy == pytest.approx([0.3, 0.6])
-    assert groups.all_clients(group)[0] == pytest.approx([0.5, 0.7])
+    assert curve["mean"].tolist() == pytest.approx([0.3, 0.6])
+    np.testing.assert_allclose(curve[["low", "high"]], [[0.3 - std, 0.3 + std], [0.6, 0.6]])
+    costs = groups.over_costs(group)
+    assert costs["bytes"].tolist() == [40, 180] and costs["mean"].tolist() == pytest.approx([0.3, 0.6])
+    assert groups.by_client(group)[0].to_dict() == pytest.approx({"0": 0.5, "1": 0.7})
     assert group.row.means["best"] == (pytest.approx(0.6), pytest.approx(0.0))
 
 
@@ -138,8 +138,10 @@ def test_a_band_stays_within_what_an_accuracy_can_be(tmp_path: Path) -> None:
         folder(tmp_path / str(seed), two_rounds(first, second), method="fedavg", seed=seed)
     (group,) = groups.grouped(read_runs([tmp_path]))
     found = groups.over_seeds(group, "before")
-    assert found is not None and np.allclose(found.mean, [0.3, 0.6])
-    assert np.allclose(found.low, [0.3 - 0.08**0.5, 0.6 - 0.18**0.5]) and np.allclose(found.high, [0.3 + 0.08**0.5, 1])
+    assert found is not None and np.allclose(found["mean"], [0.3, 0.6])
+    assert np.allclose(found["low"], [0.3 - 0.08**0.5, 0.6 - 0.18**0.5]) and np.allclose(
+        found["high"], [0.3 + 0.08**0.5, 1]
+    )
 
 
 def test_an_unfinished_run_is_a_row_of_its_own(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_few_clients_are_listed_with_their_figures_in_each_row(tmp_path: Path) -
     ]
     names = {"0": {"name": "Bern", "train-samples": 90, "test-samples": 30}, "1": {"name": "Chur"}}
     (runs[0] / "clients.json").write_text(json.dumps(names))
-    section = clients.clients_section(groups.grouped(read_runs(runs)))
+    section = tables.clients_section(groups.grouped(read_runs(runs)))
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", section)]
     bern, chur = (row for row in rows if row)
     # final is the mean over both seeds of the last round, before training; local's is 10 points lower
@@ -186,10 +188,10 @@ def test_few_clients_are_listed_with_their_figures_in_each_row(tmp_path: Path) -
 
     # runs of other clients have a table of their own, without a best row
     (runs[2] / "clients.json").write_text(json.dumps({"0": {"train-samples": 7}, "1": {}, "2": {}}))
-    apart = clients.clients_section(groups.grouped(read_runs([runs[0], runs[2]])))
+    apart = tables.clients_section(groups.grouped(read_runs([runs[0], runs[2]])))
     assert apart.count("<table") == 2 and ">best<" not in apart
 
-    alone = clients.clients_section(groups.grouped(read_runs(runs[:1])))
+    alone = tables.clients_section(groups.grouped(read_runs(runs[:1])))
     assert "final (%)" in alone and ">best<" not in alone and not mentions(alone, "mean over", "seeds")
 
 
@@ -203,7 +205,7 @@ def test_a_client_that_no_row_has_a_figure_of(tmp_path: Path) -> None:
     runs = [folder(tmp_path / method, rounds(), method=method) for method in ("fedavg", "local")]
     for path in runs:
         (path / "run.json").write_text(json.dumps({"metrics": [{"name": "accuracy"}, {"name": "auc"}]}))
-    section = clients.clients_section(groups.grouped(read_runs(runs)))
+    section = tables.clients_section(groups.grouped(read_runs(runs)))
     section = section[section.index("AUC of each client") :]
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", section)]
     assert [row[-1] for row in rows if row] == ["1 fedavg, 2 local", ""]

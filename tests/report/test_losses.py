@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from corolla.report.all_runs import losses
 from corolla.report.arrays import read_runs
 from corolla.report.groups import grouped
-from corolla.report.losses import losses
 from tests.facts import each_mentions, mentions
 from tests.report.builders import folder, record, write
 from tests.report.read import encoding, frames_of

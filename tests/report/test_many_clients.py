@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corolla.report import arrays, by_kind, clients, heat_maps, recorded
-from corolla.report.accuracy import accuracy
+from corolla.report import arrays, by_kind, heat_maps, tables
+from corolla.report.all_runs import accuracy
+from corolla.report.arrays import averaged
+from corolla.report.charts import Panel
 from corolla.report.groups import grouped
+from corolla.report.heat_maps import by_classes, partitions
 from corolla.report.page import write_report
-from corolla.report.partitions import by_classes, partitions
-from corolla.report.pictures import Panel, averaged
 from fl_app.figures import Groups, Links, Matrix, Scalars
 from tests.facts import mentions
 from tests.report.builders import folder, record
-from tests.report.read import encoding, frames_of
+from tests.report.read import encoding, frames_of, last_matrix
 
 FIGURES = (
     Matrix("overlap", "Overlap"),
@@ -88,12 +89,12 @@ def test_bands_reach_over_nine_tenths_of_many_clients(
     three_hundred: arrays.ReportedRun, sixty: arrays.ReportedRun
 ) -> None:
     found = arrays.curve([three_hundred], "before")
-    assert found is not None and found.tails is not None
+    assert found is not None
     # accuracies 0, 1/300 .. 299/300
-    np.testing.assert_allclose([found.tails[0][0], found.low[0]], [0.05 * 299 / 300, 0.25 * 299 / 300])
-    np.testing.assert_allclose([found.tails[1][0], found.high[0]], [0.95 * 299 / 300, 0.75 * 299 / 300])
+    np.testing.assert_allclose(found[["lowest", "low"]].iloc[0], [0.05 * 299 / 300, 0.25 * 299 / 300])
+    np.testing.assert_allclose(found[["highest", "high"]].iloc[0], [0.95 * 299 / 300, 0.75 * 299 / 300])
     few = arrays.curve([sixty, sixty], "before")
-    assert few is not None and few.tails is None, "two seeds of sixty clients are not many"
+    assert few is not None and "lowest" not in few, "two seeds of sixty clients are not many"
     panels = {panel.name: panel for panel in accuracy(grouped([three_hundred]))}
     assert "middle 90 %" in panels["accuracy"].caption and "histogram" in panels
     assert not {"histogram"} & {panel.name for panel in accuracy(grouped([sixty]))}
@@ -106,7 +107,7 @@ def test_bands_reach_over_nine_tenths_of_many_clients(
 def test_the_worst_and_the_best_clients_are_listed(
     three_hundred: arrays.ReportedRun, sixty: arrays.ReportedRun
 ) -> None:
-    section = clients.clients_section(grouped([three_hundred]))
+    section = tables.clients_section(grouped([three_hundred]))
     worst, best, every = re.findall(r"<table.*?</table>", section, re.DOTALL)
 
     def names(table: str) -> list[str]:
@@ -117,7 +118,7 @@ def test_the_worst_and_the_best_clients_are_listed(
     assert names(every) == [str(i) for i in range(300)]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", best)
     assert cells[:9] == ["299", "99.67", "99.67", "50.00", "2", "20", "10", "1", "3"]
-    section = clients.clients_section(grouped([sixty]))
+    section = tables.clients_section(grouped([sixty]))
     assert "worst" not in section and section.count("<tr") == 61
 
 
@@ -125,17 +126,17 @@ def test_a_page_lists_all_clients_of_as_many_runs_as_there_is_room_for(
     three_hundred: arrays.ReportedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = arrays.read_run(many(tmp_path / "other", 100, learning_rate=0.7))
-    monkeypatch.setattr(clients, "MOST_LINES", 150)
-    section = clients.clients_section(grouped([three_hundred, other]))
+    monkeypatch.setattr(tables, "MOST_LINES", 150)
+    section = tables.clients_section(grouped([three_hundred, other]))
     assert mentions(section, "All 300", "clients.csv") and "<summary>All 100</summary>" in section
 
 
 def test_equal_clients_come_worst_first_by_what_training_adds(tmp_path: Path) -> None:
     rows = {str(i): {"accuracy-before": 0.5, "accuracy-after": 1 - i / 100} for i in range(70)}
     run = arrays.read_run(folder(tmp_path / "run", [record(1, rows)]))
-    _, lines = clients.client_lines(run)
+    _, lines = tables.client_lines(run)
     assert [line[0].value for line in lines] == list(range(69, -1, -1))
-    assert "class" not in " ".join(clients.client_lines(run)[0]), "no counts are known"
+    assert "class" not in " ".join(tables.client_lines(run)[0]), "no counts are known"
 
 
 def test_numbers_between_clients_are_read_as_lists_and_by_name(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_numbers_between_clients_are_read_as_lists_and_by_name(tmp_path: Path) -
     }
     later = {"1": {"accuracy-before": 0.5, "near": [3, 4]}, "9": {"accuracy-before": 0.5}}
     run = arrays.read_run(folder(tmp_path / "run", [record(1, rows), record(2, later)]))
-    found = recorded.matrix(run, "near")
+    found = last_matrix(run, "near")
     assert found is not None and found[0] == [0, 1, 2, 5, 9]
     nan = np.nan
     expected = [

@@ -9,8 +9,8 @@ import pytest
 
 from corolla.report.arrays import read_runs
 from corolla.report.by_kind import of_run
+from corolla.report.charts import Panel
 from corolla.report.groups import grouped
-from corolla.report.pictures import Panel
 from fl_app.figures import Groups, Matrix
 from tests.facts import each_mentions, mentions
 from tests.report.builders import folder, record

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corolla.report.accuracy import accuracy
+from corolla.report.all_runs import accuracy
 from corolla.report.arrays import curve, read_runs
 from corolla.report.groups import grouped, judged_by
 from corolla.report.page import write_report
@@ -45,7 +45,7 @@ def test_a_column_a_curve_and_differences(run: Run, tmp_path: Path) -> None:
     drawn = curve(judged_by(groups[0], auc).runs, "before")
     assert drawn is not None
     means = [record["auc-before"] for record in groups[0].first.rounds.values()]
-    assert drawn.mean.tolist() == pytest.approx(means, abs=1e-11)
+    assert drawn["mean"].tolist() == pytest.approx(means, abs=1e-11)
     page, _ = write_report(folders, tmp_path / "report")
     text = page.read_text()
     assert "final-auc (%)" in text and "2 of 3 clients" in text and mentions(text, "chosen on test", "data")

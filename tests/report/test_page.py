@@ -9,18 +9,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 import numpy as np
 import pytest
+from markupsafe import escape
 from PIL import Image
 
 from corolla.report import page as report
-from corolla.report.arrays import read_run
+from corolla.report.arrays import class_names, read_run
 from corolla.report.by_kind import of_run
-from corolla.report.partitions import partitions
-from corolla.report.recorded import class_names
+from corolla.report.heat_maps import partitions
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.server.run_folder import class_names_of, read_about, read_clients
@@ -136,7 +135,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 def test_a_report_leaves_altair_as_it_is_and_needs_no_torch(fedavg: Path, tmp_path: Path) -> None:
     code = (
         "import sys, altair\nfrom pathlib import Path\nbefore = altair.theme.active, altair.data_transformers.active\n"
-        "from corolla.report.pictures import Panel\nPanel.render = lambda panel, kind='png': b''\n"
+        "from corolla.report.charts import Panel\nPanel.render = lambda panel, kind='png': b''\n"
         "from corolla.report.page import write_report\nwrite_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"
         "assert (altair.theme.active, altair.data_transformers.active) == before\n"
         "assert not {'torch', 'matplotlib'} & {*sys.modules}\n"
@@ -175,7 +174,7 @@ def test_what_was_tested_instead_of_the_received_model_is_said(
     assert "is an exception" not in page
     ditto = start("ditto-run", method="ditto", num_server_rounds=1)
     page, _ = write(tmp_path / "two", fedavg, ditto)
-    assert mentions(page, "ditto", "exception", escape(OWN_MODEL))
+    assert mentions(page, "ditto", "exception", str(escape(OWN_MODEL)))
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from corolla.report.accuracy import accuracy
+from corolla.report.all_runs import accuracy, costs, losses
 from corolla.report.arrays import read_runs
 from corolla.report.by_kind import of_run
-from corolla.report.cost_pictures import costs
+from corolla.report.charts import Panel
 from corolla.report.groups import grouped
-from corolla.report.losses import losses
-from corolla.report.partitions import partitions
-from corolla.report.pictures import Panel
+from corolla.report.heat_maps import partitions
 from strategies import METHODS
 from tests.facts import each_mentions, mentions
 from tests.report.builders import folder, many_runs, record, write

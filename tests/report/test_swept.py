@@ -13,11 +13,9 @@ import pandas
 import pytest
 
 from corolla.report.arrays import read_runs
-from corolla.report.charts import Axis
+from corolla.report.charts import Axis, Panel
 from corolla.report.groups import grouped
-from corolla.report.over_keys import swept_keys
-from corolla.report.pictures import Panel
-from corolla.report.swept import places, swept
+from corolla.report.swept import places, swept, swept_keys
 from tests.facts import mentions
 from tests.report.builders import folder, record, write
 from tests.report.read import encoding, frame_with, frames_of, marks, parts

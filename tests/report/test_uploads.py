@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corolla.report import upload_numbers
+from corolla.report import model_pictures as models
 from corolla.report.arrays import read_run
-from corolla.report.groups import grouped
-from corolla.report.upload_figures import of_all_uploads, of_uploads, spreads_of
+from corolla.report.groups import grouped, spaced
+from corolla.report.model_pictures import of_all_uploads, of_uploads, spreads_of
 from fl_app.layout import Layout, Model, packed
 from fl_app.server import kept_uploads
 from fl_app.server.kept_uploads import KeptUploads
@@ -46,8 +46,8 @@ def kept(run: Path, rows: Sequence[Sequence[float]] = ROWS, ids: Sequence[int] =
 
 @pytest.mark.parametrize("block", [4_000_000, 3])
 def test_angles_and_deviations_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(upload_numbers, "_BLOCK", block)
-    found = upload_numbers.spread(kept(tmp_path))
+    monkeypatch.setattr(models, "_BLOCK", block)
+    found = models.spread(kept(tmp_path))
     assert (found.round, found.names) == (1, ["a", "c.weight"])
     # updates of a: (1, 0), (0, 1), (-1, 0): 90, 180 and 90 degrees. Of c: (0, 0, 0, 2), nothing, (0, 1, 0, 0): 90 degrees
     # of all: (1,0,0,0,0,2), (0,1,0,0,0,0), (-1,0,0,1,0,0): 90, 90 and the angle of cosine -1 / sqrt(5 * 2)
@@ -60,13 +60,13 @@ def test_angles_and_deviations_by_hand(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_angle_without_two_updates() -> None:
-    assert math.isnan(upload_numbers.mean_angle(np.diag([4.0, 0.0])))
-    assert upload_numbers.mean_angle(np.array([[4.0, 6.0], [6.0, 9.0]])) == 0
-    assert upload_numbers.mean_angle(np.array([[4.0, -6.0], [-6.0, 9.0]])) == 180
+    assert math.isnan(models.mean_angle(np.diag([4.0, 0.0])))
+    assert models.mean_angle(np.array([[4.0, 6.0], [6.0, 9.0]])) == 0
+    assert models.mean_angle(np.array([[4.0, -6.0], [-6.0, 9.0]])) == 180
 
 
 def test_sensitivities_of_the_classifier_by_hand(tmp_path: Path) -> None:
-    found = upload_numbers.sensitivity(kept(tmp_path), 2)
+    found = models.sensitivity(kept(tmp_path), 2)
     assert found is not None and found[0] == [3, 5]
     # client 5 moved one weight from 1 to 3: |(3 - 1) * 3|
     assert found[1].tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 6]]]
@@ -75,21 +75,21 @@ def test_sensitivities_of_the_classifier_by_hand(tmp_path: Path) -> None:
 def test_no_sensitivity_without_a_classifier(tmp_path: Path) -> None:
     save(tmp_path, 1, ROWS, (5, 3, 9), Layout(LAYOUT.params, ()))
     found = kept_uploads.read(tmp_path, 1)
-    assert found is not None and upload_numbers.sensitivity(found, 2) is None
+    assert found is not None and models.sensitivity(found, 2) is None
 
 
 @pytest.mark.parametrize("block", [4_000_000, 3])
 def test_parameters_of_largest_and_smallest_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(upload_numbers, "_BLOCK", block)
+    monkeypatch.setattr(models, "_BLOCK", block)
     path = folder(tmp_path / "run", [record(1, {"5": {"accuracy-before": 0.5}})])
     # standard deviations: sqrt(2/3), sqrt(2)/3, 0, sqrt(2)/3, 0, sqrt(8)/3
-    most, least = upload_numbers.extreme_values(read_run(path), kept(path), 2)
+    most, least = models.extreme_values(read_run(path), kept(path), 2)
     assert [one.name for one in most] == ["c.weight[1, 1]", "a[0]"]
     assert [one.name for one in least] == ["a[1]", "c.weight[0, 1]"]
     assert most[0].values.tolist() == [3, 1, 1] and most[0].sent == 1 and math.isnan(most[0].after)
     # the next round was sent SENT: this is what the uploads became
     save(path, 2, ROWS, (5, 3, 9))
-    most, _ = upload_numbers.extreme_values(read_run(path), kept(path), 1)
+    most, _ = models.extreme_values(read_run(path), kept(path), 1)
     assert (most[0].name, most[0].after) == ("c.weight[1, 1]", 1)
 
 
@@ -97,11 +97,11 @@ def test_parameters_of_largest_and_smallest_spread(tmp_path: Path, monkeypatch: 
 def test_coordinates_keep_the_distances_of_deviations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(upload_numbers, "_BLOCK", block)
+    monkeypatch.setattr(models, "_BLOCK", block)
     save(tmp_path, 1, ROWS, (5, 3, 9))
     save(tmp_path, 2, ROWS[:2], (5, 3))
     files = [kept_uploads.read(tmp_path, t) for t in (1, 2)]
-    parts = upload_numbers.relative([each for each in files if each is not None])
+    parts = models.relative([each for each in files if each is not None])
     assert [ids.tolist() for ids, _ in parts] == [[5, 3, 9], [5, 3]]
     exact = [np.array(rows, float) - np.mean(rows, axis=0) for rows in (ROWS, ROWS[:2])]
     got, expected = np.concatenate([points for _, points in parts]), np.concatenate(exact)
@@ -110,17 +110,17 @@ def test_coordinates_keep_the_distances_of_deviations(
 
 def test_maps_are_the_same_again_and_small_ones_have_no_t_sne() -> None:
     points = np.random.default_rng(0).normal(size=(12, 5)) * [9, 3, 1, 1, 1]
-    first, second = upload_numbers.maps(points), upload_numbers.maps(points)
+    first, second = models.maps(points), models.maps(points)
     assert first[1] is not None and second[1] is not None
     np.testing.assert_array_equal(first[1], second[1])
     # the first axis has the largest variance of all directions
     covariance = np.linalg.eigvalsh(np.cov(points.T))[::-1]
     np.testing.assert_allclose(first[0].var(axis=0, ddof=1), covariance[:2])
-    assert upload_numbers.maps(points[:4])[1] is None and upload_numbers.maps(np.zeros((6, 6)))[1] is None
+    assert models.maps(points[:4])[1] is None and models.maps(np.zeros((6, 6)))[1] is None
 
 
 def test_a_sample_of_many_clients() -> None:
-    assert upload_numbers.chosen(3).tolist() == [0, 1, 2] and upload_numbers.chosen(9, 3).tolist() == [0, 4, 8]
+    assert spaced(3, 200).tolist() == [0, 1, 2] and spaced(9, 3).tolist() == [0, 4, 8]
 
 
 # Pictures ---------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_a_report_draws_kept_uploads(tmp_path: Path, start: Callable[..., Path])
     page, pictures = write(tmp_path, *paths)
     own = ("angles", "deviations", "sensitivity", "values", "map")
     assert {"uploads", *(f"upload-{name}-{k}" for name in own for k in (1, 2))} <= pictures
-    assert mentions(page, "Sensitivity", "classifier&#x27;s", "round 3")
+    assert mentions(page, "Sensitivity", "classifier&#39;s", "round 3")
     single, pictures = write(tmp_path / "single", paths[0])
     assert "uploads" not in pictures and "upload-map-1" in pictures
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from corolla.report.arrays import read_runs
+from corolla.report.by_kind import Span, spans
 from corolla.report.charts import IN_TIME, LATE, LOST, WORKING
-from corolla.report.groups import grouped, over_time
-from corolla.report.timeline import Span, spans
+from corolla.report.groups import grouped, over_costs
 from fl_app.server import arrivals
 from tests.facts import mentions
 from tests.report.builders import folder, record, write
@@ -49,6 +49,6 @@ def test_a_report_has_the_picture_of_a_run_with_arrivals(tmp_path: Path) -> None
     (timed / arrivals.FILE).write_text("".join(json.dumps(line) + "\n" for line in LINES))
     page, pictures = write(tmp_path / "report", timed)
     assert {"waiting-1", "virtual-seconds"} <= pictures
-    x, y = over_time(grouped(read_runs([timed]))[0])
-    assert x.tolist() == [0, 2, 5] and y.tolist() == [0.5] * 3
+    costs = over_costs(grouped(read_runs([timed]))[0])
+    assert costs["paced"].tolist() == [0, 2, 5] and costs["mean"].tolist() == [0.5] * 3
     assert mentions(page, "1 of 6 works (17 %)", "thrown away", "failed")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corolla.experiments.compare import load, result_rows
-from corolla.experiments.paper_metrics import figures
+from corolla.experiments.paper_table import figures
 from corolla.experiments.result_table import single_runs, text_table
 from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError

@@ -71,7 +71,7 @@ def test_the_report_has_one_column_of_them(run: Run, tmp_path: Path) -> None:
     for path in runs:
         (reported,) = read_runs([path])
         curve = arrays.curve([reported], "evaluation")
-        assert curve is not None and curve.mean[-1] == pytest.approx(read_summary(path)["final-accuracy"])
+        assert curve is not None and curve["mean"].iloc[-1] == pytest.approx(read_summary(path)["final-accuracy"])
         assert np.mean(list(arrays.last_known(reported)[0].values())) == pytest.approx(
             read_summary(path)["final-accuracy"]
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import corolla
-from corolla.report import recorded
+from corolla.report import arrays
 from corolla.report.arrays import read_run
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -20,6 +20,7 @@ from fl_app.server.run_folder import read_metrics
 from strategies import METHOD_PARAMS
 from tests.conftest import Run
 from tests.facts import mentions, rejected
+from tests.report.read import last_matrix
 
 FIGURES: tuple[Figure, ...] = (Matrix("m", ""), Links("l", ""), Scalars("s", ""))
 IDS = [7, 2, 31]
@@ -144,10 +145,10 @@ def test_rounds_that_have_matrices(run: Run, method: str) -> None:
         assert all(type(row.get("collaborators", 0)) is int for row in record["clients"].values())
     reported = read_run(folder.path)
     (name, *_) = NOTING[method]
-    ids, values = recorded.matrix(reported, name) or ([], np.zeros(0))
+    ids, values = last_matrix(reported, name) or ([], np.zeros(0))
     assert ids and not np.isnan(values).all()
     if "collaborators" in NOTING[method]:
-        _, counts = recorded.links(reported, "collaborators") or ([], np.zeros(0))
+        _, counts = arrays.links(reported, "collaborators") or ([], np.zeros(0))
         assert counts.shape[1] == 7
     frame = corolla.load(folder.path).matrix(name, round=6)
     assert frame.index.tolist() == matrices.read(folder.path, 6)[name].rows.tolist()

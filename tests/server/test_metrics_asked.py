@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 import corolla
 from corolla import cli
-from corolla.cli import as_json
+from corolla.cli import output
 from corolla.experiments import compare, result_table, significance, sweep
 from corolla.experiments.collect import collect
 from corolla.experiments.runs import RecordedRun, listing
@@ -179,7 +179,7 @@ def test_a_headline_of_a_built_in_task(run: Run, hospitals: dict[str, Any], capl
     assert header[:3] == ["method", "final", "best"] and row[1].endswith("% (2 of 3 clients)")
     assert "pooled" not in result_table.caption(compare.result_rows([[recorded]]))
     assert compare.result_rows([[recorded]])[0].headline.name == "auc"
-    assert as_json.of_runs([recorded])[0]["of-clients"] == "2 of 3 clients"
+    assert output.of_run(recorded)["of-clients"] == "2 of 3 clients"
 
 
 def test_a_headline_of_which_low_values_are_good(run: Run, tmp_path: Path) -> None:

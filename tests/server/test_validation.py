@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from corolla.api.one_run import is_finished
-from corolla.cli.as_json import of_runs
+from corolla.cli.output import of_run
 from corolla.experiments import result_table
 from corolla.experiments.runs import RecordedRun, listing
 from fl_app import data
@@ -239,7 +239,7 @@ def test_a_run_ends_early_and_is_finished(run: Run, command: Command, monkeypatc
     assert is_finished(path, recorded.config)
     header, row = listing([recorded])
     assert row[header.index("state")] == "stopped early" and row[header.index("rounds")] == "3/8"
-    assert of_runs([recorded])[0]["stopped-early"] == summary["stopped-early"]
+    assert of_run(recorded)["stopped-early"] == summary["stopped-early"]
     code, out, err = command("run", "--in-process", "--resume", path)
     assert code == 0 and mentions(" ".join(out.split()), "run is complete", "nothing to resume", "stop-when"), err
     # the same models as of a run that was planned for three rounds
