@@ -10,6 +10,7 @@ from fl_app.errors import ConfigurationError
 
 EXTRAS = {
     "altair": "report",
+    "jinja2": "report",
     "vl_convert": "report",
     "pandas": "tables",
     "datasets": "tables",

@@ -35,7 +35,7 @@ from corolla.report.tables import (
     results_table,
     settings_table,
     shared_settings,
-    swatch,
+    swatches,
     warnings,
 )
 from corolla.report.theme import CONFIG
@@ -104,7 +104,7 @@ class Page:
             ),
             "clients": clients_section(groups),
             "with_own": [group for group in groups if any(self.own[run.number] or run.failures for run in group.runs)],
-            "swatches": {group.number: swatch(groups, group) for group in groups},
+            "swatches": swatches(groups),
         }
 
     def html(self, heights: Mapping[str, int], live: str = "") -> str:

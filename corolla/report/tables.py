@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 import pandas
-from markupsafe import Markup
 
 from corolla.experiments import significance
-from corolla.experiments.result_table import COSTS, OF_GLOBAL, UNSEEN, Mean, chosen, undefined_notes
+from corolla.experiments.result_table import COSTS, OF_GLOBAL, UNSEEN, chosen, undefined_notes
 from corolla.report.arrays import MANY, ReportedRun, class_names, last_known
 from corolla.report.groups import (
     DATA_KEYS,
@@ -25,7 +24,7 @@ from corolla.report.groups import (
     judged_by,
     short,
 )
-from corolla.report.theme import looks
+from corolla.report.theme import Look, looks
 from fl_app.errors import counted, plain, size
 from fl_app.keys import show
 from fl_app.metrics import DIGEST_VERSION, SENT_DIGEST_VERSION, Metric
@@ -47,7 +46,19 @@ TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
 )
 TEMPLATES.globals.update(
-    short=short, plain=plain, counted=counted, ends=ENDS, most_failures=20, most_clients=20, pictures=PICTURES
+    short=short,
+    plain=plain,
+    counted=counted,
+    show=show,
+    size=size,
+    costs=list(COSTS),
+    given_name=given_name,
+    alone=lambda run: Group((run,)),
+    version=DIGEST_VERSION,
+    ends=ENDS,
+    most_failures=20,
+    most_clients=20,
+    pictures=PICTURES,
 )
 PARTS: Any = TEMPLATES.get_template("parts.html").module
 
@@ -79,107 +90,18 @@ def warnings(runs: Sequence[ReportedRun]) -> str:
 def results_table(groups: Sequence[Group]) -> str:
     """Return the table of results: one row per group, which unfolds into the rows of its runs."""
     runs = [run for group in groups for run in group.runs]
-    brief = 0 < len({key for group in groups for key in group.settings}) <= BRIEF
-    seeds = len(runs) > len(groups)
-    columns = _columns(groups)
-    head, bodies = ["run", "method"], []
-    head += ["settings that differ"] * brief + ["n seeds"] * seeds
-    for group in groups:
-        settings = ", ".join(f"{key} = {show(value)}" for key, value in group.settings.items())
-        name, opener = group.first.path.name, ""
-        if len(group.runs) > 1:
-            name = group.name or group.method
-            opener = Markup(' <button type="button" class="open" aria-expanded="false">{} runs</button>').format(
-                len(group.runs)
-            )
-        number = f"{group.number} " * (len(groups) > 1)
-        own = [Cell(swatch(groups, group) + number + name + opener, group.number), Cell(group.method, group.method)]
-        own += [Cell(settings or "–", settings)] * brief + [Cell(str(len(group.runs)), len(group.runs))] * seeds
-        rows = [own + [cell(group) for cell in columns.values()]]
-        for run in group.runs if opener else ():
-            start = [Cell(f"{run.number} {run.path.name}"), Cell(f"seed {show(run.settings.get('seed', '?'))}")]
-            alone = Group((run,))
-            rows.append(start + [Cell("")] * (brief + seeds) + [cell(alone) for cell in columns.values()])
-        bodies.append(rows)
-    return _section("results", "Results", [*head, *columns], bodies, _results_text(groups, runs, "n global" in columns))
-
-
-def _columns(groups: Sequence[Group]) -> dict[str, Callable[[Group], Cell]]:
-    """Return the columns of a row's figures: what returns a group's cell, by heading."""
-    metrics = {group.first.headline for group in groups}
     known = {heading for group in groups for heading in group.row.means}
-    ratio = len(metrics) == 1 and groups[0].first.headline.ratio
-    found: dict[str, Callable[[Group], Cell]] = {}
-    for heading in HEADINGS:
-        if heading in known or heading not in ("validation", "fine-tuned", *OF_GLOBAL, *UNSEEN):
-            found[_with_unit(heading, ratio)] = lambda group, own=heading: _final(group, own)  # type: ignore[misc]
-    for name, metric in columns_of_others(groups).items():
-        found[_with_unit(name, metric.ratio)] = lambda group, name=name, metric=metric: _other(group, name, metric)  # type: ignore[misc]
-    for heading in COSTS:
-        found[f"n {heading}"] = lambda group, own=heading: _cost(group, own)  # type: ignore[misc]
-    return found | {"n rounds": _rounds, "n failures": _failures, "digest": _digest}
-
-
-def _with_unit(heading: str, ratio: bool) -> str:
-    return f"n {heading}{' (%)' * ratio}"
-
-
-def _mark(text: str) -> Markup:
-    return Markup('<br><span class="mark">{}</span>').format(text) if text else Markup("")
-
-
-def _unfinished(group: Group) -> Markup:
-    """Return a note on the round of the last evaluation of a run that is not finished."""
-    last = group.first.last_evaluation
-    return _mark(f"round {last[0]}" if last and not group.first.finished else "")
-
-
-def _final(group: Group, heading: str) -> Cell:
-    return _mean_cell(
-        group.row.means.get(heading),
-        group.first.headline.text,
-        Markup("") if heading.startswith("best") else _unfinished(group),
-    )
-
-
-def _other(group: Group, name: str, metric: Metric) -> Cell:
-    mean, note = group.row.of_others.get(name), _unfinished(group)
-    if mean and name.startswith("final-"):
-        note += _mark(group.row.covered_note(metric))
-    return _mean_cell(mean, metric.text, note)
-
-
-def _cost(group: Group, heading: str) -> Cell:
-    mean = group.row.means.get(heading)
-    return _mean_cell(mean and (mean[0], None), "{:.1f}".format if heading == "seconds" else size)
-
-
-def _mean_cell(found: Mean | None, text: Callable[[float], str], note: str = "") -> Cell:
-    if found is None:
-        return Cell("–" + note)
-    mean, std = found
-    deviation = "" if std is None else Markup('<span class="std">± {}</span>').format(text(std))
-    return Cell(text(mean) + deviation + note, mean)
-
-
-def _rounds(group: Group) -> Cell:
-    run, done = group.first, len(group.first.rounds)
-    if run.finished:
-        return _number(done)
-    return Cell(Markup('<span class="mark" title="not finished">{} of {}</span>').format(done, run.planned), done)
-
-
-def _failures(group: Group) -> Cell:
-    return _number(sum(len(run.failures) for run in group.runs))
-
-
-def _digest(group: Group) -> Cell:
-    outcome, single = group.first.outcome, len(group.runs) == 1
-    digest = str(outcome["digest"] or "") if group.first.finished and single else ""
-    version = outcome["digest-version"]
-    mark = f" (version {version})" if digest and version != DIGEST_VERSION else ""
-    code = Markup('<code title="{}">{}</code>').format(digest, digest[:8] or "–") + mark
-    return Cell(code if single else "", digest)
+    always = {"final", "pooled", "best", "best, pooled"}
+    shown = {
+        "groups": groups,
+        "headings": [heading for heading in HEADINGS if heading in known | always],
+        "others": columns_of_others(groups),
+        "metrics": list(dict.fromkeys(group.first.headline for group in groups)),
+        "brief": 0 < len({key for group in groups for key in group.settings}) <= BRIEF,
+        "seeds": len(runs) > len(groups),
+        "swatches": swatches(groups),
+    }
+    return str(PARTS.results(shown, _results_text(groups, runs, "global" in known)))
 
 
 def _results_text(groups: Sequence[Group], runs: Sequence[ReportedRun], has_global: bool) -> str:
@@ -218,32 +140,20 @@ def settings_table(groups: Sequence[Group]) -> str:
     keys = list(dict.fromkeys(key for group in groups for key in group.settings))
     if len(keys) <= BRIEF:
         return ""
-    bodies = []
+    lines = []
     for group in groups:
         name = (group.name if len(group.runs) > 1 else given_name(group.first)) or group.method
-        row = [Cell(swatch(groups, group) + f"{group.number} {name}", group.number)]
-        for key in keys:
-            value = group.settings.get(key)
-            row.append(Cell("–") if value is None else Cell(show(value), show(value)))
-        bodies.append([row])
-    return _section("settings", "Settings in which the runs differ", ["run", *keys], bodies)
-
-
-def _section(anchor: str, title: str, head: Sequence[str], bodies: Sequence[Sequence[Line]], text: str = "") -> str:
-    told = Markup("<p>{}</p>").format(text) if text else ""
-    return str(PARTS.heading(anchor, title) + PARTS.table(head, bodies) + told)
+        found = [group.settings.get(key) for key in keys]
+        lines.append([f"{group.number} {name}", *("–" if value is None else show(value) for value in found)])
+    return str(
+        PARTS.heading("settings", "Settings in which the runs differ")
+        + PARTS.texts(["run", *keys], lines, swatches(groups))
+    )
 
 
 def differences_section(groups: Sequence[Group]) -> str:
     """Return the paired differences of each row from the first, over clients and for each client; empty if there are none."""
-    parts = []
-    for (head, *body), caption in differences(groups, [short(group.label) for group in groups]):
-        bodies = [[[Cell(cell, cell) for cell in line]] for line in body]
-        parts.append(PARTS.table(head, bodies) + Markup("\n<p>{}.</p>").format("; ".join(caption.splitlines())))
-    if not parts:
-        return ""
-    clients = [PARTS.folded("Client by client", part) for part in parts[1:]]
-    return "\n".join([PARTS.heading("differences", "Differences from the first run"), parts[0], *clients])
+    return str(PARTS.differences(differences(groups, [short(group.label) for group in groups])))
 
 
 def differences(groups: Sequence[Group], names: Sequence[str]) -> list[tuple[list[list[str]], str]]:
@@ -256,12 +166,11 @@ def differences(groups: Sequence[Group], names: Sequence[str]) -> list[tuple[lis
     return significance.tables(finished, named=named) if len(finished) > 1 else []
 
 
-def swatch(groups: Sequence[Group], group: Group) -> Markup:
-    """Return the group's colour in the pictures."""
+def swatches(groups: Sequence[Group]) -> dict[int, Look]:
+    """Return each group's look in the pictures by its number; {} for a single group."""
     if len(groups) < 2:
-        return Markup("")
-    look = looks([each.method for each in groups])[groups.index(group)]
-    return Markup('<span class="swatch" style="--light:{};--dark:{}"></span>').format(look.on(False), look.on(True))
+        return {}
+    return dict(zip((group.number for group in groups), looks([group.method for group in groups]), strict=True))
 
 
 # Single clients -------------------------------------------------------------------------------------------------------
@@ -387,7 +296,7 @@ def client_lines(run: ReportedRun) -> tuple[list[str], list[Line]]:
         if counted:
             line += _classes(counted.get(i), names)
         lines.append(line)
-    head = [_with_unit(moment, metric.ratio) for moment in ("final", "before", "after")]
+    head = [f"n {moment}{' (%)' * metric.ratio}" for moment in ("final", "before", "after")]
     head = ["client", *head, "n rounds", "n train-samples", "n test-samples"]
     return head + ["n classes", "mostly"] * bool(counted), lines
 
