@@ -72,11 +72,6 @@ class Axis:
     places: tuple[tuple[float, str], ...] = ()
     tight: bool = False
 
-    @property
-    def single(self) -> str:
-        """Format of single numbers."""
-        return ".2%" if self.format.endswith("%") else ".4~g"
-
     def on(self, channel: Any, field: str) -> Any:
         """Return a field's encoding. channel: alt.X or alt.Y."""
         kind = "log" if self.log else "linear"
@@ -170,7 +165,7 @@ def tooltips(frame: Frame, value: Axis) -> list[Any]:
     for name, kind in frame.dropna(axis=1, how="all").drop(columns=DRAWN, errors="ignore").dtypes.items():
         tip = alt.Tooltip(f"{name}:{'Q' if kind.kind in 'iuf' else 'N'}")
         if kind.kind == "f":
-            tip = tip.format(value.single if name in MEASURED else ".4~g")
+            tip = tip.format(".2%" if name in MEASURED and value.format.endswith("%") else ".4~g")
         found.append(tip)
     return found
 

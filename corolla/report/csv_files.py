@@ -5,7 +5,7 @@ Metrics are ratios, and traffic is in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from corolla.experiments.result_table import csv_text
 from corolla.experiments.runs import RecordedRun
@@ -19,16 +19,6 @@ _PARTS = ("round", "clients", "evaluation", "failures", "seconds")
 Line = dict[str, object]
 
 
-def rounds_csv(runs: Sequence[RecordedRun]) -> str:
-    """Return one line per run and round, with every number that the round recorded."""
-    return _csv([_start(run, line) for run in runs for line in round_lines(run)])
-
-
-def clients_csv(runs: Sequence[RecordedRun]) -> str:
-    """Return one line per run, round and client that took part or was evaluated: its name and all its recorded numbers."""
-    return _csv([_start(run, line) for run in runs for line in client_lines(run)])
-
-
 def round_lines(run: RecordedRun) -> list[Line]:
     """Return the numbers that each round of a run recorded, by name, with `round`."""
     return [{"round": t, **_round(record)} for t, record in run.rounds.items()]
@@ -37,10 +27,6 @@ def round_lines(run: RecordedRun) -> list[Line]:
 def client_lines(run: RecordedRun) -> list[Line]:
     """Return the numbers that each round recorded per client, by name, with `round`, `client` and its `name`."""
     return [{"round": t, **line} for t, record in run.rounds.items() for line in _clients(run, record)]
-
-
-def _start(run: RecordedRun, line: Line) -> Line:
-    return {"run": run.path.name, "method": run.method, "seed": run.settings.get("seed", ""), **line}
 
 
 def _round(record: Record) -> Line:
@@ -76,6 +62,11 @@ def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _csv(lines: Sequence[Line]) -> str:
+def as_csv(runs: Sequence[RecordedRun], lines_of: Callable[[RecordedRun], list[Line]]) -> str:
+    """Return the lines of runs as CSV, with the run, its method and its seed. lines_of: `round_lines` or `client_lines`."""
+    lines: list[Line] = []
+    for run in runs:
+        start = {"run": run.path.name, "method": run.method, "seed": run.settings.get("seed", "")}
+        lines += [{**start, **line} for line in lines_of(run)]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     return csv_text([columns, *([line.get(name, "") for name in columns] for line in lines)])

@@ -60,23 +60,15 @@ GROUPED = (
 class _Likeness:
     """Similarity of clients' data. counts: [N, classes]. similarity: [N, N].
 
-    same: pairs that count as equal, bool [N, N]. classes: their labels, and the title of their axis.
+    same: pairs that count as equal, bool [N, N]. classes: their labels, and the title of their axis. few: whether equal
+    pairs are few enough to be told apart.
     """
 
     counts: NDArray[np.int64]
     similarity: Floats
     same: NDArray[np.bool_]
     classes: tuple[list[str], str]
-
-    @property
-    def few(self) -> bool:
-        """Whether equal pairs are few enough to be told apart."""
-        return bool(self.same.sum() <= (self.same.size - len(self.same)) / 3)
-
-    @property
-    def outlined(self) -> bool:
-        """Whether equal pairs are outlined."""
-        return self.few and len(self.same) <= MANY
+    few: bool
 
 
 def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
@@ -149,9 +141,9 @@ def _likeness(run: ReportedRun, ids: list[int]) -> _Likeness | None:
         return None
     counts = known[1][np.searchsorted(known[0], ids)]
     similarity = cosine(counts)
-    return _Likeness(
-        counts, similarity, (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool), _classes(run, counts.shape[1])
-    )
+    same = (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool)
+    few = bool(same.sum() <= (same.size - len(same)) / 3)
+    return _Likeness(counts, similarity, same, _classes(run, counts.shape[1]), few)
 
 
 def _classes(run: ReportedRun, count: int) -> tuple[list[str], str]:
@@ -205,7 +197,7 @@ def _matrices(
     similar = matrix(
         square(alike.similarity), Axis("cosine similarity"), (0.0, 1.0), "Similarity of class distributions"
     )
-    if alike.outlined:
+    if alike.few and not many:
         pairs = square(np.where(alike.same, 1.0, np.nan))
         chart, similar = charts.outlined(chart, pairs), charts.outlined(similar, pairs)
     width, (classes, title) = WIDTH - 2 * side - 60, alike.classes
@@ -231,7 +223,7 @@ def _agreement(name: str, values: Floats, alike: _Likeness) -> str:
     known, same, similarity = (~np.eye(len(values), dtype=bool)) & ~np.isnan(values), alike.same, alike.similarity
     text = "Middle: cosine similarity of the two clients' class counts. Right: each row's classes. "
     if alike.few and (known & same).any() and (known & ~same).any():
-        pairs = f"pairs with the same class distribution (cosine at least {ALIKE}{', outlined' * alike.outlined})"
+        pairs = f"pairs with the same class distribution (cosine at least {ALIKE}{', outlined' * (len(same) <= MANY)})"
         text += (
             f"Mean {name}: {values[known & same].mean():.3f} for {pairs}, "
             f"{values[known & ~same].mean():.3f} for all other pairs. "

@@ -21,7 +21,7 @@ from corolla.report.all_runs import accuracy, costs, losses
 from corolla.report.arrays import client_labels, read_runs
 from corolla.report.by_kind import of_run, of_waiting
 from corolla.report.charts import SCALE, Panel
-from corolla.report.csv_files import CLIENTS, ROUNDS, clients_csv, rounds_csv
+from corolla.report.csv_files import CLIENTS, ROUNDS, as_csv, client_lines, round_lines
 from corolla.report.groups import Group, grouped
 from corolla.report.heat_maps import partitions
 from corolla.report.model_pictures import of_all_uploads, of_features, of_uploads, spreads_of
@@ -167,13 +167,15 @@ def write_report(
         pngs = {name: content for name, content in drawn.items() if name.endswith(".png")}
         _write_files(pictures, pngs)
         # the height in a PNG's header, in pixels of the page
-        heights = {Path(name).stem: int(int.from_bytes(png[20:24], "big") / SCALE) for name, png in pngs.items()}
+        heights = {
+            name.removesuffix(".png"): int(int.from_bytes(png[20:24], "big") / SCALE) for name, png in pngs.items()
+        }
         _write_files(output, {PAGE: report.html(heights).encode()})
     if figures:
         with _writing("--figures", figures):
             _write_files(figures, drawn)
     if tables:
-        files = {ROUNDS: rounds_csv(report.runs), CLIENTS: clients_csv(report.runs)}
+        files = {ROUNDS: as_csv(report.runs, round_lines), CLIENTS: as_csv(report.runs, client_lines)}
         if title:
             files[LATEX] = _latex(report.groups, title)
         with _writing("--tables", tables):

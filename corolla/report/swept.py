@@ -202,14 +202,9 @@ def _over_key(metric: Metric, key: str, lines: Sequence[KeyLine]) -> Chart:
     margin = 0.05 * (last - first)
     scale, told = _scale(values)
     texts = dict(zip(values, map(show, values), strict=True))
-    axis, found = (
-        Axis(
-            f"{key} (logarithmic{told})" if scale else key,
-            limits=(first - margin, last + margin),
-            places=tuple(zip(place.values(), texts.values(), strict=True)),
-        ),
-        [],
-    )
+    title = f"{key} (logarithmic{told})" if scale else key
+    ticks = tuple(zip(place.values(), texts.values(), strict=True))
+    axis, found = Axis(title, limits=(first - margin, last + margin), places=ticks), []
     for turn, line in enumerate(lines):
         rows = [(*at, *(line.means[at] or (np.nan, None))) for at in sorted(line.means)]
         # a line without values is a level

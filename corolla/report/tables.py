@@ -187,11 +187,6 @@ class ClientTable:
     few: bool = True
     whole: bool = True
 
-    @property
-    def bodies(self) -> list[list[Line]]:
-        """The lines, each by itself."""
-        return [[line] for line in self.lines]
-
 
 def clients_section(groups: Sequence[Group]) -> str:
     """Return tables of single clients; empty if no client is known. They list all clients, or the worst and the best.

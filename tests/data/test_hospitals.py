@@ -15,7 +15,7 @@ from corolla.api.settings import ready
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import expand, read_sweep
 from corolla.report.arrays import client_labels, read_run
-from corolla.report.csv_files import clients_csv
+from corolla.report.csv_files import as_csv, client_lines
 from fl_app import data
 from fl_app.config import parse, parse_recorded
 from fl_app.data.columns import features_of
@@ -174,7 +174,7 @@ def test_clients_names_travel_into_what_a_run_leaves(command: Command, table: Pa
     folder = Path("runs/r")
     told = read_clients(folder)
     assert [told[str(i)]["name"] for i in range(len(hospitals.HOSPITALS))] == list(hospitals.HOSPITALS)
-    lines = csv.DictReader(io.StringIO(clients_csv([RecordedRun(folder)])))
+    lines = csv.DictReader(io.StringIO(as_csv([RecordedRun(folder)], client_lines)))
     assert {line["client"]: line["name"] for line in lines} == {str(i): n for i, n in enumerate(hospitals.HOSPITALS)}
     assert list(corolla.load(folder).clients.loc[1, "name"]) == list(hospitals.HOSPITALS)
     assert RecordedRun(folder).client_name(1) == "Bern" and RecordedRun(folder).client_name(99) == "99"
