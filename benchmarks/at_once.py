@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.measure import arguments, machine
 from client_app.at_once import Lanes
 from client_app.client_app import app
-from client_app.device_model import resolve_device
+from client_app.trainer import resolve_device
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.keys import Scalar

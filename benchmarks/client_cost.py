@@ -47,7 +47,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "opening data": ("client_app.session:Session.data", "client_app.batches:Batches.__init__"),
     "the network as vectors": (
         "client_app.session:Session.network",
-        "client_app.device_model:LoadedModel.__init__",
+        "client_app.trainer:LocalTrainer.__init__",
         "client_app.flat:FlatModule.__init__",
     ),
     "client state and its place": (

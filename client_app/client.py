@@ -253,7 +253,7 @@ class CorollaClient:
         with reasons.stage("data", "dataset", "readable"):
             self.session.prepare_changed_data(self.data_path)
         if self.config.device.startswith("cuda"):
-            from client_app.device_model import resolve_device
+            from client_app.trainer import resolve_device
 
             with reasons.stage("capability", "device", "available"):
                 resolve_device(self.config.device)
@@ -583,16 +583,22 @@ class CorollaClient:
         """Return the run's network. In a lane it is the previous client's, to be set by `load`."""
         info = self.data.info
         # opacus leaves its marks on a network
-        if at_once.current() is None or self.config.dp_epsilon:
+        lane = at_once.current()
+        if lane is None or self.config.dp_epsilon:
             return self.session.network(info, weights_file)
         stamp = stamp_of(Path(weights_file)) if weights_file else None
         name = ("network", tuple(sorted(info.model_arguments.items())), weights_file, stamp)
-        return at_once.kept(name, lambda: self.session.network(info, weights_file))
+        return lane.keep(name, lambda: self.session.network(info, weights_file))
 
     def _leave_network(self) -> None:
         """Leave the network for the next client of this process. A task that failed leaves none."""
-        if self._used and at_once.current() is None:
-            self.session.leave(*self._used)
+        if not self._used:
+            return
+        network, flat = self._used
+        if (lane := at_once.current()) is None:
+            self.session.leave(network, flat)
+        elif not flat.is_restorable:
+            lane.kept.clear()
 
     def _open_store(self, download: Download) -> None:
         """Open the client's state of an experiment, and its site's notes on it. Raises UserError."""

@@ -28,7 +28,7 @@ from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
-from client_app.draws import SecretDraws
+from client_app.batches import SecretDraws
 from client_app.noise import noisy
 from client_app.notes import Notes, Training
 from client_app.trainer import LocalTrainer
@@ -342,7 +342,7 @@ class NoisyTrainer:
         self._local, self.budget, self._epochs, self._trainings = local, budget, epochs, 0
         # epsilon spent when the last training ended
         self.epsilon = math.nan
-        self.task, self.headline = local.task, local.headline
+        self.task = local.task
         self.module, self.learning_rate = local.module, local.learning_rate
         self.weights, self.gradient, self.statistics = local.weights, local.gradient, local.statistics
         self.load, self.read, self.network = local.load, local.read, local.network

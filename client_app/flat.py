@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from client_app.contents import Contents, Versioned, written
 from fl_app.layout import Layout, Model, Slot, Vector
+from strategies.base.attributes import PLAIN, fingerprint
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+# how deep the contents of layers are compared
+_DEPTH = 8
 # functions of a module by which it may have a mode of its own
 _OF_MODE = ("train", "eval", "__setattr__")
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -68,21 +71,37 @@ class FlatModule:
         ]
         self._others = [(buffers[name], buffers[name].clone()) for name in counted]
         frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        self._constants = {n: Versioned(buffers[n]) for n in frozen if n in buffers and n not in counted}
+        # what `load` and `reset` do not set, with counters of writes
+        self._constants = {n: (buffers[n], buffers[n]._version) for n in frozen if n in buffers and n not in counted}
         self.frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
         self.batchnorms = [m for m in norms.values() if m not in self.frozen_batchnorms]
-        others = [*(one.tensor for one in self._constants.values()), *(buffer for buffer, _ in self._others)]
-        known = [*parameters, *(buffers[name] for name in loaded), *others]
-        self._contents = Contents(module, known)
+        self._tables: list[tuple[Any, Any]] = []
+        self._held: list[object] = []
+        for layer in self.module.modules():
+            own = vars(layer)
+            tables = {name: value for name, value in own.items() if type(value) in (dict, OrderedDict)}
+            self._tables += [(table, dict(table)) for table in (own, *tables.values())]
+            values = [value for table in (own, *tables.values()) for value in table.values()]
+            self._held += [value for value in values if not isinstance(value, PLAIN)]
+        named = (*self.module.modules(), *parameters, *buffers.values(), *(table for table, _ in self._tables))
+        self._known = {id(value): value for value in named}
+        self._print = self._contents()
+
+    def _contents(self) -> object:
+        """Return a fingerprint of what layers hold beside parts, tensors and hooks. It equals no other if it is not of all."""
+        return fingerprint(self._held, _DEPTH, lambda _: object(), dict(self._known))
 
     @torch.no_grad()
     def reset(self) -> None:
         """Restore the first values of everything that `load` does not set, for another client.
 
-        These are: all that layers hold by name (hooks, the mode, parts, attributes) with its contents, which parameters
-        train, gradients, counters. Tensors outside of the layout keep their values; see `is_restorable`.
+        These are: all that layers hold by name (hooks, the mode, parts, attributes), which parameters train, gradients,
+        counters. Tensors outside of the layout, and what is within attributes, stay; see `is_restorable`.
         """
-        self._contents.restore()
+        for table, first in self._tables:
+            if table or first:
+                table.clear()
+                table.update(first)
         for parameter, trainable, gradient in zip(self._parameters, self._trainable, self._gradients, strict=True):
             parameter.requires_grad_(trainable)
             parameter.grad = gradient
@@ -94,14 +113,15 @@ class FlatModule:
     def is_restorable(self) -> bool:
         """Whether `load` and `reset` restore the whole network.
 
-        They cannot if a layer holds something of a kind that Python cannot look into, or if something has written into a
-        tensor outside of the layout.
+        They cannot if a layer holds something that Python cannot look into, or whose contents have changed, such as a
+        list or a tensor outside of the layout.
         """
-        return not self._contents.unknown and not self._contents.written()
+        return self._contents() == self._print and not self.written_constant()
 
     def written_constant(self) -> str:
         """Return the name of a frozen tensor (the key `train`) that something has written into, "" if there is none."""
-        return written(self._constants.items())
+        written = (name for name, (tensor, version) in self._constants.items() if tensor._version != version)
+        return next(written, "")
 
     def _view(self, vector: Tensor, slot: Slot) -> Tensor:
         piece = vector[slot.start : slot.stop]
@@ -150,7 +170,7 @@ class FlatModule:
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values: evaluation mode, without gradients."""
         # both have the same constants
-        module = copy.deepcopy(self.module, {id(one.tensor): one.tensor for one in self._constants.values()})
+        module = copy.deepcopy(self.module, {id(one): one for one, _ in self._constants.values()})
         tensors = self.layout.tensors(model)
         with torch.no_grad():
             for name, own in (*module.named_parameters(), *module.named_buffers()):
@@ -196,16 +216,15 @@ def _copied(tensor: Tensor) -> Tensor:
 def set_mode(module: nn.Module, training: bool) -> None:
     """Put a module and its parts into training or evaluation mode, as `module.train(training)` does, in a tenth of its time.
 
-    The functions of a module with its own `train`, `eval` or `__setattr__` are called.
+    If a part has its own `train`, `eval` or `__setattr__`, these are called.
     """
-    own = module.__dict__
-    if "train" in own or "eval" in own or _has_own_mode(type(module)):  # type: ignore[arg-type]  # a class is hashable
+    held = [vars(part) for part in module.modules()]
+    own_mode = any(_has_own_mode(type(part)) for part in module.modules())  # type: ignore[arg-type]  # a class is hashable
+    if own_mode or any("train" in own or "eval" in own for own in held):
         module.train() if training else module.eval()
         return
-    own["training"] = training
-    for part in module._modules.values():
-        if part is not None:
-            set_mode(part, training)
+    for own in held:
+        own["training"] = training
 
 
 @functools.lru_cache(maxsize=256)

@@ -103,7 +103,7 @@ class Worker:
             trainer = self.trainer(i, round)
             trainer.module.eval()
             count = 0
-            for x, y in trainer.data.test():
+            for x, y in trainer.data.in_order("test"):
                 count += int((self.answers(trainer, x).argmax(1) == y).sum())
             right.append(count)
         sizes = np.array([len(client.y_test) for client in self.clients])

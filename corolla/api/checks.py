@@ -53,7 +53,7 @@ def check_locally(config: RunConfig, *, runs_here: bool = False) -> None:
     with waiting(console) as shown:
         shown.step("checking the data and the model", brief=True)
         # imported here because torch takes seconds
-        from client_app.device_model import resolve_device
+        from client_app.trainer import resolve_device
 
         resolve_device(config.device)
         if config.state_dir:

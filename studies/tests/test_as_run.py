@@ -98,7 +98,7 @@ def test_apfl_mixes_outputs_and_steps_twice_on_one_gradient(raw: Mapping[str, Sc
     assert row.alphas[0] == pytest.approx(alpha, abs=1e-6)
     assert row.own[1] is row.initial and row.alphas[1] == 0.4  # other clients' stay
     with torch.no_grad():
-        (x, _), *_ = trainer.data.test()
+        (x, _), *_ = trainer.data.in_order("test")
         # the global model is still the first
         want = alpha * v(x) + (1 - alpha) * row.network()(x)
         assert torch.allclose(row.answers(row.trainer(0, 2), x), want, atol=1e-5)

@@ -30,8 +30,8 @@ def accuracy(found: corolla.Run, client: int) -> float:
     module = found.model(client)
     assert not module.training
     with torch.no_grad():
-        outputs = torch.cat([module(x) for x, _ in batches.test()])
-    measured: dict[str, float] = tasks.of(config).measure(outputs, batches.test_labels, ["accuracy"])
+        outputs = torch.cat([module(x) for x, _ in batches.in_order("test")])
+    measured: dict[str, float] = tasks.of(config).measure(outputs, batches.parts["test"][1], ["accuracy"])
     return float(measured["accuracy"])
 
 

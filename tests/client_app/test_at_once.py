@@ -45,13 +45,23 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine 
 # turns
 
 
+def pause() -> None:
+    if (lane := at_once.current()) is not None:
+        lane.pause()
+
+
+def kept(name: str, make: Callable[[], Any]) -> Any:
+    lane = at_once.current()
+    return make() if lane is None else lane.keep(name, make)
+
+
 def test_a_lane_that_pauses_goes_on_when_the_others_have_had_their_turn() -> None:
     events: list[str] = []
 
     def work(name: str, pauses: int) -> str:
         for turn in range(pauses):
             events.append(f"{name}{turn}")
-            at_once.pause()
+            pause()
         events.append(f"{name} ends")
         return name
 
@@ -65,7 +75,7 @@ def test_as_many_tasks_run_as_there_are_lanes_and_a_lane_keeps_what_it_made() ->
     made: list[int] = []
 
     def work(number: int) -> int:
-        return at_once.kept("first", lambda: made.append(number) or number)  # type: ignore[func-returns-value]
+        return kept("first", lambda: made.append(number) or number)  # type: ignore[func-returns-value]
 
     lanes = Lanes(2)
     assert lanes.answer([partial(work, n) for n in range(5)]) == [0, 1]
@@ -74,14 +84,14 @@ def test_as_many_tasks_run_as_there_are_lanes_and_a_lane_keeps_what_it_made() ->
     lanes.close()
     # outside of a lane nothing is kept, and nobody waits
     assert work(9) == 9 and work(10) == 10
-    at_once.pause()
+    pause()
 
 
 def test_an_error_of_one_lane_is_raised_when_all_have_ended() -> None:
     ended: list[int] = []
 
     def work(number: int) -> None:
-        at_once.pause()
+        pause()
         if number == 0:
             raise ValueError("of the first")
         ended.append(number)
@@ -100,7 +110,7 @@ def test_ctrl_c_leaves_standard_output_as_it_was() -> None:
     def pausing() -> None:
         with debugging.printed_lines(seen.append):
             print("one")
-            at_once.pause()
+            pause()
             print("never")
 
     def interrupted() -> None:
@@ -272,7 +282,7 @@ def trained(make: Callable[[], nn.Module], lanes: Lanes | None, said: list[str],
 
     def one(client_id: int) -> Model:
         data: ClientData = data_of(50 + 7 * client_id)
-        module = at_once.kept("network", make)
+        module = kept("network", make)
         trainer = LocalTrainer(module, config(device="cuda", momentum=0.9, local_epochs=3), data, 1, client_id)
         start = Model(
             np.concatenate([p.detach().reshape(-1).numpy() for p in make().parameters()]),

@@ -11,9 +11,17 @@ import torchvision.transforms.functional as reference
 from torch import nn
 from torch.nn.functional import pad
 
-from client_app.augment import MAX_DEGREES, crop_flip, crop_flip_draws, crop_flip_rotate, crop_flip_rotate_draws, rotate
-from client_app.batches import Batches
-from client_app.draws import SeededDraws
+from client_app.batches import (
+    MAX_DEGREES,
+    Batches,
+    Part,
+    SeededDraws,
+    crop_flip,
+    crop_flip_draws,
+    crop_flip_rotate,
+    crop_flip_rotate_draws,
+    rotate,
+)
 from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.data import ClientData, DatasetInfo
@@ -123,10 +131,11 @@ def test_normalize_leaves_the_samples_as_they_are() -> None:
     y, info = np.zeros((6, 1), np.float32), DatasetInfo(3, 1, ("0",), 6, 6, (5.0, 4.0, 3.0), (2.0, 1.0, 0.5), (3,))
     options = config(task="regression", partition="iid", normalize="mean-std")
     batches = Batches(options, ClientData(x, y, x, y, info), torch.device("cpu"), round=1, client_id=0)
-    for side in (batches.test, batches.train):
+    parts: list[Part] = ["test", "train"]
+    for part in parts:
         # each client is evaluated more than once on what it holds
         for _ in range(2):
-            ((inputs, _),) = side()
+            ((inputs, _),) = batches.in_order(part)
             assert torch.equal(inputs, torch.from_numpy((x - np.float32(info.mean)) / np.float32(info.std)))
 
 

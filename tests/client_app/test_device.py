@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.device_model import resolve_device
+from client_app.trainer import resolve_device
 from fl_app.errors import UserError
 from tests.client_app.test_train import mlp, train, with_batchnorm
 from tests.facts import rejected

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from client_app.device_model import LOSS_SCALE
-from client_app.trainer import LocalTrainer
+from client_app.trainer import LOSS_SCALE, LocalTrainer
 from fl_app import weights
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_metrics

@@ -256,7 +256,7 @@ def test_batchnorm_with_single_samples_trains(n: int, batch_size: int) -> None:
 def test_batchnorm_learns_again_after_a_single_sample() -> None:
     t = trainer(with_batchnorm, n=1)
     t.train(weights.read(with_batchnorm()))
-    assert all(m.training for m in t._batchnorms)
+    assert all(m.training for m in t.flat.batchnorms)
 
 
 # frozen tensors

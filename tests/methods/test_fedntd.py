@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from client_app.device_model import LoadedModel
 from client_app.stored_state import StoredState
+from client_app.trainer import LocalTrainer
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from strategies.baselines.fedntd import METHOD, FedNTDParams, not_true_distillation
@@ -93,7 +93,7 @@ def test_beta_0_is_fedavg_bit_for_bit(run: Run, monkeypatch: pytest.MonkeyPatch,
     setting = {**model, "momentum": 0.5}
     plain, some = outcome(run, "fedavg", **setting), outcome(run, "fedntd", **setting)
     assert some != plain
-    monkeypatch.delattr(LoadedModel, "network")  # no second model is made
+    monkeypatch.delattr(LocalTrainer, "network")  # no second model is made
     assert outcome(run, "fedntd", fedntd={"beta": 0}, **setting) == plain
 
 

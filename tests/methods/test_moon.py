@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from client_app.device_model import LoadedModel
 from client_app.stored_state import StoredState
+from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.layout import Model
 from strategies.base import LocalUpdate
@@ -86,7 +86,7 @@ def test_mu_0_and_the_first_round_are_fedavg_bit_for_bit(
     first = [{k: v for k, v in records[0].items() if k != "clients"} for records in (some[0], plain[0])]
     assert first[0] == first[1]
     assert some[0][1] != plain[0][1] and some[1] != plain[1]
-    monkeypatch.delattr(LoadedModel, "network")  # no second model is made
+    monkeypatch.delattr(LocalTrainer, "network")  # no second model is made
     assert outcome(run, "moon", moon={"mu": 0}, **setting) == plain
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
+from client_app.batches import SecretDraws
 from client_app.dp import Budget, NoisyTrainer, Plan, Spent, epsilon_of, replace_epsilon_of
-from client_app.draws import SecretDraws
 from client_app.notes import Notes, OwnData, read_notes
 from client_app.stored_state import StateStore, StoredState
 from client_app.trainer import LocalTrainer

@@ -15,7 +15,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from client_app.draws import SecretDraws, hide_globals
+from client_app.batches import SecretDraws, hide_globals
 from client_app.noise import STEP, noisy
 from fl_app.privacy import secure_random
 from fl_app.privacy.secure_random import KEY_BYTES, SecureRandom
@@ -266,8 +266,8 @@ PROTECTING = (
 
 
 def test_protecting_code_takes_no_other_randomness() -> None:
-    trees = dict(sources(lambda path, text: path.startswith((*PROTECTING, "client_app/draws.py"))))
-    draws = trees.pop("client_app/draws.py")
+    trees = dict(sources(lambda path, text: path.startswith((*PROTECTING, "client_app/batches.py"))))
+    draws = trees.pop("client_app/batches.py")
     seen = {path: unprotected(tree) for path, tree in trees.items()}
     assert len(seen) >= 8
     # a fixed seed for a made-up sample, by which a model is checked
