@@ -30,7 +30,7 @@ from torch import nn
 
 from benchmarks.measure import arguments, finish
 from client_app.client_app import app
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from fl_app import models
 from fl_app.config import parse
 from fl_app.keys import Scalar
@@ -44,14 +44,14 @@ SAMPLES, BATCH, TESTED = 20, 10, 5
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "Flower's objects and the codec": ("fl_app.transport.wire:decode_download", "fl_app.transport.wire:encode_upload"),
-    "opening data": ("client_app.session:Session.data", "client_app.batches:Batches.__init__"),
+    "opening data": ("client_app.session:Session.opened", "client_app.batches:Batches.__init__"),
     "the network as vectors": (
         "client_app.session:Session.network",
         "client_app.trainer:LocalTrainer.__init__",
         "client_app.flat:FlatModule.__init__",
     ),
     "client state and its place": (
-        "client_app.client:CorollaClient._open_store",
+        "client_app.client:CorollaClient._state_of",
         "client_app.stored_state:StateStore.load",
         "client_app.client:CorollaClient._save",
     ),

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.measure import arguments, interleaved, machine
 from benchmarks.training import client_data, configure, ours, plain, relative
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models, weights
 from fl_app.config import RunConfig

@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks.measure import arguments, finish, interleaved
 from benchmarks.training import client_data
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from client_app.stored_state import StoredState
 from client_app.trainer import LocalTrainer
 from corolla.testing import local_round

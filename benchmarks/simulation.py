@@ -96,7 +96,7 @@ def bare_seconds(config: Mapping[str, Scalar], clients: int, processes: int) -> 
 
 
 def _train(config: Config, clients: int, ids: Any, seconds: Any, ready: Any) -> None:
-    from client_app.process import prepare_training
+    from client_app.session import prepare_training
     from client_app.trainer import LocalTrainer
     from fl_app import models, weights
     from fl_app.config import parse

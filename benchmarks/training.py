@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import arguments, finish, interleaved
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models, rng, weights
 from fl_app.config import RunConfig, parse

@@ -127,10 +127,11 @@ class Lane:
 
         torch.cuda.set_stream(_streams(device)[self.number % STREAMS])
 
-    def launched(self, step: Any, key: Hashable | None) -> Callable[[Tensor, Tensor], object]:
+    def launched(self, step: Any, key: Hashable | None) -> Any:
         """Return a step with the same result; on a GPU it runs as CUDA graphs.
 
-        step: a Step of client_app/trainer.py. key: identifies the step among all that the lane takes in this run; None if only this training takes it.
+        step: a Step of client_app/trainer.py. key: identifies the step among all that the lane takes in this run; None if
+        only this training takes it.
         """
         if step.trainer.device.type != "cuda":
             return step
@@ -252,7 +253,15 @@ class GraphedStep:
         shape = x.shape, x.dtype, y.shape
         self._seen[shape] = self._seen.get(shape, 0) + 1
         if shape not in self._graphs and self._seen[shape] > WARM_UP:
-            self._graphs[shape] = self._captured(x, y)
+            self._graphs[shape] = None
+            try:
+                captured = CapturedStep(self._step, x, y)
+                if captured.counters_read:
+                    self._say("its steps read the step counter")
+                else:
+                    self._graphs[shape] = captured
+            except RuntimeError as error:
+                self._say(f"a step cannot be captured ({str(error).splitlines()[0]})")
         graph = self._graphs.get(shape)
         if graph is None:
             self._step(x, y)
@@ -264,17 +273,6 @@ class GraphedStep:
             self._graphs[shape] = None
             self._say("a captured step differs from the step itself")
         self._step.trainer.count(len(y))
-
-    def _captured(self, x: Tensor, y: Tensor) -> CapturedStep | None:
-        try:
-            captured = CapturedStep(self._step, x, y)
-        except RuntimeError as error:
-            self._say(f"a step cannot be captured ({str(error).splitlines()[0]})")
-            return None
-        if captured.counters_read:
-            self._say("its steps read the step counter")
-            return None
-        return captured
 
     def _say(self, why: str) -> None:
         config = self._step.trainer.config

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -79,15 +79,16 @@ class Batches:
             own = array.base is None and array.flags.c_contiguous and array.flags.writeable
             return torch.from_numpy(array if own else np.array(array)).to(device)
 
+        x, y = data.validation or (data.x_train[:0], data.y_train[:0])
         # samples and targets
         self.parts: dict[Part, tuple[Tensor, Tensor]] = {
             "train": (resident(data.x_train), resident(data.y_train)),
             "test": (resident(data.x_test), resident(data.y_test)),
+            "validation": (resident(x), resident(y)),
         }
-        self.parts["validation"] = (resident(data.x_validation), resident(data.y_validation))
         self._x_train, self.train_labels = self.parts["train"]
         # the number of training samples that a privacy budget is planned for
-        self.num_told = data.num_train
+        self.num_told = len(data.y_train) + data.unknown[0]
         normalize = tasks.normalization(config, data.x_train.dtype)
         self._prepared = Inputs(self.task, normalize, self._x_train.ndim - 1, device, data.info.mean, data.info.std)
         self._avoid_single = avoid_single
@@ -119,13 +120,13 @@ class Batches:
             hide_globals(source.stream, self.device)
         else:
             seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
+            rng.seed_global(seed)
             source = SeededDraws(seed)
             if self.device.type == "cpu":
                 # Only the CPU's generator: `torch.manual_seed` also queues the call for accelerators that have not started.
                 torch.default_generator.manual_seed(seed)
             else:
                 torch.manual_seed(seed)
-            rng.seed_global(seed)
         n, augment = len(self.train_labels if self._used is None else self._used), AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
         for _ in range(epochs):
@@ -188,19 +189,19 @@ class Batches:
         """Return n samples of zeros, in the stored dtype and shape."""
         return self._x_train.new_zeros((n, *self._x_train.shape[1:]))
 
-    def in_order(self, part: Part, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over samples in order, without augmentation.
+    def in_order(self, part: Part, chosen: Tensor | None = None) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return pairs (inputs float32 [m, C, S, S], labels int64 [m]) of samples in order, without augmentation.
 
         chosen: positions of the samples, int64 [n]; default all.
         """
         images, labels = self.parts[part]
         size = self._evaluation_batch
         if chosen is None and 0 < len(labels) <= size:
-            yield self.inputs(images), labels
-            return
-        for start in range(0, len(labels) if chosen is None else len(chosen), size):
-            places = slice(start, start + size) if chosen is None else chosen[start : start + size]
-            yield self.inputs(images[places]), labels[places]
+            return [(self.inputs(images), labels)]
+        parts: Iterable[Any] = (slice(start, start + size) for start in range(0, len(labels), size))
+        if chosen is not None:
+            parts = torch.split(chosen, size)
+        return ((self.inputs(images[places]), labels[places]) for places in parts)
 
     def inputs(self, images: Tensor) -> Tensor:
         """Return the model's inputs for samples, by the task and the key `normalize`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from fl_app.config import parse
 from fl_app.config.rules import complain
-from fl_app.data import check_client_id, open_data, trained_on
+from fl_app.data import open_data, trained_on
 from fl_app.errors import UserError
 from fl_app.files import without_near_names
 from fl_app.keys import KeySpec, NoParams, Scalar, specs, table_of
@@ -38,7 +38,6 @@ def train_samples(config: Mapping[str, Scalar], client_id: int, num_clients: int
     raw = {name: value for name, value in config.items() if "." not in name}
     parsed = parse({**raw, "method": "any"}, {"any": NoParams})
     run = dataclasses.replace(parsed, num_clients=parsed.num_clients or num_clients)
-    check_client_id(run, client_id)
     # a sample is one, however often the user's own partition names it
     return trained_on(run, open_data(run, data_path).client(client_id, once=True), limits_of(config))
 

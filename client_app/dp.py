@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +49,6 @@ _MOST_NOISE = 1e6
 # orders of the bound for a replaced record; few, because a deployment's client computes them in every round
 _REPLACE_ORDERS = (1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, *range(4, 33), 40, 48, 64, 96, 128, 256)
 
-_BUDGET = {"code": "budget", "key": "dp-epsilon", "rule": "affordable"}
-
 Kind = tuple[float, float]
 """A kind of step: (noise multiplier, sampling rate). Steps of one kind cost the same."""
 
@@ -63,8 +61,7 @@ def check_module(module: nn.Module, config: RunConfig, input_shape: tuple[int, .
     wrapped = _keeping_records_apart(copy.deepcopy(module), config.model)
     example = torch.zeros((2, *input_shape), dtype=getattr(torch, tasks.of(config).input_dtype))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             wrapped(example).sum().backward()
     except Exception as error:
         # raised by PyTorch, by its function transforms, or by Opacus
@@ -172,7 +169,7 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[
     low = high = float(found)
 
     def spent(noise: float) -> float:
-        return _epsilon([*((n, r, taken) for (n, r), taken in before), (noise, rate, steps)], delta)
+        return epsilon_of(Counter(dict(before)) + Counter({(noise, rate): steps}), delta)
 
     while spent(high) > epsilon:
         low, high = high, 2 * high
@@ -192,7 +189,12 @@ def promised_before(config: RunConfig, epsilon: float, delta: float) -> str:
 
 def epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
     """Return the epsilon of steps of these kinds together."""
-    return _epsilon([(*kind, taken) for kind, taken in steps.items()], delta) if steps else 0.0
+    if not steps:
+        return 0.0
+    accountant = _Accountant()
+    accountant.history = [(*kind, taken) for kind, taken in steps.items()]
+    with quiet():
+        return float(accountant.get_epsilon(delta=delta))
 
 
 def replace_epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
@@ -209,14 +211,6 @@ def replace_epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
         found = dict(zip(orders, np.asarray(of_steps, np.float64), strict=True))
         bound = [(a - 0.5) / (a - 1) * found[2 * a] + found[2 * a - 1] for a in _REPLACE_ORDERS]
         return float(get_privacy_spent(orders=list(_REPLACE_ORDERS), rdp=bound, delta=delta)[0])
-
-
-def _epsilon(history: list[tuple[float, float, int]], delta: float) -> float:
-    """Return the epsilon of (noise multiplier, sampling rate, steps) together."""
-    accountant = _Accountant()
-    accountant.history = history
-    with quiet():
-        return float(accountant.get_epsilon(delta=delta))
 
 
 class _Accountant(RDPAccountant):  # type: ignore[misc]
@@ -245,10 +239,7 @@ def _of_one_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDArra
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress Opacus's warning that its table of orders ends near the best order.
-
-    Its result is a bound all the same.
-    """
+    """Suppress warnings of Opacus, such as that its table of orders ends near the best one: its result is a bound all the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -283,31 +274,29 @@ class Budget:
 
         Raises UserError if that exceeds the budget.
         """
+        config, notes = self.config, self.notes
+        training = Training(notes.experiment, name, plan.noise, plan.rate, steps, config.dp_epsilon, config.dp_delta)
         try:
-            with self.notes.alone():
-                return self._spend(name, plan, steps)
+            with notes.alone():
+                before = notes.trainings()
+                allowed, delta = Spent.of(before).budget(config)
+                if self.repeatable and name in (earlier.name for earlier in before):
+                    return epsilon_of(_by_kind(before), delta)
+                spent = epsilon_of(_by_kind([*before, training]), delta)
+                if spent > allowed * (1 + SLACK):
+                    raise UserError(
+                        f"dp-epsilon: {epsilon_of(_by_kind(before), delta):.4g} of {allowed:g} is spent"
+                        f"{promised_before(config, allowed, delta)}, and {steps} steps more would make it {spent:.4g}",
+                        code="budget",
+                        key="dp-epsilon",
+                        rule="affordable",
+                    )
+                notes.note(training)
+                return spent
         except OSError as error:
             raise UserError(
-                key="dp-epsilon", rule=f"cannot write the spent budget to {self.notes.budget}: {error.strerror}"
+                key="dp-epsilon", rule=f"cannot write the spent budget to {notes.budget}: {error.strerror}"
             ) from None
-
-    def _spend(self, name: str, plan: Plan, steps: int) -> float:
-        before, config = self.notes.trainings(), self.config
-        training = Training(
-            self.notes.experiment, name, plan.noise, plan.rate, steps, config.dp_epsilon, config.dp_delta
-        )
-        allowed, delta = Spent.of(before).budget(config)
-        if self.repeatable and name in (earlier.name for earlier in before):
-            return epsilon_of(_by_kind(before), delta)
-        spent = epsilon_of(_by_kind([*before, training]), delta)
-        if spent > allowed * (1 + SLACK):
-            raise UserError(
-                f"dp-epsilon: {epsilon_of(_by_kind(before), delta):.4g} of {allowed:g} is spent"
-                f"{promised_before(config, allowed, delta)}, and {steps} steps more would make it {spent:.4g}",
-                **_BUDGET,
-            )
-        self.notes.note(training)
-        return spent
 
 
 def _by_kind(trainings: Iterable[Training]) -> Mapping[Kind, int]:
@@ -332,56 +321,41 @@ class _NoisyOptimizer(DPOptimizer):  # type: ignore[misc]
             p.grad = noisy(p.summed_grad, deviation, self._stream).view_as(p)
 
 
+# what a LocalTrainer has that reads no training records, or its steps' own batch alone
+_PASSED_ON = {
+    *("task", "module", "learning_rate", "weights", "gradient", "statistics", "steps", "epoch", "metric_errors"),
+    *("load", "read", "network", "tensor", "vector", "optimizer", "clip_factor", "classifier", "logits", "forward"),
+    *("loss", "evaluate", "measure"),
+}
+
+
 class NoisyTrainer:
     """A strategies.base.Trainer that reads training records only in noisy steps, each within the budget.
 
     It trains with a LocalTrainer, and passes on its functions that read no training records. It refuses all others.
     """
 
+    # the training loss is a mean over records without noise
+    last_loss = math.nan
+
     def __init__(self, local: LocalTrainer, *, budget: Budget, epochs: int) -> None:
         self._local, self.budget, self._epochs, self._trainings = local, budget, epochs, 0
         # epsilon spent when the last training ended
         self.epsilon = math.nan
-        self.task = local.task
-        self.module, self.learning_rate = local.module, local.learning_rate
-        self.weights, self.gradient, self.statistics = local.weights, local.gradient, local.statistics
-        self.load, self.read, self.network = local.load, local.read, local.network
-        self.tensor, self.vector, self.optimizer = local.tensor, local.vector, local.optimizer
-        self.clip_factor = local.clip_factor
-        self.classifier, self.logits, self.forward, self.loss = (
-            local.classifier,
-            local.logits,
-            local.forward,
-            local.loss,
-        )
-        self.evaluate, self.measure, self.metric_errors = local.evaluate, local.measure, local.metric_errors
         # each parameter's part of `gradient`
-        self._gradients = [(p, p.grad) for p in self.module.parameters()]
+        self._gradients = [(p, p.grad) for p in local.module.parameters()]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a LocalTrainer's attribute. Raises UserError for one by which a method would read training records."""
+        found = getattr(self._local, name)
+        if name not in _PASSED_ON:
+            raise self._refusal(f"`{name}`")
+        return found
 
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan to spend the budget."""
         return Plan.of(self._local.config, self._local.data.num_told, self._epochs, self.budget.before())
-
-    @property
-    def replace_epsilon(self) -> float:
-        """The epsilon spent so far, for replacing a record instead of adding or removing one."""
-        return self.budget.replace_epsilon()
-
-    @property
-    def steps(self) -> int:
-        """Steps taken since the last training began."""
-        return self._local.steps
-
-    @property
-    def epoch(self) -> int:
-        """The current batch's epoch, from 1."""
-        return self._local.epoch
-
-    @property
-    def last_loss(self) -> float:
-        """NaN: the training loss is a mean over records without noise."""
-        return math.nan
 
     def train(
         self,
@@ -397,7 +371,7 @@ class NoisyTrainer:
     ) -> Model:
         """Train in noisy steps, which are noted as spent before the first."""
         if objective is not None or max_batches:
-            raise self._refusal("its own objective, or by parts of epochs")
+            raise self._refusal("an objective of its own, or by parts of epochs")
         local, config, plan = self._local, self._local.config, self.plan
         steps = plan.steps * (config.local_epochs if epochs is None else epochs)
         self._trainings += 1
@@ -407,7 +381,7 @@ class NoisyTrainer:
             local.client_id,
             self.epsilon,
             config.dp_epsilon,
-            self.replace_epsilon,
+            self.budget.replace_epsilon(),
         )
         # a frozen parameter gets no gradient: it would count in the norm of each record's gradient
         local.flat.freeze(frozen)
@@ -436,24 +410,6 @@ class NoisyTrainer:
             raise Diverged(f"training diverged (learning-rate {self.learning_rate:g})")
         # no noise protects what a forward pass puts into buffers
         return Model(trained.params, start.buffers)
-
-    def differentiate(
-        self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
-    ) -> NoReturn:
-        """Refused: the records that a method's own loop reads would not be noted as spent."""
-        raise self._refusal("its own loop")
-
-    def batches(self, epochs: int | None = None, purpose: str = "train") -> NoReturn:
-        """Refused, as `differentiate` is."""
-        raise self._refusal("its own loop")
-
-    @property
-    def class_counts(self) -> NoReturn:
-        """Refused, as is every other function that reads training records."""
-        raise self._refusal("more than training steps")
-
-    samples = indices = sample_losses = leave_out = features = class_counts
-    fisher = loss_gradient = alternate = step = class_counts
 
     def _noisy_gradient(self, noise: _NoisyOptimizer, x: Tensor, y: Tensor) -> None:
         """Leave the noisy mean of the records' clipped gradients in `gradient`. x, y: a batch, which may be empty."""
@@ -516,16 +472,12 @@ class NoisyTrainer:
         finally:
             for p, value in own:
                 p.copy_(value)
-        model = self._local.config.model
+        fault = "" if all(map(torch.equal, buffers, self.module.buffers())) else "a forward pass changes its buffers"
         if not torch.allclose(outputs[0], outputs[1], equal_nan=True):
-            raise UserError(
-                key="dp-epsilon",
-                rule=f"model {model} does not keep records apart: its output for one changes with others",
-            )
-        if not all(map(torch.equal, buffers, self.module.buffers())):
-            raise UserError(
-                key="dp-epsilon", rule=f"model {model} does not keep records apart: a forward pass changes its buffers"
-            )
+            fault = "its output for one changes with others"
+        if fault:
+            rule = f"model {local.config.model} does not keep records apart: {fault}"
+            raise UserError(key="dp-epsilon", rule=rule)
 
     def _stream(self, purpose: str) -> SecureRandom:
         """Return a secret stream. In a simulation it follows from the seed, and hides nothing."""

@@ -171,14 +171,12 @@ def known_layers(module: nn.Module) -> dict[nn.Module, Squares]:
     """
     layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
     owned = [id(p) for layer in layers for p in layer.parameters(recurse=False)]
-    if len(set(owned)) != len(owned) or not all(_is_known(layer) for layer in layers):
+    if len(set(owned)) != len(owned):
         return {}
-    return {layer: _KINDS[type(layer)] for layer in layers}
-
-
-def _is_known(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Conv2d):
-        usual = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    else:
+    for layer in layers:
         usual = not isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.running_mean is not None
-    return type(layer) in _KINDS and usual
+        if isinstance(layer, nn.Conv2d):
+            usual = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        if type(layer) not in _KINDS or not usual:
+            return {}
+    return {layer: _KINDS[type(layer)] for layer in layers}

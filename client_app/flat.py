@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model, Slot, Vector
 from strategies.base.attributes import PLAIN, fingerprint
 
@@ -76,20 +77,21 @@ class FlatModule:
         self.frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
         self.batchnorms = [m for m in norms.values() if m not in self.frozen_batchnorms]
         self._tables: list[tuple[Any, Any]] = []
-        self._held: list[object] = []
+        held: list[object] = []
         for layer in self.module.modules():
-            own = vars(layer)
-            tables = {name: value for name, value in own.items() if type(value) in (dict, OrderedDict)}
-            self._tables += [(table, dict(table)) for table in (own, *tables.values())]
-            values = [value for table in (own, *tables.values()) for value in table.values()]
-            self._held += [value for value in values if not isinstance(value, PLAIN)]
+            tables = [vars(layer), *(value for value in vars(layer).values() if type(value) in (dict, OrderedDict))]
+            for table in tables:
+                held += table.values()
+            self._tables += [(table, dict(table)) for table in tables]
+            self._tables += [(value, set(value)) for value in vars(layer).values() if type(value) is set]
         named = (*self.module.modules(), *parameters, *buffers.values(), *(table for table, _ in self._tables))
         self._known = {id(value): value for value in named}
+        self._held = [value for value in held if id(value) not in self._known and not _is_fixed(value)]
         self._print = self._contents()
 
     def _contents(self) -> object:
         """Return a fingerprint of what layers hold beside parts, tensors and hooks. It equals no other if it is not of all."""
-        return fingerprint(self._held, _DEPTH, lambda _: object(), dict(self._known))
+        return fingerprint(self._held, _DEPTH, lambda _: object(), dict(self._known)) if self._held else ()
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -116,7 +118,7 @@ class FlatModule:
         They cannot if a layer holds something that Python cannot look into, or whose contents have changed, such as a
         list or a tensor outside of the layout.
         """
-        return self._contents() == self._print and not self.written_constant()
+        return self._contents() == self._print
 
     def written_constant(self) -> str:
         """Return the name of a frozen tensor (the key `train`) that something has written into, "" if there is none."""
@@ -200,6 +202,11 @@ class FlatModule:
         return self.tensor(fixed) if fixed.any() else None
 
 
+def _is_fixed(value: object) -> bool:
+    """Return whether nothing can change within a value."""
+    return isinstance(value, (*PLAIN, frozenset)) or isinstance(value, tuple) and all(map(_is_fixed, value))
+
+
 def _readable(vector: NDArray[Any]) -> Tensor:
     """Return an array as a tensor for reading only, without a copy if possible."""
     flags = vector.flags
@@ -216,15 +223,16 @@ def _copied(tensor: Tensor) -> Tensor:
 def set_mode(module: nn.Module, training: bool) -> None:
     """Put a module and its parts into training or evaluation mode, as `module.train(training)` does, in a tenth of its time.
 
-    If a part has its own `train`, `eval` or `__setattr__`, these are called.
+    The functions of a module with its own `train`, `eval` or `__setattr__` are called.
     """
-    held = [vars(part) for part in module.modules()]
-    own_mode = any(_has_own_mode(type(part)) for part in module.modules())  # type: ignore[arg-type]  # a class is hashable
-    if own_mode or any("train" in own or "eval" in own for own in held):
+    own = module.__dict__
+    if "train" in own or "eval" in own or _has_own_mode(type(module)):  # type: ignore[arg-type]  # a class is hashable
         module.train() if training else module.eval()
         return
-    for own in held:
-        own["training"] = training
+    own["training"] = training
+    for part in module._modules.values():
+        if part is not None:
+            set_mode(part, training)
 
 
 @functools.lru_cache(maxsize=256)
@@ -328,3 +336,12 @@ class Adam:
         self._second.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         size = self._second.sqrt().div_(math.sqrt(1 - BETA2**self._steps)).add_(EPSILON)
         self._vector.addcdiv_(self._first, size, value=-learning_rate / (1 - BETA1**self._steps))
+
+
+def optimizer_of(config: RunConfig, vector: Tensor, fixed: Tensor | None) -> SGD | Adam:
+    """Return a run's optimizer for a vector. fixed: bool [d], the parameters that do not change."""
+    decay, clip = config.weight_decay, config.clip_norm
+    if config.optimizer == "sgd":
+        return SGD(vector, momentum=config.momentum, weight_decay=decay, fixed=fixed, clip_norm=clip)
+    decoupled = config.optimizer == "adamw"
+    return Adam(vector, weight_decay=decay, decoupled=decoupled, fixed=fixed, clip_norm=clip)

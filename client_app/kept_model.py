@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from fl_app import models, plugins, tasks
 from fl_app.config import RunConfig
@@ -42,18 +41,12 @@ from fl_app.transport import wire
 from fl_app.weights import save_safetensors
 
 
-class Who(NamedTuple):
-    """A client, and its site's name, "" if it has none."""
-
-    client_id: int
-    name: str
-
-
 def keep(
     config: RunConfig,
     experiment: str,
     round: int,
-    who: Who,
+    client_id: int,
+    name: str,
     data: ClientData,
     layout: Layout,
     model: Model,
@@ -61,10 +54,11 @@ def keep(
 ) -> None:
     """Write a client's model after a round, in place of that of an earlier one.
 
-    data: scaled as the model's inputs are. layout: of the network that trains. model: as clients export it; one of another
-    network than that and the run's own model is not kept. measured: the client's figures. Raises OSError.
+    name: the site's, "" if it has none. data: scaled as the model's inputs are. layout: of the network that trains. model: as
+    clients export it; one of another network than that and the run's own model is not kept. measured: the client's figures.
+    Raises OSError.
     """
-    client_id, info, layouts = who.client_id, data.info, [layout]
+    info, layouts = data.info, [layout]
     if (layout.d, layout.b) != (model.params.size, model.buffers.size):
         module = models.build(
             config.model, **info.model_arguments, norm=config.norm, classifier=config.classifier, tried=True
@@ -93,7 +87,7 @@ def keep(
             },
         },
     }
-    facts = {"train-samples": data.num_train, "test-samples": data.num_test, **({NAME: who.name} if who.name else {})}
+    facts = {"train-samples": data.num_train, "test-samples": data.num_test, **({NAME: name} if name else {})}
     summary = {
         "experiment": experiment,
         "digest": digest,

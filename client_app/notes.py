@@ -173,20 +173,15 @@ class Notes:
         make_directory(self.budget.parent)
         with lock(self.budget.parent / ".lock", wait=True):
             if not self.simulated and self.own is None:
-                self._bind_run()
+                make_directory(self.site / _SPENDING)
+                with lock(self.site / _SPENDING / f"{self.run}-{self.directory.name}", wait=True) as file:
+                    file.seek(0)
+                    if (bound := file.read().decode() or self.experiment) != self.experiment:
+                        rule = f"this run spends in experiment {bound}, so it cannot spend in {self.experiment}"
+                        raise UserError(key="dp-epsilon", rule=rule)
+                    file.truncate(0)
+                    file.write(self.experiment.encode())
             yield
-
-    def _bind_run(self) -> None:
-        make_directory(self.site / _SPENDING)
-        with lock(self.site / _SPENDING / f"{self.run}-{self.directory.name}", wait=True) as file:
-            file.seek(0)
-            if (bound := file.read().decode() or self.experiment) != self.experiment:
-                raise UserError(
-                    key="dp-epsilon",
-                    rule=f"this run spends in experiment {bound}, so it cannot spend in {self.experiment}",
-                )
-            file.truncate(0)
-            file.write(self.experiment.encode())
 
     def forget(self) -> None:
         """Delete the notes of a finished simulation. Others stay: a later run of the same experiment must find them."""

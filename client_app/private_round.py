@@ -131,7 +131,10 @@ class Masker:
         _check_members(members, me, keys.ring.num_clients)
         if not len(members) == len(announced) == len(sent):
             raise UserError(key="private", rule="the server does not say what each member of the sum is sent")
-        _check_bound(most, config.max_size_weight)
+        # sums under several bounds show how many members have more samples than each
+        if not (1 <= most < math.inf if config.max_size_weight else most == 0):
+            rule = f"with max-size-weight = {config.max_size_weight:g} the server's bound on counts cannot be {most:g}"
+            raise UserError(key="private", rule=rule)
         mine = sent[members.index(me)]
         if mine != SentHashes(config.private_left_out == "group").of(download, {}) or sent.count(mine) < GROUP_MIN:
             raise UserError(
@@ -169,7 +172,7 @@ class Masker:
         words, clipped = masking.encode(upload.model, self.weight, keys.ring.num_clients, self.limit)
         if clipped:
             self.note_clipped("values beyond private-range were clipped")
-        label = self._with_words(words.size).digest
+        label = dataclasses.replace(told, words=words.size).digest
         shared = {i: _mask_key(keys, key, i, label) for i, key in self.others.items()}
         masking.mask(words, keys.ring.client_id, shared)
         told_of_own = self._mask_alone(words, label)
@@ -194,9 +197,6 @@ class Masker:
         texts = (sealed(keys.share_key(text, label, me, j), parts[j]) for j, text in of)
         promised = [*(masking.commitment(parts[j], me, j) for j in members), masking.commitment(seed, me)]
         return {SHARES: ",".join(texts), COMMITTED: ",".join(promised)}
-
-    def _with_words(self, words: int) -> Transcript:
-        return dataclasses.replace(self.transcript, words=words)
 
 
 def _opened(
@@ -239,17 +239,6 @@ def _mask_key(keys: RunKeys, public: bytes, other: int, label: str) -> bytes:
     It names both: two members that announce the same key must not have the same masks with a third one.
     """
     return derived(exchange(keys.masks, public), "mask", label, *sorted((keys.ring.client_id, other)))
-
-
-def _check_bound(most: float, factor: float) -> None:
-    """Raise UserError unless a bound on sample counts goes with the key `max-size-weight`, which is 0 for none.
-
-    Sums under several bounds show how many members have more samples than each.
-    """
-    if not (1 <= most < math.inf if factor else most == 0):
-        raise UserError(
-            key="private", rule=f"with max-size-weight = {factor:g} the server's bound on counts cannot be {most:g}"
-        )
 
 
 def _check_members(members: tuple[int, ...], me: int, num_clients: int) -> None:

@@ -69,25 +69,17 @@ class SiteKeys:
         pins.require(site, ring.own, Path(where).parent / PEERS)
         return cls(_kept(_directory(site, ring, run), ring, run, of_config), site, False, config)
 
-    @property
-    def _own(self) -> str:
-        return self.keys.ring.own
-
     def _directory(self, experiment: str) -> Path:
         """The directory with the notes on the keys."""
         if self.simulated:
             return _run(self.site, experiment) / f"client-{self.keys.ring.client_id:04d}"
         return _directory(self.site, self.keys.ring, self.keys.run)
 
-    def _sums(self, experiment: str) -> Path:
+    def _noted_in(self, experiment: str, name: str, ending: str = "") -> Path:
+        """A file with notes on the experiment, which outlast its runs and their keys."""
         if self.simulated:
-            return self._directory(experiment) / "sums.json"
-        return _run(self.site, experiment) / f"sums-{self._own}.json"
-
-    def _clipped(self, experiment: str) -> Path:
-        if self.simulated:
-            return self._directory(experiment) / "clipped"
-        return _run(self.site, experiment) / f"clipped-{self._own}"
+            return self._directory(experiment) / f"{name}{ending}"
+        return _run(self.site, experiment) / f"{name}-{self.keys.ring.own}{ending}"
 
     def claim(
         self, experiment: str, round: int, attempt: int, members: Collection[int], splits: Iterable[GroupSplit] = ()
@@ -100,7 +92,6 @@ class SiteKeys:
         """
         version = state_version(round, attempt)
         with self._noting(experiment) as directory:
-            self._check_served(directory, experiment)
             tried = [path.name for path in directory.glob(f"{round:06d}-*{_ANSWERED}")]
             if f"{version}{_ANSWERED}" in tried:
                 raise self._refusal(f"attempt {version} was answered before, and is answered only once")
@@ -137,7 +128,6 @@ class SiteKeys:
         """
         version, asked = state_version(round, attempt), sorted(survivors)
         with self._noting(experiment) as directory:
-            self._check_served(directory, experiment)
             path = directory / f"{version}{_ANSWERED}"
             noted: dict[str, Any] = {}
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -161,19 +151,12 @@ class SiteKeys:
         if not self.simulated:
             sync(path.parent)
 
-    def _check_served(self, directory: Path, experiment: str) -> None:
-        """Raise UserError if the keys serve another experiment: its notes on sums would not be those of this one."""
-        path = directory / _EXPERIMENT
-        if path.exists() and path.read_text(encoding="utf-8") != experiment:
-            raise self._refusal("its keys for this run serve another experiment")
-
     def require_start(self, experiment: str, names: str) -> None:
         """Note the names of the model that the run starts from. Raises UserError if they were others before.
 
         A client compares them with its own columns, so each list of names would be a guess that it answers.
         """
         with self._noting(experiment) as directory:
-            self._check_served(directory, experiment)
             path, asked = directory / _START, hashlib.sha256(names.encode()).hexdigest()
             if not path.exists():
                 publish_text(path, asked)
@@ -185,8 +168,7 @@ class SiteKeys:
 
         The others are the splits of its aggregation group so far.
         """
-        with self._noting(experiment) as directory, self._noting_group(experiment):
-            self._check_served(directory, experiment)
+        with self._noting(experiment), self._noting_group(experiment):
             *before, asked = splits
             self._note_group(experiment, self._membership(experiment, before).signing(asked.parts))
         return self.keys.sign_split(experiment, asked.parts)
@@ -206,7 +188,7 @@ class SiteKeys:
     @contextlib.contextmanager
     def _alone(self, experiment: str) -> Iterator[None]:
         """Exclude other messages that change the notes on the experiment, also those of its other runs."""
-        path = self._sums(experiment)
+        path = self._noted_in(experiment, "sums", ".json")
         make_directory(path.parent)
         with lock(path.with_suffix(".lock"), wait=True):
             yield
@@ -235,15 +217,9 @@ class SiteKeys:
         Raises ValueError if it has none, or if the experiment began otherwise.
         """
         known, me = self._known(experiment), self.keys.ring.client_id
-        if known.get("first", self._first) != self._first or "parts" in known:
-            raise ValueError(
-                "this experiment began with other aggregation groups, another list of keys or an earlier version"
-            )
-        own = (
-            known.get("group")
-            or known.get("company")
-            or next((of for of in aggregation_groups.first(self.config) if me in of), [])
-        )
+        if known.get("first", self._first) != self._first:
+            raise ValueError("this experiment began with other aggregation groups, or another list of keys")
+        own = known.get("group") or next((of for of in aggregation_groups.first(self.config) if me in of), [])
         if me not in own:
             raise ValueError("this client trains in no aggregation group")
         found = Membership(me, tuple(own), tuple(map(parts_of, known.get("signed", []))))
@@ -251,10 +227,7 @@ class SiteKeys:
 
     def _note_group(self, experiment: str, found: Membership) -> None:
         signed = [[list(own) for own in parts] for parts in found.signed]
-        facts = {"first": self._first, "group": list(found.members), "signed": signed}
-        known = self._known(experiment)
-        if known != known | facts:
-            self._note(experiment, **facts)
+        self._note(experiment, first=self._first, group=list(found.members), signed=signed)
 
     def count(self, experiment: str, samples: int, most: float) -> float:
         """Return the sample count that the client counts with in all sums of an experiment, at most `most` if that is not 0.
@@ -262,10 +235,8 @@ class SiteKeys:
         It is the one that it had first. Raises UserError if the bound is another than at first.
         """
         with self._alone(experiment):
-            known = self._known(experiment)
-            if "count" not in known:
-                self._note(experiment, count=samples, most=most)
-                known = {"count": samples, "most": most}
+            known = {"count": samples, "most": most} | self._known(experiment)
+            self._note(experiment, count=known["count"], most=known["most"])
         if known["most"] != most:
             raise self._refusal("the bound on sample counts has changed")
         count = float(known["count"])
@@ -273,25 +244,33 @@ class SiteKeys:
 
     def note_clipped(self, experiment: str) -> None:
         """Note that a value was clipped to its range."""
-        make_directory(self._clipped(experiment).parent)
-        self._clipped(experiment).touch(0o600)
+        path = self._noted_in(experiment, "clipped")
+        make_directory(path.parent)
+        path.touch(0o600)
 
     def forget(self, experiment: str) -> bool:
         """Delete the keys of a finished run for good. Return whether a value of the client was ever clipped to its range."""
         if not self.simulated:
-            with self._noting(experiment) as directory:
+            with self._noting(experiment, served=False) as directory:
                 _end(directory)
-        return self._clipped(experiment).exists()
+        return self._noted_in(experiment, "clipped").exists()
 
     # Notes
 
     @contextlib.contextmanager
-    def _noting(self, experiment: str) -> Iterator[Path]:
-        """Return the directory of the notes, while no other message writes there. Raises UserError if it cannot be written."""
+    def _noting(self, experiment: str, served: bool = True) -> Iterator[Path]:
+        """Return the directory of the notes, while no other message writes there. Raises UserError if it cannot be written.
+
+        It raises one also if the keys serve another experiment, unless `served` is False: that one's notes on sums would not
+        be those of this one.
+        """
         directory = self._directory(experiment)
         try:
             make_directory(directory)
             with lock(directory / ".lock", wait=True):
+                path = directory / _EXPERIMENT
+                if served and path.exists() and path.read_text(encoding="utf-8") != experiment:
+                    raise self._refusal("its keys for this run serve another experiment")
                 yield directory
         except OSError as error:
             raise UserError(
@@ -301,7 +280,7 @@ class SiteKeys:
 
     def _known(self, experiment: str) -> dict[str, Any]:
         """Return the notes on the experiment's sums. Raises UserError if they cannot be read: they must not count as none."""
-        path = self._sums(experiment)
+        path = self._noted_in(experiment, "sums", ".json")
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -310,9 +289,10 @@ class SiteKeys:
             raise UserError(key="private", rule=f"the notes on earlier sums cannot be read: {path}: {error}") from None
 
     def _note(self, experiment: str, **facts: object) -> None:
-        path = self._sums(experiment)
-        make_directory(path.parent)
-        publish_text(path, json.dumps({**self._known(experiment), **facts}) + "\n")
+        path, known = self._noted_in(experiment, "sums", ".json"), self._known(experiment)
+        if known != known | facts:
+            make_directory(path.parent)
+            publish_text(path, json.dumps(known | facts) + "\n")
 
 
 def _run(site: Path, experiment: str) -> Path:

@@ -6,7 +6,7 @@ After a server crash or a repeated round the client may be ahead of the server. 
 names are deleted at once, and all generations when the run ends.
 
 No directory has more than a thousand entries. Clients from 500 on are grouped by the thousand, in
-`<experiment>/clients-<first>/client-<id>`. A directory that an earlier version put beside the others stays there.
+`<experiment>/clients-<first>/client-<id>`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,10 @@ class StateStore:
     @functools.cached_property
     def directory(self) -> Path:
         """The directory of this client's generations. Only clients that keep state ask for it."""
-        return _directory(self.root / self.experiment, self.client_id)
+        name, above = f"client-{self.client_id:04d}", self.root / self.experiment
+        if self.client_id >= _DIRECT:
+            above /= f"clients-{self.client_id // _GROUP * _GROUP:06d}"
+        return above / name
 
     def load(self, version: str) -> StoredState:
         """Read a generation, or if its checksum is wrong, the newest sound one of an earlier round.
@@ -103,7 +106,7 @@ class StateStore:
         raise damaged
 
     def _read(self, version: str) -> StoredState:
-        path = self._path(version)
+        path = self.path(version)
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -130,7 +133,7 @@ class StateStore:
         version = state_version(round, attempt)
         marks = {_NOISY: np.zeros(0, np.uint8)} if self.noisy else {}
         payload = save({name: np.asarray(array, order="C") for name, array in state.arrays.items()} | marks)
-        path = self._path(version)
+        path = self.path(version)
 
         def write(temporary: Path) -> None:
             with temporary.open("wb") as file:
@@ -158,22 +161,18 @@ class StateStore:
 
     def forget(self) -> None:
         """Delete this client's state of the experiment, and its directories if they are empty then."""
-        _clear([self.directory])
+        for path in self.directory.glob("*"):
+            path.unlink(missing_ok=True)
+        experiment = self.root / self.experiment
+        for empty in (self.directory, *self.directory.parents):
+            if not empty.is_relative_to(experiment):
+                break
+            with contextlib.suppress(OSError):
+                empty.rmdir()
 
-    def has(self, version: str) -> bool:
-        """Return whether a generation exists."""
-        return self._path(version).is_file()
-
-    def _path(self, version: str) -> Path:
+    def path(self, version: str) -> Path:
+        """Return a generation's file."""
         return self.directory / f"{version}{SUFFIX}"
-
-
-def _directory(experiment: Path, client_id: int) -> Path:
-    """Return the directory of a client's state."""
-    direct = experiment / f"client-{client_id:04d}"
-    if client_id < _DIRECT or direct.is_dir():
-        return direct
-    return experiment / f"clients-{client_id // _GROUP * _GROUP:06d}" / direct.name
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,9 @@ def missing_clients(root: Path, experiment: str, versions: Mapping[int, str]) ->
 
     versions: by client id, "" for none.
     """
-    return [i for i, version in versions.items() if version and not StateStore(root, experiment, i).has(version)]
+    return [
+        i for i, version in versions.items() if version and not StateStore(root, experiment, i).path(version).is_file()
+    ]
 
 
 def remove(root: Path, experiment: str) -> None:
@@ -217,14 +218,3 @@ def remove(root: Path, experiment: str) -> None:
     if experiment not in {e.experiment for e in stored(root)}:
         raise UserError(f"no client state of experiment {experiment!r} under {root}")
     foreign_files.remove(root, experiment)
-
-
-def _clear(clients: Iterable[Path]) -> None:
-    """Delete clients' files and directories."""
-    for directory in list(clients):
-        for path in directory.glob("*"):
-            path.unlink(missing_ok=True)
-        group, above = directory.parent, directory.parent.parent
-        for empty in (directory, group, *([above] if group.name.startswith("clients-") else [])):
-            with contextlib.suppress(OSError):
-                empty.rmdir()

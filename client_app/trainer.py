@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from client_app import at_once
 from client_app.batches import Batch, Batches, Part
 from client_app.fisher import fisher_diagonal
-from client_app.flat import SGD, Adam, FlatModule, set_mode
+from client_app.flat import SGD, FlatModule, optimizer_of, set_mode
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -87,19 +87,19 @@ class LocalTrainer:
     ) -> None:
         """module: the run's network, or the vectors that an earlier client made of it."""
         self.config, self.round, self.client_id = config, round, client_id
-        self.device, self._lane = resolve_device(config.device), at_once.current()
-        if self._lane is not None:
-            self._lane.use(self.device)
+        self.device, self.lane = resolve_device(config.device), at_once.current()
+        if self.lane is not None:
+            self.lane.use(self.device)
         if self.device.type == "cuda":
             # torch's default for convolutions is TF32
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
         if isinstance(module, FlatModule):
             self.flat = module
-        elif self._lane is None or config.dp_epsilon:
+        elif self.lane is None or config.dp_epsilon:
             # with a budget every message has its own network, which a lane must not keep
             self.flat = FlatModule(module, self.device)
         else:
-            self.flat = self._lane.keep(("flat", id(module)), partial(FlatModule, module, self.device))
+            self.flat = self.lane.keep(("flat", id(module)), partial(FlatModule, module, self.device))
         flat = self.flat
         flat.reset()
         self.module, self.layout = flat.module, flat.layout
@@ -203,14 +203,14 @@ class LocalTrainer:
         """
         rate = self.learning_rate if learning_rate is None else learning_rate
         self.load(start)
-        optimizer = self._optimizer(self.weights, self.flat.freeze(frozen))
+        optimizer = optimizer_of(self.config, self.weights, self.flat.freeze(frozen))
         own = differentiate or partial(self.differentiate, objective=objective)
         step = Step(self, own, correction, optimizer, rate)
         take: Callable[[Tensor, Tensor], object] = step
-        if self._lane is not None and differentiate is None:
+        if self.lane is not None and differentiate is None:
             # the key under which a lane keeps the step, if every training of the run takes the same
             alike = objective is None and correction is None and isinstance(frozen, frozenset)
-            take = self._lane.launched(step, frozen if alike else None)  # type: ignore[arg-type]
+            take = self.lane.launched(step, frozen if alike else None)  # type: ignore[arg-type]
         # an epoch has at least one batch, so as many epochs as batches are enough
         for x, y in self._batches(max_batches or epochs, purpose, max_batches):
             take(x, y)
@@ -236,7 +236,7 @@ class LocalTrainer:
         learning_rate = self.learning_rate
         optimizers, differentiated = {}, {}
         for purpose, frozen in sides.items():
-            optimizers[purpose] = self._optimizer(self.weights, self.flat.freeze(frozen))
+            optimizers[purpose] = optimizer_of(self.config, self.weights, self.flat.freeze(frozen))
             differentiated[purpose] = [parameter.requires_grad for parameter in parameters]
         epochs = self.config.local_epochs if epochs is None else epochs
         for purpose, batch in self.data.alternating_epochs(epochs, sides):
@@ -274,8 +274,8 @@ class LocalTrainer:
         self._end()
 
     def _say_own_loop(self) -> None:
-        if self._lane is not None:
-            self._lane.lanes.say(
+        if self.lane is not None:
+            self.lane.lanes.say(
                 f"clients-at-once: method {self.config.method} has its own training loop; its steps are taken one by one"
             )
 
@@ -296,8 +296,8 @@ class LocalTrainer:
 
     def _end(self) -> None:
         """End a training. Raise UserError if its last epoch's mean loss is not finite, or larger than the server accepts."""
-        if self._lane is not None:
-            self._lane.pause()
+        if self.lane is not None:
+            self.lane.pause()
         largest = MAX_NUMBER if self.config.report_accuracy else sys.float_info.max
         if self._counted and not abs(self.last_loss) <= largest:
             raise diverged("loss", self.last_loss, self.learning_rate)
@@ -383,16 +383,7 @@ class LocalTrainer:
     def optimizer(self, vector: Tensor, part: slice = slice(None)) -> Optimizer:
         """Return the run's optimizer for a vector [d] on the device, or a part of it. What the user's model fixes stays."""
         fixed = self.flat.freeze(frozenset())
-        return self._optimizer(vector[part], None if fixed is None else fixed[part])
-
-    def _optimizer(self, vector: Tensor, fixed: Tensor | None) -> Optimizer:
-        """Return the run's optimizer for a vector. fixed: as for SGD."""
-        config = self.config
-        decay, clip = config.weight_decay, config.clip_norm
-        if config.optimizer != "sgd":
-            decoupled = config.optimizer == "adamw"
-            return Adam(vector, weight_decay=decay, decoupled=decoupled, fixed=fixed, clip_norm=clip)
-        return SGD(vector, momentum=config.momentum, weight_decay=decay, fixed=fixed, clip_norm=clip)
+        return optimizer_of(self.config, vector[part], None if fixed is None else fixed[part])
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the task's mean loss, a scalar. Inside an objective, this value counts in `last_loss`."""
@@ -520,8 +511,8 @@ class LocalTrainer:
         loss = losses[0]
         for more in losses[1:]:
             loss = loss + more
-        if self._lane is not None:
-            self._lane.pause()
+        if self.lane is not None:
+            self.lane.pause()
         answers = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         metrics, errors = tasks.measure(self.task, answers, targets, [n for n in names if n != ONE_CLASS.name])
         if ONE_CLASS.name in names:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client_app.client_app import app
-from client_app.process import import_torch
-from client_app.session import Session
+from client_app.session import Session, import_torch
 from fl_app import forking, plugins
 from fl_app.keys import Scalar
 from fl_app.transport.flower import Context, Error, Message, RecordDict, TaskIdentity

@@ -124,10 +124,9 @@ class Metric:
 
     def clipped(self, value: float) -> float:
         """Return the bound for a value that lies beyond it by rounding only, any other value unchanged."""
-        for bound in self.range:
-            if abs(value - bound) <= ROUNDING * max(1.0, abs(bound)) < math.inf:
-                return min(max(value, self.range[0]), self.range[1])
-        return value
+        low, high = self.range
+        near = any(abs(value - bound) <= ROUNDING * max(1.0, abs(bound)) < math.inf for bound in (low, high))
+        return min(max(value, low), high) if near else value
 
     def text(self, value: float, digits: int = 2) -> str:
         """Return a value as text: a ratio in per cent with `digits` decimals, others with 4 significant digits."""
@@ -286,16 +285,16 @@ def undefined_note(
 
 def why_undefined(rows: Mapping[str, Record], metric: Metric, name: str = "") -> dict[str, str]:
     """Return the reason for each client without a metric, by id in order. rows, name: see `undefined_note`."""
-    name = name or metric.name
-    lacking = {i: row for i, row in rows.items() if row.get(name) is None}
-    return {i: _why_undefined(lacking[i], metric) for i in sorted(lacking, key=int)}
-
-
-def _why_undefined(row: Record, metric: Metric) -> str:
-    if not row.get("test-samples", 1):
-        return "no test samples"
-    failed = {error.partition(":")[0] for error in str(row.get(METRIC_ERRORS, "")).split("; ")}
-    return "it failed" if metric.name in failed else metric.undefined or "not defined"
+    found: dict[str, str] = {}
+    for i in sorted(rows, key=int):
+        row = rows[i]
+        if row.get(name or metric.name) is not None:
+            continue
+        failed = {error.partition(":")[0] for error in str(row.get(METRIC_ERRORS, "")).split("; ")}
+        found[i] = "it failed" if metric.name in failed else metric.undefined or "not defined"
+        if not row.get("test-samples", 1):
+            found[i] = "no test samples"
+    return found
 
 
 # What rounds come to --------------------------------------------------------------------------------------------------

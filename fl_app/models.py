@@ -26,12 +26,14 @@ image_size is 1. num_classes is the number of outputs for any task.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,14 +164,15 @@ def _seed(seed: int, name: str) -> None:
 
 
 def _mlp(inputs: int, num_classes: int) -> nn.Module:
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    layers["flatten"] = nn.Flatten()
-    layers["fc1"] = nn.Linear(inputs, 128)
-    layers["relu1"] = nn.ReLU()
-    layers["fc2"] = nn.Linear(128, 64)
-    layers["relu2"] = nn.ReLU()
-    layers["classifier"] = nn.Linear(64, num_classes)
-    return nn.Sequential(layers)
+    layers: dict[str, nn.Module] = {
+        "flatten": nn.Flatten(),
+        "fc1": nn.Linear(inputs, 128),
+        "relu1": nn.ReLU(),
+        "fc2": nn.Linear(128, 64),
+        "relu2": nn.ReLU(),
+        "classifier": nn.Linear(64, num_classes),
+    }
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _cnn(shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -181,19 +184,20 @@ def _cnn(shape: tuple[int, ...], num_classes: int) -> nn.Module:
     padding = 0 if min(sides) >= UNPADDED_CNN_SIZE else 2
     for _ in range(2):
         sides = [(side - 4 + 2 * padding) // 2 for side in sides]
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    # McMahan's network applies ReLU before the pools: the same bits, but ReLU on four times the values.
-    layers["conv1"] = nn.Conv2d(in_channels, 32, 5, padding=padding)
-    layers["pool1"] = nn.MaxPool2d(2)
-    layers["relu1"] = nn.ReLU()
-    layers["conv2"] = nn.Conv2d(32, 64, 5, padding=padding)
-    layers["pool2"] = nn.MaxPool2d(2)
-    layers["relu2"] = nn.ReLU()
-    layers["flatten"] = nn.Flatten()
-    layers["fc1"] = nn.Linear(64 * math.prod(sides), 512)
-    layers["relu3"] = nn.ReLU()
-    layers["classifier"] = nn.Linear(512, num_classes)
-    return nn.Sequential(layers)
+    layers: dict[str, nn.Module] = {
+        # McMahan's network applies ReLU before the pools: the same bits, but ReLU on four times the values.
+        "conv1": nn.Conv2d(in_channels, 32, 5, padding=padding),
+        "pool1": nn.MaxPool2d(2),
+        "relu1": nn.ReLU(),
+        "conv2": nn.Conv2d(32, 64, 5, padding=padding),
+        "pool2": nn.MaxPool2d(2),
+        "relu2": nn.ReLU(),
+        "flatten": nn.Flatten(),
+        "fc1": nn.Linear(64 * math.prod(sides), 512),
+        "relu3": nn.ReLU(),
+        "classifier": nn.Linear(512, num_classes),
+    }
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _norm(norm: str, channels: int) -> nn.Module:
@@ -318,7 +322,11 @@ def _call_factory(
     classifier: str,
     tried: bool,
 ) -> nn.Module:
-    more = {"input_shape": tuple(example.shape[1:])} if _takes(factory, "input_shape") else {}
+    more: dict[str, Any] = {}
+    # what is built in may tell no parameters
+    with contextlib.suppress(TypeError, ValueError):
+        if "input_shape" in inspect.signature(factory).parameters:
+            more["input_shape"] = tuple(example.shape[1:])
     try:
         module = factory(in_channels=in_channels, num_classes=num_classes, image_size=image_size, **more)
     except Exception as error:
@@ -383,13 +391,6 @@ def _wanted(module: nn.Module, patterns: str) -> Callable[[], frozenset[str]]:
         return matching("classifier", patterns, [name for name, tensor in tensors if tensor.is_floating_point()])
 
     return names
-
-
-def _takes(factory: Callable[..., object], keyword: str) -> bool:
-    try:
-        return keyword in inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 def _check_tensors(name: str, module: nn.Module) -> None:

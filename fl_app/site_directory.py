@@ -6,7 +6,6 @@ of a run's config names it, and none may name a place within it.
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 
@@ -19,13 +18,7 @@ DIRECTORY = ".site"
 
 def user_state() -> Path:
     """Return corolla's directory in the user's state directory."""
-    return _user_state(os.environ.get("XDG_STATE_HOME"), os.environ.get("HOME"))
-
-
-@functools.lru_cache(maxsize=8)
-def _user_state(state_home: str | None, home: str | None) -> Path:
-    """Return `user_state` for values of XDG_STATE_HOME and HOME: clients ask with every message."""
-    return Path(state_home or Path.home() / ".local" / "state") / "corolla"
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "corolla"
 
 
 def site_directory() -> Path:

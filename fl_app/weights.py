@@ -239,22 +239,16 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
 def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
     """Read a file of `torch.save(module.state_dict(), path)` or of `corolla export`. Only tensors are unpickled.
 
+    A checkpoint has its state dict under a usual key (_STATE_DICTS). `list(module.named_parameters())` is read too.
+
     Raises UserError if the file cannot be read, or holds no state dict. source: the file's name in errors.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a bad file
         raise UserError(
             key=source, rule=f"not a readable PyTorch file with only tensors ({describe(error).splitlines()[0]})"
         ) from error
-    return _named_tensors(state, source)
-
-
-def _named_tensors(state: Any, source: str) -> dict[str, Tensor]:
-    """Return the tensors by name from a state dict, a checkpoint, or `list(module.named_parameters())`.
-
-    A checkpoint has its state dict under a usual key (_STATE_DICTS).
-    """
     if isinstance(state, Mapping) and (
         key := next((k for k in _STATE_DICTS if isinstance(state.get(k), Mapping)), None)
     ):
@@ -270,11 +264,6 @@ def _named_tensors(state: Any, source: str) -> dict[str, Tensor]:
             key=source, rule=f"must hold a state dict (tensors by name), or have one under {known}; got {got}"
         )
     return {name: t.detach() for name, t in named.items()}
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return a tensor that holds all its values. A few bytes of a sparse one may stand for more than any memory holds."""
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _without_prefix(found: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
@@ -301,7 +290,9 @@ def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout, hint: str =
     if any(groups.values()):
         lines = [f"  {what} ({len(names)}): {listed(names, '; ')}" for what, names in groups.items() if names]
         raise UserError(f"{source}: does not fit the model:\n" + "\n".join(lines) + hint)
-    arrays = {slot.name: _dense(tensors[slot.name]).to(torch.float32).numpy() for slot in slots}
+    # a few bytes of a sparse tensor may stand for more than any memory holds
+    dense = {s.name: t if (t := tensors[s.name]).layout == torch.strided else t.to_dense() for s in slots}
+    arrays = {name: tensor.to(torch.float32).numpy() for name, tensor in dense.items()}
     infinite = [name for name, array in arrays.items() if not np.isfinite(array).all()]
     if infinite:
         raise UserError(key=source, rule=f"all values must be finite in float32, got others in {listed(infinite)}")

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from client_app.trainer import LocalTrainer
 from corolla import presets
 from corolla.experiments import sweep

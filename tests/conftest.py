@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from hypothesis import settings
 
 from client_app.client_app import app as client_app
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from corolla import cli
 from fl_app import plugins, server_app
 from fl_app.config import RunConfig, parse

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client_app.client_app import app
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from corolla.experiments.exported import loading, predict
 from corolla.experiments.exported.export import export
 from fl_app import data

@@ -54,7 +54,6 @@ __all__ = [
     "OpenedData",
     "Prepared",
     "check",
-    "check_client_id",
     "client_names",
     "data_root",
     "numbering",
@@ -174,14 +173,22 @@ class OpenedData:
         }
         return DataHashes(keyed_hash("".join(self.hashes), json.dumps(read_by)), "")
 
+    @cached_property
+    def hides_values(self) -> bool:
+        """Whether a value that cannot be used counts as missing."""
+        return hides_values(self.config)
+
     def client(self, client_id: int, *, once: bool = False) -> ClientData:
         """Return one client's samples, with its validation samples apart.
 
         once: a sample that the user's own partition gives the client twice is one. It always is with `dp-epsilon`, whose
         noise is that of one record.
         In a private run a table's columns are in the order of their names: the server cannot put them in order.
-        Raises UserError if the client has too few samples to have validation samples.
+        Raises UserError unless client_id is in [0, num-clients), and if it has too few samples to have validation samples.
         """
+        if not 0 <= client_id < self.config.num_clients:
+            rule = f"must be >= 0 and below num-clients ({self.config.num_clients})"
+            raise DataError(key=f"client {client_id}", rule=rule)
         data = self.data
         if self.partition is None:
             whole = ClientData(data.x_train, data.y_train, data.x_test, data.y_test, data.info)
@@ -202,7 +209,7 @@ class OpenedData:
             )
         if self.config.private:
             whole = whole.with_columns(data.info.facts.by_column)
-        return whole.of_known_labels() if hides_values(self.config) else whole
+        return whole.of_known_labels() if self.hides_values else whole
 
 
 # A client's part ------------------------------------------------------------------------------------------------------
@@ -210,7 +217,6 @@ class OpenedData:
 
 def open_client(config: RunConfig, client_id: int, *, data_path: str = "") -> ClientData:
     """Open one client's samples. Raises UserError as `open_data` does, and for a client_id outside [0, num-clients)."""
-    check_client_id(config, client_id)
     return open_data(config, data_path).client(client_id)
 
 
@@ -256,12 +262,6 @@ def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> 
     return OpenedData(config, data, None, stamps_in(data.directory))
 
 
-def check_client_id(config: RunConfig, client_id: int) -> None:
-    """Raise UserError unless client_id is in [0, num-clients)."""
-    if not 0 <= client_id < config.num_clients:
-        raise DataError(key=f"client {client_id}", rule=f"must be >= 0 and below num-clients ({config.num_clients})")
-
-
 def count_clients(config: RunConfig) -> int:
     """Return the number of clients that a column of the data names; 0 unless the partition is `by-column`.
 
@@ -296,10 +296,7 @@ def partition_remarks(config: RunConfig, *, brief: bool = False) -> list[str]:
     """
     data = prepare_for(config)
     partition, info = partition_of(config, data), data.info
-    if brief:
-        held = index_files.repeated(partition, info.samples)
-    else:
-        held = index_files.remarks(partition, info.num_train, info.num_test, info.samples)
+    held = index_files.remarks(partition, info, brief)
     # a benchmark leaves out samples because its paper does
     if not brief or source_of(config.dataset).known is None:
         held += index_files.unused(config, partition, info.num_train, info.num_test, info.samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class Partition:
 
     def client(self, client_id: int) -> Share:
         """Return (train, test) indices of one client, int64 [n] and [m], into [train; test]."""
-        start, middle, stop = (int(o) for o in self.offsets[2 * client_id : 2 * client_id + 3])
+        start, middle, stop = self.offsets[2 * client_id : 2 * client_id + 3].tolist()
         return np.array(self.flat[start:middle]), np.array(self.flat[middle:stop])
 
 
@@ -136,23 +135,24 @@ def open_partition(
     return shares
 
 
-def remarks(partition: Partition, num_train: int, num_test: int, what: str = "images") -> list[str]:
+def remarks(partition: Partition, info: DatasetInfo, brief: bool = False) -> list[str]:
     """Return lines that count the samples that several clients hold, and those that one client holds repeatedly.
 
-    num_train, num_test: the data set's numbers of samples. what: the word for samples.
+    info: of the data set. brief: only the second, which only a user's own partition allows.
     """
-    lines = []
-    total = num_train + num_test
+    lines, what = [], info.samples
     for part, name in enumerate(("training", "test")):
         hands = [partition.client(i)[part] for i in range(partition.num_clients)]
         distinct = [np.unique(hand) for hand in hands]
-        holders = np.bincount(np.concatenate(distinct), minlength=total)
-        if several := np.count_nonzero(holders > 1):
+        holders = np.bincount(np.concatenate(distinct), minlength=info.num_train + info.num_test)
+        if not brief and (several := np.count_nonzero(holders > 1)):
             dealt = np.count_nonzero(holders)
             lines.append(
                 f"{name}: {several} of {dealt} {what} are held by several clients, each by {holders.max()} at most"
             )
-        lines += _again(hands, name, what)
+        repetitions = [len(hand) - len(once) for hand, once in zip(hands, distinct, strict=True)]
+        if who := [f"client {i}: {n} of {len(hands[i])}" for i, n in enumerate(repetitions) if n]:
+            lines.append(f"{name}: {what} that one client holds repeatedly: {listed(who)}")
     return lines
 
 
@@ -214,18 +214,6 @@ def client_names(config: RunConfig, info: DatasetInfo) -> tuple[str, ...]:
     return info.groups if config.partition == BY_COLUMN and config.dataset != NODE else ()
 
 
-def repeated(partition: Partition, what: str = "images") -> list[str]:
-    """Return lines naming clients that hold a sample more than once; only a user's own partition allows this.
-
-    what: the word for samples.
-    """
-    lines = []
-    for part, name in enumerate(("training", "test")):
-        hands = [partition.client(i)[part] for i in range(partition.num_clients)]
-        lines += _again(hands, name, what)
-    return lines
-
-
 def spills(config: RunConfig, y_train: Indices, num_classes: int, what: str, least: float = 0.0) -> list[str]:
     """Return a line that counts training samples of other classes than `dirichlet-client` drew for their clients.
 
@@ -252,12 +240,6 @@ def spills(config: RunConfig, y_train: Indices, num_classes: int, what: str, lea
         f"{config.dirichlet_alpha:g} makes them: {total} of {held} {what} ({each} per client) are of other classes than "
         f"drawn, because no class has more than {largest}; set train-samples to {largest} or less, or raise num-clients"
     ]
-
-
-def _again(hands: Sequence[Indices], name: str, what: str) -> list[str]:
-    repetitions = [len(hand) - len(np.unique(hand)) for hand in hands]
-    who = [f"client {i}: {n} of {len(hands[i])}" for i, n in enumerate(repetitions) if n]
-    return [f"{name}: {what} that one client holds repeatedly: {listed(who)}"] if who else []
 
 
 def _key(config: RunConfig, dataset_key: str) -> str:

@@ -159,17 +159,16 @@ def measure(task: Task, outputs: Tensor, y: Tensor, names: Iterable[str]) -> tup
     values: dict[str, float] = {}
     errors: dict[str, str] = {}
     together: Mapping[str, float] = {}
+    rows = {metric.name: metric for metric in task.metrics}
     with contextlib.suppress(Exception):
         together = task.measure(outputs, y, names)
-    rows = {metric.name: metric for metric in task.metrics}
-    headline = task.headline.name
     for name in names:
         try:
             found = together if name in together else task.measure(outputs, y, (name,))
             if name not in found:
                 raise ConfigurationError("measure did not return it")
             values[name] = rows[name].clipped(float(found[name]))
-            diverged = name == headline and MAX_NUMBER < abs(values[name]) < math.inf
+            diverged = MAX_NUMBER < abs(values[name]) < math.inf and name == task.headline.name
             if not diverged and (error := range_error(name, values[name], *rows[name].range)):
                 raise ConfigurationError(error)
         except Exception as error:
@@ -199,13 +198,9 @@ def require_packages(config: RunConfig) -> None:
 
 
 def recorded_metrics(about: Mapping[str, Any]) -> tuple[Metric, ...]:
-    """Return the metrics that a run's run.json lists, the headline first; accuracy if it lists none.
-
-    run.json of earlier versions has no field `pooling`. There the headline is a mean over samples.
-    """
-    found = about.get("metrics") or []
+    """Return the metrics that a run's run.json lists, the headline first; accuracy if it lists none."""
     try:
-        told = [Metric(**{"pooling": "" if k else "mean"} | one) for k, one in enumerate(found)]
+        told = [Metric(**one) for one in about.get("metrics") or ()]
     except (TypeError, KeyError):
         told = []
     return tuple(told) or (ACCURACY,)

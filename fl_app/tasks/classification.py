@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from fl_app.metrics import Metric
@@ -54,38 +54,20 @@ class Classification(Task):
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name."""
-        return {name: _MEASURES[name](outputs, y) for name in names}
+        labels, found = outputs.argmax(1), dict[str, float]()
+        for name in names:
+            if name == "accuracy":
+                found[name] = int((labels == y).sum()) / len(y)
+                continue
+            truth, predicted = (scoring.one_of(scoring.array(each), outputs.shape[1]) for each in (y, labels))
+            if name == "auc":
+                scores = scoring.aucs(truth, scoring.log_odds(scoring.array(outputs)))
+            else:
+                score = scoring.recalls if name == "balanced-accuracy" else scoring.f1_scores
+                scores = score(truth, predicted)
+            found[name] = scoring.mean_defined(scores)
+        return found
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return probabilities [n, C]."""
         return outputs.softmax(1)
-
-
-def _accuracy(outputs: Tensor, y: Tensor) -> float:
-    return int((outputs.argmax(1) == y).sum()) / len(y)
-
-
-def _balanced_accuracy(outputs: Tensor, y: Tensor) -> float:
-    return scoring.mean_defined(scoring.recalls(*_true_and_predicted(outputs, y)))
-
-
-def _macro_f1(outputs: Tensor, y: Tensor) -> float:
-    return scoring.mean_defined(scoring.f1_scores(*_true_and_predicted(outputs, y)))
-
-
-def _auc(outputs: Tensor, y: Tensor) -> float:
-    truth = scoring.one_of(scoring.array(y), outputs.shape[1])
-    return scoring.mean_defined(scoring.aucs(truth, scoring.log_odds(scoring.array(outputs))))
-
-
-def _true_and_predicted(outputs: Tensor, y: Tensor) -> tuple[scoring.Truth, scoring.Truth]:
-    num_classes = outputs.shape[1]
-    return scoring.one_of(scoring.array(y), num_classes), scoring.one_of(scoring.array(outputs.argmax(1)), num_classes)
-
-
-_MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {
-    "accuracy": _accuracy,
-    "balanced-accuracy": _balanced_accuracy,
-    "macro-f1": _macro_f1,
-    "auc": _auc,
-}

@@ -169,14 +169,11 @@ def warn_of_changed(before: Attributes, half: object, hook: str, client: bool) -
         known = cls or type(half), name
         if before.get((cls, name), _told) != value and known not in _told:
             _told.add(known)
+            owner = "self" if cls is None else getattr(cls, "__name__", cls)
             print(
-                f"warning: {hook} sets {_called(cls)}.{name}, which is lost: between rounds only {kept} is "
+                f"warning: {hook} sets {owner}.{name}, which is lost: between rounds only {kept} is "
                 "kept (docs/methods-howto.md)"
             )
-
-
-def _called(owner: type | str | None) -> str:
-    return "self" if owner is None else owner if isinstance(owner, str) else owner.__name__
 
 
 def _is_plain(value: object) -> bool:

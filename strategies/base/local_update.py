@@ -48,26 +48,11 @@ class ClientState(Protocol):
     arrays: MutableMapping[str, NDArray[Any]]
 
 
-class SampleLosses(Protocol):
-    """A function that returns the losses of single training samples."""
-
-    def __call__(
-        self, model: Model, samples: NDArray[np.int64] | None = None, module: nn.Module | None = None
-    ) -> NDArray[np.float32]:
-        """Return the losses of training samples, float32 [n], in evaluation mode and without augmentation.
-
-        - `samples`: positions of the samples, int64 [n]. Default: all samples.
-        - `module`: the part of the network that returns the logits. Default: the whole network.
-        """
-        ...
-
-
 class Optimizer(Protocol):
     """An optimizer of one flat vector. Its momentum or moments start at zero."""
 
     def step(self, gradient: Tensor, learning_rate: float) -> None:
         """Move the vector by one step, as torch.optim.SGD or AdamW does."""
-        ...
 
 
 class Trainer(Protocol):
@@ -88,22 +73,18 @@ class Trainer(Protocol):
     @property
     def steps(self) -> int:
         """Number of steps since the last `train` or `batches` began."""
-        ...
 
     @property
     def epoch(self) -> int:
         """The current batch's epoch, from 1."""
-        ...
 
     @property
     def learning_rate(self) -> float:
         """This round's learning rate. Inside `LocalUpdate.finetune` it is the learning rate of fine-tuning."""
-        ...
 
     @property
     def class_counts(self) -> NDArray[np.int64]:
         """Training samples per class, int64 [C]."""
-        ...
 
     def train(
         self,
@@ -128,7 +109,6 @@ class Trainer(Protocol):
         - `max_batches`: number of batches, over as many epochs as they take. 0: all batches of `epochs`.
         - `learning_rate`: default this round's.
         """
-        ...
 
     def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
         """Train on sides of the parameters in turn, one epoch each, `epochs` times. Return the trained model.
@@ -137,15 +117,12 @@ class Trainer(Protocol):
           stream. Each side has its own momentum over all its epochs. All sides move the statistics.
         - `epochs`: epochs of each side. Default `local-epochs`.
         """
-        ...
 
     def load(self, model: Model) -> None:
         """Copy a model's values into the module."""
-        ...
 
     def read(self) -> Model:
         """Return a copy of the module's values."""
-        ...
 
     def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (x, y) over shuffled epochs, as `train` sees them. `indices` holds the current batch's samples.
@@ -153,16 +130,13 @@ class Trainer(Protocol):
         `epochs` defaults to `local-epochs`. Raises UserError after the last batch if the last epoch's training loss is
         not finite.
         """
-        ...
 
     @property
     def indices(self) -> Tensor:
         """Positions of the current batch's training samples, int64 [n], on the device."""
-        ...
 
     def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return (x, y) of the chosen training samples, without augmentation."""
-        ...
 
     def differentiate(
         self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
@@ -174,60 +148,48 @@ class Trainer(Protocol):
 
         Raises UserError if the objective does not return a scalar.
         """
-        ...
 
     def step(self, learning_rate: float | None = None) -> None:
         """Take one gradient step on `weights`, with weight decay and without momentum. Default: this round's learning rate."""
-        ...
 
     def clip_factor(self, gradient: Tensor | NDArray[Any]) -> float:
         """Return the factor, in (0, 1], that scales a gradient of any shape down to a norm of `clip-norm`. Without the key: 1.
 
         Steps that a method takes without `step` and `optimizer` multiply their size by it.
         """
-        ...
 
     def optimizer(self, vector: Tensor, *, part: slice = slice(None)) -> Optimizer:
         """Return the run's optimizer for a vector [d] on the device, or for a part of it. Its gradients are as long as that part.
 
         Parameters that the user's model holds fixed do not move.
         """
-        ...
 
     def tensor(self, vector: Vector) -> Tensor:
         """Return a vector in `named_parameters()` order, float32 or bool [d], as a tensor in the device's order."""
-        ...
 
     def vector(self, tensor: Tensor) -> Vector:
         """Return a tensor [d] in the device's order as a vector in `named_parameters()` order. The inverse of `tensor`."""
-        ...
 
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values, in evaluation mode and without gradients."""
-        ...
 
     def classifier(self, module: nn.Module | None = None) -> Any:
         """Return the part of a network, default `module`, that holds its classifier.
 
         Raises UserError if no single module does.
         """
-        ...
 
     def logits(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return logits float32 [n, C], computed in the run's precision."""
-        ...
 
     def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (features float32 [n, f], logits float32 [n, C]). Features are the classifier's input."""
-        ...
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the task's mean loss, a scalar. If an objective calls it, the client reports this loss as its training loss."""
-        ...
 
     def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return (features float32 [n, f], labels int64 [n]) of all training data, in evaluation mode and without augmentation."""
-        ...
 
     def fisher(self, model: Model, samples: int = 0) -> Vector:
         """Return the mean over training samples of the squared gradient of each sample's loss, float32 [d].
@@ -235,31 +197,24 @@ class Trainer(Protocol):
         `samples`: the number of samples, drawn from the stream "fisher". 0: all samples. The module is in evaluation
         mode, and nothing is augmented.
         """
-        ...
 
     def loss_gradient(self, model: Model) -> Vector:
         """Return the gradient of the mean training loss at `model`, float32 [d], in evaluation mode and without augmentation."""
-        ...
 
-    @property
-    def sample_losses(self) -> SampleLosses:
-        """A function: `sample_losses(model, samples=None, module=None)` returns training samples' losses, float32 [n].
-
-        It runs in evaluation mode and without augmentation.
+    def sample_losses(
+        self, model: Model, samples: NDArray[np.int64] | None = None, module: nn.Module | None = None
+    ) -> NDArray[np.float32]:
+        """Return the losses of training samples, float32 [n], in evaluation mode and without augmentation.
 
         - `samples`: positions of the samples, int64 [n]. Default: all samples.
         - `module`: the part of the network that returns the logits. Default: the whole network.
         """
-        ...
 
-    @property
-    def leave_out(self) -> Callable[[NDArray[np.int64]], None]:
-        """A function: `leave_out(samples)` excludes training samples, int64 [m], from all later batches."""
-        ...
+    def leave_out(self, samples: NDArray[np.int64]) -> None:
+        """Exclude training samples, int64 [m], from all later batches."""
 
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (loss, the task's headline metric) on the test data. Both are NaN without test data."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ def test_training_on_a_gpu_is_training_on_the_cpu_up_to_rounding(monkeypatch: py
 def test_torch_is_imported_with_the_collector_off() -> None:
     """In a fresh process, as in a deployment; what the import left behind is never looked at again."""
     code = (
-        "import gc, sys; from client_app import client, process\n"
+        "import gc, sys; from client_app import client, session\n"
         "assert 'torch' not in sys.modules and 'sqlalchemy' not in sys.modules; before = gc.get_stats()[2]['collections']\n"
-        "process.import_torch(); assert 'torch' in sys.modules and gc.isenabled() and gc.get_freeze_count() > 100_000\n"
+        "session.import_torch(); assert 'torch' in sys.modules and gc.isenabled() and gc.get_freeze_count() > 100_000\n"
         "assert gc.get_stats()[2]['collections'] == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from client_app import process
+import client_app.client
 from client_app.trainer import LocalTrainer
 from tests.client_app.test_train import data_of, mlp
 from tests.conftest import Run, config
@@ -17,7 +17,7 @@ TRAINING = """
 import ctypes, os, resource, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page would hide faults
 from benchmarks.training import client_data, configure
-from client_app.process import prepare_training
+from client_app.session import prepare_training
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 module = models.build("cnn", in_channels=1, num_classes=10, image_size=28)
@@ -49,7 +49,7 @@ def test_a_trained_process_does_not_fault_its_memory_in_again() -> None:
 
 def test_a_client_sets_its_threads(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(process, "prepare_training", asked.append)
+    monkeypatch.setattr(client_app.client, "prepare_training", asked.append)
     run(client_threads=2, num_server_rounds=1)
     assert asked and set(asked) == {2}
 

@@ -38,7 +38,7 @@ def test_one_run_has_one_session(data_dir: Path) -> None:
     config = DIGITS | {"data-dir": str(data_dir)}
     first = Session.of(config, 3, 1)
     assert Session.of(dict(config), 3, 1) is first
-    assert first.data(0, "").info is first.data(1, "").info
+    assert first.opened("") is first.opened("")
     for other in (Session.of(config | {"seed": 1}, 3, 1), Session.of(config, 4, 1), Session.of(config, 3, 2)):
         assert other is not first and other is not Session.of(config, 3, 1)
 
@@ -57,11 +57,11 @@ def test_equal_values_of_other_types_are_other_configs(data_dir: Path, value: An
 def test_damaged_data_are_found_by_an_open_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("client_app.session.LOOK_EVERY", 0)
     session = Session.of(DIGITS | {"data-dir": str(tmp_path)}, 3, 1)
-    session.data(0, "")
+    session.opened("").client(0)
     (images,) = tmp_path.glob("datasets/*/x_train.npy")
     images.write_bytes(images.read_bytes()[:-1])
     with pytest.raises(UserError, match="is damaged"):
-        session.data(0, "")
+        session.opened("").client(0)
 
 
 def test_stamps_change_with_a_file(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_networks_that_may_keep_more_are_built_for_every_client(keys: dict[str, 
     fields = {name.replace("-", "_"): value for name, value in keys.items()}
     session = Session(dataclasses.replace(config(), **fields), method)
     flat = FlatModule(models.build("mlp", in_channels=1, num_classes=10, image_size=8), torch.device("cpu"))
-    session.leave(Network("key", flat.module, None), flat)  # type: ignore[arg-type]
+    session.leave(Network("key", flat.module, *[None] * 4), flat)  # type: ignore[arg-type]
     assert bool(session._left) is kept
 
 
@@ -316,7 +316,7 @@ def test_a_write_into_a_frozen_tensor_is_named() -> None:
     module = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
     trainable_tensors.freeze(module, "fc*")
     flat, session = FlatModule(module, torch.device("cpu")), Session(config(), METHODS["fedavg"])
-    network = Network("key", module, None)  # type: ignore[arg-type]
+    network = Network("key", module, *[None] * 4)  # type: ignore[arg-type]
     session.leave(network, flat)
     module.conv1.weight[0, 0] = 0  # type: ignore[index, union-attr]
     with pytest.raises(ConfigurationError) as caught:

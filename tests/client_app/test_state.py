@@ -172,7 +172,8 @@ def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypat
 
     def opened(experiment: str = "abc", **changes: Any) -> None:
         client = CorollaClient(Session(config(num_clients=8, **changes), METHODS["fedavg"]), 7, "", "", 1)
-        client._open_store(Download("train", 1, 0, experiment, NOTHING))
+        client._download = Download("train", 1, 0, experiment, NOTHING)
+        assert client.data and client._store
 
     for root in (site, site / "runs", tmp_path / "site", tmp_path / "link", tmp_path / "site" / "x" / ".."):
         with rejected(DeploymentError, "state-dir", "lies", "site's own directory", "no run may", "name"):
@@ -200,9 +201,9 @@ def test_only_the_server_with_a_runs_secret_reaches_its_state(tmp_path: Path) ->
 
     def asked(task: str, secret: str) -> CorollaClient:
         client = CorollaClient(Session(config(num_clients=8, state_dir=str(tmp_path)), METHODS["fedavg"]), 7, "", "", 1)
-        client._open_store(download := Download(task, 1, 0, secret, NOTHING, state_version="000001-000000"))
+        client._download = Download(task, 1, 0, secret, NOTHING, state_version="000001-000000")
         if task == "forget":
-            client._forget(download)
+            client._forget(client._download)
         return client
 
     asked("train", "of A")._store.save(STATE, 1, 0)
@@ -302,13 +303,3 @@ def test_state_in_a_group_is_found_listed_and_removed(tmp_path: Path, client_id:
     store.save(STATE, 1, 0)
     remove(tmp_path, "abc")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_state_that_lies_beside_the_others_stays_there(tmp_path: Path) -> None:
-    (tmp_path / "abc" / "client-0731").mkdir(parents=True)
-    store = StateStore(tmp_path, "abc", 731)
-    version = store.save(STATE, 1, 0)
-    assert (tmp_path / "abc" / "client-0731" / f"{version}.state").is_file()
-    assert StateStore(tmp_path, "abc", 731).load(version).arrays["count"] == 5
-    assert StateStore(tmp_path, "abc", 732).directory.parent.name == "clients-000000"
-    assert [(e.experiment, e.clients) for e in stored(tmp_path)] == [("abc", 1)]

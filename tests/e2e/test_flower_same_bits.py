@@ -75,7 +75,7 @@ def main(grid, context):
     numbers = {r.metadata.src_node_id: r.content["place"]["id"] for r in grid.send_and_receive(questions)}
     for method, (name, keys) in said["methods"].items():
         session = session_of(context, method)
-        module = session.network(session.data(0, "").info, "").module
+        module = session.network(session.opened("").client(0).info, "").module
         strategy = getattr(corolla.flower, name)(**keys)
         # clients in the order of their data, as in Corolla's own runs
         strategy.numbers = dict(numbers)
@@ -96,7 +96,7 @@ def which(message, context):
 def train(message, context):
     config = message.content["config"]
     number, session = int(context.node_config["partition-id"]), session_of(context, str(config["method"]))
-    data = session.data(number, "")
+    data = session.opened("").client(number)
     module = session.network(data.info, "").module
     layout = Layout.of(module)
     arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}

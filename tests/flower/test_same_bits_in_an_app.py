@@ -51,16 +51,16 @@ def test_five_rounds(run: Run, raw_config: dict[str, Any], method: str, model: s
     session = Session.of(raw_config | flat(keys), CLIENTS, run=10**6)
 
     def train(arrays: Arrays, client: int, round: int) -> Arrays:
-        data = session.data(client, "")
+        data = session.opened("").client(client)
         module = session.network(data.info, "").module
         layout = Layout.of(module)
         trained = LocalTrainer(module, session.config, data, round, client).train(layout.model(arrays))
         return {**arrays, **layout.tensors(trained)}
 
-    module = session.network(session.data(0, "").info, "").module
+    module = session.network(session.opened("").client(0).info, "").module
     start = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
     strategy = getattr(corolla.flower, name_of(method))(**EQUAL[method])
-    app = app_of(train, samples=lambda client: session.data(client, "").num_train)
+    app = app_of(train, samples=lambda client: session.opened("").client(client).num_train)
     result = strategy.start(grid_of(app, CLIENTS), record_of(start), ROUNDS)
 
     saved = checkpoint.load_latest(folder.path).arrays
@@ -89,7 +89,7 @@ def test_scaffold_counts_the_steps_of_the_app_s_loop(run: Run, raw_config: dict[
     session = Session.of(raw_config | flat(keys), CLIENTS, run=10**6 + 1)
 
     def train(arrays: Arrays, client: int, round: int) -> Arrays:
-        data = session.data(client, "")
+        data = session.opened("").client(client)
         module = session.network(data.info, "").module
         layout = Layout.of(module)
         trainer = LocalTrainer(module, session.config, data, round, client)
@@ -99,12 +99,12 @@ def test_scaffold_counts_the_steps_of_the_app_s_loop(run: Run, raw_config: dict[
 
         return {**arrays, **layout.tensors(trainer.train(layout.model(arrays), objective=loss))}
 
-    module = session.network(session.data(0, "").info, "").module
+    module = session.network(session.opened("").client(0).info, "").module
     start = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
     config = session.config
     said = {name: getattr(config, name) for name in ("learning_rate", "momentum", "batch_size", "local_epochs")}
     strategy = corolla.flower.SCAFFOLD(**said)
-    app = app_of(train, samples=lambda client: session.data(client, "").num_train)
+    app = app_of(train, samples=lambda client: session.opened("").client(client).num_train)
     strategy.start(grid_of(app, CLIENTS), record_of(start), 3)
     saved, state = checkpoint.load_latest(folder.path).arrays, strategy.state_dict()
     np.testing.assert_allclose(state["model"]["params"], saved["global.params"], rtol=1e-5, atol=1e-7)

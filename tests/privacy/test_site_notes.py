@@ -75,7 +75,7 @@ def notes(
     classes = {"classes": "no,yes"} if raw["dataset"] == "node" else {}
     config = parse({"num-clients": 3, **classes, **raw}, METHOD_PARAMS)
     client = CorollaClient(Session(config, METHODS[config.method]), client_id, str(own), keys, 7)
-    client._open_store(Download("train", 1, 0, experiment, NOTHING))
+    client._download = Download("train", 1, 0, experiment, NOTHING)
     return client._notes
 
 

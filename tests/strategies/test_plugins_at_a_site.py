@@ -71,12 +71,12 @@ def test_a_client_answers_and_lives(key: str, reason: str) -> None:
     assert answer(**{key: "of_the_site:main"}) == answer(**{key: "no_such_module:main"}) == reason
 
 
-@pytest.mark.parametrize("module", ["client_app.process", "deploy.supernode", "json"])
+@pytest.mark.parametrize("module", ["client_app.session", "deploy.supernode", "json"])
 def test_corollas_modules_are_no_files_of_a_run(app: Path, module: str) -> None:
     (app / "json.py").write_text("")
     for package in ("client_app", "deploy"):
         (app / package).mkdir()
-        for name in ("__init__", "process", "supernode"):
+        for name in ("__init__", "session", "supernode"):
             (app / package / f"{name}.py").write_text("")
     with plugins.only_from(app), pytest.raises(UserError, match="has a module .* already"):
         plugins.load("model", f"{module}:main")
