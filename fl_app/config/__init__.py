@@ -142,8 +142,8 @@ class RunConfig(ExperimentKeys):
     # time
     quorum: float = key(
         1.0,
-        "The round closes when this fraction of its clients has answered, without those that failed ([how](time.md)). The others "
-        "are late, and late is not failed. A client that still works is not sampled.",
+        "The round [closes](time.md) when this fraction of its clients has answered, without those that failed. The others are "
+        "late.",
         POSITIVE_RATIO,
         compared=False,
     )
@@ -171,7 +171,7 @@ class RunConfig(ExperimentKeys):
     speeds: str = key(
         "none",
         "Clients' speeds in simulated time: `none`, `lognormal:SIGMA` (drawn by `seed`), or `file:speeds.csv` "
-        "([columns](time.md#speeds)). A simulation with them records `virtual-seconds`, and waits for nobody.",
+        "([columns](time.md#speeds)).",
         compared=False,
         path=File(after_word=True, at_site=False),
     )
@@ -316,8 +316,7 @@ class RunConfig(ExperimentKeys):
     server_optimizer: Literal["none", "momentum", "adagrad", "adam", "yogi"] = key(
         "none",
         "The server's own step from the sent global model towards the clients' mean "
-        "([its equations](methods/index.md#the-servers-optimizer)). `none`: the mean itself. Methods that set no mean global "
-        "model refuse the others.",
+        "([its equations](methods/index.md#the-servers-optimizer)). `none`: the mean itself.",
     )
     server_learning_rate: float = key(
         0.0, "Learning rate of `server-optimizer` (eta). 0: 1 for `momentum`, 0.01 for the others.", NOT_NEGATIVE
@@ -384,8 +383,7 @@ class RunConfig(ExperimentKeys):
     evaluate_global: bool = key(
         False,
         "Evaluations of all clients also measure the global model, on the same data: `<metric>-global`. For "
-        "[methods](methods/index.md#the-global-model) with a global model beside the personal ones; others, and private runs, "
-        "refuse it.",
+        "[methods](methods/index.md#the-global-model) with a global model beside the personal ones.",
         compared=False,
     )
     # files
