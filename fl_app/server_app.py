@@ -37,7 +37,6 @@ from fl_app.server.events import (
     is_no_progress,
     tell,
 )
-from fl_app.server.origin import Origin, goes_on_line, origin_of, private_names, recorded_scaling
 from fl_app.server.properties import INPUT, NORMALIZATION, SAMPLES, Properties, input_facts, normalization
 from fl_app.server.record import lacking, one_class_line, summarize
 from fl_app.server.run_folder import (
@@ -62,7 +61,18 @@ from fl_app.server.run_folder import (
     read_metrics,
     refuse_fewer_rounds,
 )
-from fl_app.server.start import Start, names_of_data, normalization_of, of_model, start_of
+from fl_app.server.start import (
+    Origin,
+    Start,
+    goes_on_line,
+    names_of_data,
+    normalization_of,
+    of_model,
+    origin_of,
+    private_names,
+    recorded_scaling,
+    start_of,
+)
 from fl_app.transport import app_bundle, flower_patches
 from fl_app.transport.client_registry import ClientRegistry, clients_to_meet
 from fl_app.transport.exchange import Exchange

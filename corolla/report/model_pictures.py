@@ -23,7 +23,7 @@ from corolla.report.charts import ROUNDS, WIDTH, Axis, Chart, Panel
 from corolla.report.groups import Group, bins, grid, line, spaced
 from fl_app.layout import Slot
 from fl_app.server import kept_uploads
-from fl_app.server.client_files import read_tensors
+from fl_app.server.checkpoint import read_tensors
 from fl_app.server.kept_uploads import KeptUploads
 from fl_app.server.run_folder import MODELS
 

@@ -30,16 +30,15 @@ from fl_app.errors import UserError, listed, plain
 from fl_app.known_names import SCALING
 from fl_app.server import properties
 from fl_app.server.events import LeftOut, tell
-from fl_app.server.origin import features_before
 from fl_app.server.properties import ClientReport, Properties
 from fl_app.server.run_folder import called, name_of
+from fl_app.server.start import features_before
 from fl_app.sources import NODE
 from fl_app.transport import site_data, wire
 from fl_app.transport.agreement import Agreed, Agreement, majority
-from fl_app.transport.fetched_reply import SuperLinkCalls, has_fixed_nodes
 from fl_app.transport.identity import Holders, Identity
 from fl_app.transport.inprocess import InProcessGrid
-from fl_app.transport.replies import Answer, Inbox
+from fl_app.transport.replies import Answer, Inbox, SuperLinkCalls, has_fixed_nodes
 
 if TYPE_CHECKING:
     from fl_app.privacy.keyring import Statements

@@ -16,10 +16,10 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
 from fl_app.server import disk
 from fl_app.server.run_folder import name_of
-from fl_app.transport import fetched_reply, wire
+from fl_app.transport import wire
 from fl_app.transport.client_registry import POLL_SECONDS, ClientRegistry
 from fl_app.transport.inprocess import InProcessGrid
-from fl_app.transport.replies import Answer, Inbox
+from fl_app.transport.replies import Answer, Inbox, connect, has_fixed_nodes
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Exchange:
         # takes an entry for each answer of a deployment's client: who was asked, and what came back (server/trail.py)
         self.note: Callable[[Mapping[str, Any]], None] = lambda entry: None
         self._asked: dict[str, Mapping[str, Any]] = {}
-        self._fixed = fetched_reply.has_fixed_nodes(grid)
+        self._fixed = has_fixed_nodes(grid)
         # message id -> client id, of messages that an `ask` ended without; and their replies that another step received
         self._late: dict[str, int] = {}
         self._kept: list[Reply] = []
-        link = fetched_reply.connect(grid)
+        link = connect(grid)
         self.inbox = Inbox(grid, link)
         self.registry = ClientRegistry(grid, config, progress, link)
 

@@ -61,7 +61,7 @@ SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 STATE_VERSION = "state-version"
 # Scalar of a download: how often the schedule `plateau` has lowered the learning rate.
 DROPS = "rate-drops"
-# Scalar of a client's first download in a run that goes on from another one (fl_app/server/origin.py): that run's secret,
+# Scalar of a client's first download in a run that goes on from another one (fl_app/server/start.py): that run's secret,
 # the client's id and its state's generation there, as JSON.
 STATE_OF = "state-of"
 # Metric of a client with damaged state: the earlier generation that it continued from.

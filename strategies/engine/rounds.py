@@ -24,9 +24,8 @@ from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import EPSILON, KEPT, VALIDATION, moments, of_training, undefined_note
 from fl_app.server import checkpoint, client_arrays, disk, events, kept_uploads
 from fl_app.server import record as records
-from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Replay, clock_of
+from fl_app.server.arrivals import FAILED, THROWN_AWAY, USED, Clock, Replay, WorkEnd, clock_of, may_close
 from fl_app.server.checkpoint import LATE
-from fl_app.server.clock import Clock, WorkEnd, may_close
 from fl_app.server.matrices import Between
 from fl_app.server.record import Record
 from fl_app.server.run_folder import ARRIVALS, RunFolder, name_of, read_metrics

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.server.clock import COMPUTE, Clock, WorkEnd, closing, read_speeds
+from fl_app.server.arrivals import COMPUTE, Clock, WorkEnd, closing, read_speeds
 from fl_app.server.run_folder import read_metrics
 from tests.conftest import Run, config
 

@@ -16,7 +16,7 @@ from fl_app.config import parse
 from fl_app.errors import ConfigurationError, MethodError, UserError
 from fl_app.layout import Layout, Model, Slot
 from fl_app.server import kept_uploads
-from fl_app.server.client_files import read_tensors
+from fl_app.server.checkpoint import read_tensors
 from fl_app.server.run_folder import read_config, read_summary
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Run, config, f32

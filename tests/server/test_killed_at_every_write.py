@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fl_app.errors import UserError
 from fl_app.figures import Links, Matrix
 from fl_app.server import checkpoint, client_rows, kept_uploads, matrices
-from fl_app.server.client_files import ClientFiles
+from fl_app.server.checkpoint import ClientFiles
 from fl_app.server.run_folder import RunFolder, read_metrics
 from tests.conftest import Run
 from tests.facts import mentions, rejected

@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from fl_app.errors import UserError
-from fl_app.transport import fetched_reply, replies
+from fl_app.transport import replies
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.replies import Answer, Inbox
 from fl_app.transport.wire import WireError
@@ -105,7 +105,7 @@ def client(grid: Grid) -> Client:
 
 @pytest.fixture
 def inbox(grid: Grid) -> Inbox:
-    link = fetched_reply.connect(grid)
+    link = replies.connect(grid)
     assert link is not None
     return Inbox(grid, link)
 
@@ -161,9 +161,9 @@ def test_an_error_is_told_on_one_plain_line(inbox: Inbox, client: Client) -> Non
 
 
 def test_an_ended_run_is_not_a_client_s_failure(inbox: Inbox, client: Client) -> None:
-    client.replies["a"] = fetched_reply.RUN_ENDED()
+    client.replies["a"] = replies.RUN_ENDED()
     inbox.expect("a", 10)
-    with pytest.raises(fetched_reply.RUN_ENDED):
+    with pytest.raises(replies.RUN_ENDED):
         take(inbox, 1)
 
 
@@ -171,28 +171,26 @@ def test_too_many_objects_and_too_deep_ones_are_not_fetched() -> None:
     def tree(depth: int) -> message_pb2.ObjectTree:
         return message_pb2.ObjectTree(object_id=str(depth), children=[tree(depth - 1)] if depth > 1 else [])
 
-    assert fetched_reply.object_ids(tree(fetched_reply.MAX_DEPTH)) == [
-        str(k) for k in range(fetched_reply.MAX_DEPTH, 0, -1)
-    ]
+    assert replies.object_ids(tree(replies.MAX_DEPTH)) == [str(k) for k in range(replies.MAX_DEPTH, 0, -1)]
     with rejected(WireError, "", "nested more than 8", "deep"):
-        fetched_reply.object_ids(tree(fetched_reply.MAX_DEPTH + 1))
-    wide = [message_pb2.ObjectTree(object_id="same")] * fetched_reply.MAX_OBJECTS
+        replies.object_ids(tree(replies.MAX_DEPTH + 1))
+    wide = [message_pb2.ObjectTree(object_id="same")] * replies.MAX_OBJECTS
     with pytest.raises(WireError, match="more than 10000 objects"):
-        fetched_reply.object_ids(message_pb2.ObjectTree(object_id="0", children=wide))
+        replies.object_ids(message_pb2.ObjectTree(object_id="0", children=wide))
 
 
 def test_objects_that_name_each_other_in_a_row() -> None:
     contents, name = {}, ""
-    for _ in range(fetched_reply.MAX_DEPTH + 1):
+    for _ in range(replies.MAX_DEPTH + 1):
         content = packed("RecordDict", b"{}", [name] if name else [])
         name = hashlib.sha256(content).hexdigest()
         contents[name] = content
     with rejected(WireError, "", "nested more than 8", "deep"):
-        fetched_reply.check_nesting(name, contents)
+        replies.check_nesting(name, contents)
     del contents[next(iter(contents))]
     contents.pop(next(iter(contents)))
     with rejected(WireError, "", "names 1", "does not have"):
-        fetched_reply.check_nesting(name, contents)
+        replies.check_nesting(name, contents)
 
 
 def test_records_that_are_too_large_are_not_read(inbox: Inbox, client: Client) -> None:
@@ -209,10 +207,10 @@ def test_records_that_are_too_large_are_not_read(inbox: Inbox, client: Client) -
 def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
     grid: Grid, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetched_reply.log, "propagate", True)
-    caplog.set_level("WARNING", fetched_reply.log.name)
+    monkeypatch.setattr(replies.log, "propagate", True)
+    caplog.set_level("WARNING", replies.log.name)
     monkeypatch.setattr(Client, "PullObject", lambda self, request, node: None)
-    assert fetched_reply.connect(grid) is None
+    assert replies.connect(grid) is None
     assert mentions(caplog.text, "fetches replies", "another way") and mentions(
         caplog.text, "takes ['request', 'node']", "expected ['request']"
     )
@@ -221,7 +219,7 @@ def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
 
 def test_one_process_has_no_superlink(caplog: pytest.LogCaptureFixture) -> None:
     grid: Any = InProcessGrid(None, {}, 0)  # type: ignore[arg-type]
-    assert fetched_reply.connect(grid) is None and fetched_reply.has_fixed_nodes(grid) and not caplog.text
+    assert replies.connect(grid) is None and replies.has_fixed_nodes(grid) and not caplog.text
     assert threading.active_count() < 50
 
 
@@ -250,7 +248,7 @@ def test_it_is_named_too_if_it_expires_while_a_reply_is_fetched(
     monkeypatch.setattr(client, "PullObject", broken)
     grid = Grid()
     grid._client = client  # type: ignore[assignment]
-    link = fetched_reply.connect(grid)
+    link = replies.connect(grid)
     assert link is not None
     fetching = Inbox(grid, link)
     fetching.expect("a", 10)
