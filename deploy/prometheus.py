@@ -32,8 +32,8 @@ from fl_app.errors import MALFORMED, DeploymentError, UserError, describe, plain
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.extras import require
 from fl_app.server import events
+from fl_app.server.events import EVENTS
 from fl_app.server.run_folder import CLIENTS, NAME, read_clients
-from fl_app.server.run_log import EVENTS
 
 log = logging.getLogger("corolla")
 

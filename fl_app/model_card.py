@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import reprlib
+import types
+import typing
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast, get_type_hints
+from typing import Any, Literal, NotRequired, TypedDict, cast, get_args, get_origin, get_type_hints
 
-from fl_app import json_form, plugins, tasks
+from fl_app import plugins, tasks
 from fl_app.checksums import sha256_of
 from fl_app.config.rules import split_names
 from fl_app.data.encoding import TEXT, Encoding
@@ -186,7 +189,7 @@ def of_no_file(facts: Entries) -> Card:
 
 def _typed(name: object, card: Entries, form: type = Sealed) -> Sealed:
     """Return JSON as a card. name: of the card in an error. Raises UserError naming the entry that is wrong."""
-    why = json_form.problem(card, form, "") or json_form.problem(card["settings"], dict[str, Scalar], "settings")
+    why = form_problem(card, form, "") or form_problem(card["settings"], dict[str, Scalar], "settings")
     why = why or _unfit(cast(Card, card))
     if not why:
         try:
@@ -264,3 +267,52 @@ def _own_hash(card: Entries) -> str:
 
 def _text(card: Entries) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in card.items()) + "\n}\n"
+
+
+_WORDS = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false", type(None): "null"}
+
+
+def form_problem(value: object, form: Any, name: str) -> str:
+    """Return the first difference between a JSON value and a type as `NAME must be ..., got ...`; empty if there is none.
+
+    form: a TypedDict, whose other keys are free, `list[T]`, `dict[str, T]`, a Literal, a union, or one of str, int, float,
+    bool, None and Any. A whole number has at most 63 bits. name: of the value, in the message.
+    """
+    if form is Any:
+        return ""
+    if typing.is_typeddict(form):
+        return _of_keys(value, form, name) if isinstance(value, dict) else _differs(value, "an object", name)
+    origin, inside = get_origin(form), get_args(form)
+    if origin in (types.UnionType, typing.Union):
+        whys = [form_problem(value, one, name) for one in inside]
+        return whys[-1] if all(whys) else ""
+    if origin is typing.Literal:
+        return "" if type(value) is str and value in inside else _differs(value, f"one of {', '.join(inside)}", name)
+    if origin in (list, dict):
+        if not isinstance(value, origin):
+            return _differs(value, "a list" if origin is list else "an object", name)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return next((why for key, one in items if (why := form_problem(one, inside[-1], f"{name}[{key!r:.40}]"))), "")
+    return "" if _is(value, form) else _differs(value, _WORDS[form], name)
+
+
+def _of_keys(value: dict[str, Any], form: Any, name: str) -> str:
+    for key, hint in get_type_hints(form).items():
+        within = f"{name}.{key}" if name else key
+        if key not in value and key in form.__required_keys__:
+            return f"{within} is missing"
+        if key in value and (why := form_problem(value[key], hint, within)):
+            return why
+    return ""
+
+
+def _is(value: object, form: type) -> bool:
+    if form is float and type(value) is float:
+        return math.isfinite(value)
+    if type(value) is int:
+        return form in (int, float) and abs(value) < 2**63
+    return type(value) is form
+
+
+def _differs(value: object, rule: str, name: str) -> str:
+    return f"{name} must be {rule}, got {reprlib.repr(value)}"

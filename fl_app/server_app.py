@@ -24,7 +24,7 @@ from fl_app.machine import available_memory
 from fl_app.metrics import kept
 from fl_app.model_names import ModelNames
 from fl_app.privacy.secure_random import secret
-from fl_app.server import checkpoint, disk, run_log, trackers, trail
+from fl_app.server import checkpoint, disk, trackers, trail
 from fl_app.server.arrivals import clock_of
 from fl_app.server.events import (
     Failed,
@@ -34,6 +34,7 @@ from fl_app.server.events import (
     Started,
     Stopped,
     StreamFormatter,
+    begin_logs,
     is_no_progress,
     tell,
 )
@@ -172,7 +173,7 @@ def run(
     del trial
     names = start.names if start else private_names(config)
     folder, agreed = _opened_folder(config, registry, layout, names, start, origin)
-    logs = run_log.begin(folder.path)
+    logs = begin_logs(folder.path)
     try:
         counted = method.reports_counts(config)
         folder.write_clients(_facts(registry.properties, counted))

@@ -28,8 +28,15 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.api import console as consoles
-from corolla.api import debugger, log_file, notebook
-from corolla.api.waiting import Plain, is_terminal
+from corolla.api.waiting import (
+    AtOnce,
+    OutputCell,
+    Plain,
+    debugger_alone,
+    debugger_waits,
+    in_notebook,
+    is_terminal,
+)
 from fl_app.debugging import is_aside, unlabelled
 from fl_app.errors import plain, plain_lines
 from fl_app.server import events
@@ -239,13 +246,13 @@ class Display:
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._console, self._verbose, self._until = console, verbose, until
         self._panel = RunPanel(title, rounds)
-        self._live: Live | notebook.OutputCell | None = None
+        self._live: Live | OutputCell | None = None
         self._plain = Plain(console)
         self._around = contextlib.ExitStack()
         if console.quiet:
             pass
-        elif notebook.is_here():
-            self._live = notebook.OutputCell(self._panel)
+        elif in_notebook():
+            self._live = OutputCell(self._panel)
         elif is_terminal(console):
             self._live = self._new_live()
 
@@ -256,7 +263,7 @@ class Display:
 
     def __enter__(self) -> Display:
         """Start the panel, or the plain lines' reminders."""
-        self._around.enter_context(debugger.alone(self._paused))
+        self._around.enter_context(debugger_alone(self._paused))
         if self._live:
             self._live.start()
         else:
@@ -284,7 +291,7 @@ class Display:
         if self._verbose:
             self._plain.print(line)
         else:
-            log_file.write(line)
+            consoles.write_log(line)
         if step := next((step for words, step in STEPS.items() if words in line), ""):
             self.step(step)
 
@@ -324,7 +331,7 @@ class Display:
                 if not self._live:
                     self._plain.print(event.sentence)
                 else:
-                    log_file.write(event.sentence)
+                    consoles.write_log(event.sentence)
             case Note(message=message):
                 self._plain.print(message)
 
@@ -347,7 +354,7 @@ class Display:
     def note(self, text: str) -> None:
         """Show a notice immediately, also from a signal handler, which may have interrupted other output."""
         self._panel.note(text)
-        if not self._live or debugger.is_waiting():
+        if not self._live or debugger_waits():
             # a notebook's stderr has no file descriptor
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), f"{text}\n".encode())
@@ -419,7 +426,7 @@ def answered(display: Display) -> Iterator[None]:
             display.note(AFTER_ROUND)
         else:
             display.note(AT_ONCE)
-            raise debugger.AtOnce if debugger.is_waiting() else KeyboardInterrupt
+            raise AtOnce if debugger_waits() else KeyboardInterrupt
 
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, answer)

@@ -1,19 +1,114 @@
-"""Progress messages for waits before and after a run's own display."""
+"""Displays of waits before and after a run's own display, a display in a notebook, and debugger sessions during one.
+
+A debugger has the terminal to itself, and leaving it ends the run. `breakpoint()`, `pdb.set_trace()` and debuggers derived
+from `pdb.Pdb` call `Pdb.interaction` whenever they wait for input.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import io
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from corolla.api import debugger
 from fl_app import progress
+from fl_app.debugging import unlabelled
 from fl_app.keys import Scalar
+
+AGAIN = "press Ctrl-C again to end the run"
+_sessions = 0
+
+
+class AtOnce(BaseException):
+    """Raised by the Ctrl-C that ends a run from a debugger's prompt, where KeyboardInterrupt only clears the line."""
+
+
+def debugger_waits() -> bool:
+    """Return whether a debugger of this process waits for input."""
+    return _sessions > 0
+
+
+@contextlib.contextmanager
+def debugger_alone(paused: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Context in which a debugger waits for input inside `paused()`, and raises KeyboardInterrupt when it is left.
+
+    Contexts nest: a debugger pauses the displays of all of them.
+    """
+    # imported here because it loads slowly
+    import pdb
+
+    before = pdb.Pdb.interaction
+
+    @functools.wraps(before)
+    def interaction(self: Any, *arguments: Any, **keywords: Any) -> None:
+        shown = sys.stdout
+        try:
+            with paused():
+                _interact(self, functools.partial(before, self, *arguments, **keywords))
+        finally:
+            sys.stdout = shown
+
+    pdb.Pdb.interaction = interaction  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        pdb.Pdb.interaction = before  # type: ignore[method-assign]
+
+
+def _interact(debugger: Any, interact: Callable[[], object]) -> None:
+    """Let a debugger wait for input, on the terminal itself. Raises KeyboardInterrupt when it is left."""
+    global _sessions
+    # the debugger's original stream may print lines above a panel
+    sys.stdout = unlabelled(sys.stdout)
+    if debugger.use_rawinput:
+        debugger.stdout = sys.stdout
+    # after `continue`, Ctrl-C must reach the run, not the debugger
+    debugger.nosigint = True
+    _sessions += 1
+    try:
+        with _second_ctrl_c():
+            interact()
+    except (AtOnce, SystemExit):
+        raise KeyboardInterrupt from None
+    finally:
+        _sessions -= 1
+    if debugger.quitting:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _second_ctrl_c() -> Iterator[None]:
+    """Context in which the second Ctrl-C raises AtOnce. A SIGINT handler that is set already stays."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def answer(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise AtOnce
+        pressed = True
+        print(f"\n{AGAIN}", flush=True)
+
+    signal.signal(signal.SIGINT, answer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
@@ -55,7 +150,7 @@ class Plain:
     def remind(self) -> None:
         """Print the current step if nothing was printed for SILENCE seconds."""
         now = time.monotonic()
-        if self._doing and now - self._said > SILENCE and not debugger.is_waiting():
+        if self._doing and now - self._said > SILENCE and not debugger_waits():
             self.print(f"  {self._doing} ({now - self._since:.0f} s)")
 
     def _watch(self) -> None:
@@ -148,10 +243,69 @@ def waiting(console: Console, interrupted: str = "stopping") -> Iterator[Waiting
     """
     shown = Waiting(console)
     try:
-        with progress.listening(shown.step), debugger.alone(shown.paused):
+        with progress.listening(shown.step), debugger_alone(shown.paused):
             yield shown
     except KeyboardInterrupt:
         shown.step(interrupted)
         raise
     finally:
         shown.end()
+
+
+_WIDTH = 100
+_SECONDS = 0.5  # between two drawings
+_PAGE = (
+    "<pre style=\"white-space: pre; overflow-x: auto; line-height: normal; font-family: 'DejaVu Sans Mono', Menlo, Consolas, "
+    'monospace">{code}</pre>'
+)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a notebook's kernel."""
+    if "IPython" not in sys.modules:
+        return False
+    return hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
+class Drawing:
+    """A rich renderable as notebook output: HTML, with plain text as a fallback."""
+
+    def __init__(self, what: RenderableType) -> None:
+        self._console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False, force_terminal=True)
+        self._console.print(what)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        text = self._console.export_text(clear=False)
+        html = self._console.export_html(clear=False, inline_styles=True, code_format=_PAGE)
+        return {"text/html": html, "text/plain": text}
+
+
+class OutputCell:
+    """Redraws a renderable in one output cell while it changes, as rich's Live does on a terminal.
+
+    transient: whether it is removed at the end.
+    """
+
+    def __init__(self, what: RenderableType) -> None:
+        self.transient = False
+        self._what = what
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        """Show it."""
+        ipython: Any = importlib.import_module("IPython.display")
+        self._shown = ipython.display(Drawing(self._what), display_id=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the last drawing, or nothing if transient."""
+        self._ended.set()
+        self._thread.join()
+        self._shown.update(Drawing("") if self.transient else Drawing(self._what))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_SECONDS):
+            # the renderable may change while it is drawn
+            with contextlib.suppress(RuntimeError):
+                self._shown.update(Drawing(self._what))

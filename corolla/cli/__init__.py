@@ -20,9 +20,7 @@ from typer.main import get_command
 import deploy.cli
 import deploy.node_cli
 from corolla.api import console as consoles
-from corolla.api import log_file
-from corolla.api.console import errors
-from corolla.api.log_file import HANDLER
+from corolla.api.console import HANDLER, errors
 from corolla.api.settings import look_for_plugins
 from corolla.cli import completion, flower_app, listings, products, results, run, sweeps
 from fl_app import debugging, exit_codes, log_format
@@ -107,7 +105,7 @@ def main() -> None:
     look_for_plugins()
     consoles.console.quiet = consoles.events = consoles.opens = False
     consoles.begin_warnings()
-    log_file.begin(None)
+    consoles.open_log(None)
     completion.join_words()
     try:
         build_command()(prog_name="corolla")

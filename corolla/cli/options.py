@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from corolla import presets
-from corolla.api import log_file
+from corolla.api import console as consoles
 from corolla.api.console import console, open_page, show_tracebacks, write_events
 from corolla.api.one_run import CPUS, GPUS
 from corolla.api.settings import Backend, Scale
@@ -93,7 +93,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on sta
 LogFileOption = Annotated[
     Path | None,
     typer.Option(
-        help="Also write all output and the run's full log to this file, with times.", callback=log_file.begin
+        help="Also write all output and the run's full log to this file, with times.", callback=consoles.open_log
     ),
 ]
 

@@ -1,13 +1,14 @@
 """The events of a run: what displays, logs, trackers and programs learn of it, each once.
 
-An event is a record of the logger `corolla`. People read its sentence. Programs read it as a JSON object in one line: in
-the run's `events.jsonl`, on the output of `corolla run --events`, and in the log stream of a process that `corolla run`
-started, possibly on another machine. docs/runs.md lists the events. Both ends import this module, so it imports nothing
-heavy.
+An event is a record of the logger `corolla`. People read its sentence, also in the run's `log.txt`. Programs read it as a
+JSON object in one line: in the run's `events.jsonl`, on the output of `corolla run --events`, and in the log stream of a
+process that `corolla run` started, possibly on another machine. docs/runs.md lists the events. Both ends import this module,
+so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -15,15 +16,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import IO, Any, ClassVar, Literal, cast
 
-from fl_app import debugging
-from fl_app.debugging import is_aside
+from fl_app import debugging, log_format
+from fl_app.debugging import is_aside, trace_to_show
 from fl_app.errors import MALFORMED, UserError, plain, plain_lines
+from fl_app.files import opener
 from fl_app.log_format import JsonFormatter, TextFormatter, utc
 from fl_app.metrics import moments
 
 log = logging.getLogger("corolla")
+
 
 # how a line of Corolla's begins in a log stream
 LOG_MARK = "corolla: "
@@ -473,3 +477,59 @@ def _deviation(record: Mapping[str, Any], name: str) -> float | None:
 
 def _short(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
+
+
+NAME, JSON_NAME, EVENTS = "log.txt", "log.jsonl", "events.jsonl"
+
+
+class RunLog(logging.FileHandler):
+    """Appends this process's log to a file in the run's folder, after the lines of earlier starts, until it is closed.
+
+    lines: returns a record's lines. Progress is left out. A full disk loses log lines without an error: the writers of essential
+    files raise their own.
+    """
+
+    def __init__(self, path: Path, lines: Callable[[logging.LogRecord], str]) -> None:
+        # an earlier start may have been killed within a line
+        with contextlib.suppress(OSError):
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                path.open("a").write("\n")
+        super().__init__(path, encoding="utf-8")
+        self._lines = lines
+        self.addFilter(is_no_progress)
+        log.addHandler(self)
+
+    def close(self) -> None:
+        """Stop logging."""
+        log.removeHandler(self)
+        super().close()
+
+    def ended_by(self, error: Exception) -> None:
+        """Write the error that ended the run, and its traceback."""
+        trace = trace_to_show(error)
+        for event in (Failed.of(error), *([Note(message=trace)] if trace else [])):
+            self.handle(record_of(event))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's lines."""
+        return self._lines(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Continue without the line."""
+
+    def _open(self) -> IO[Any]:  # type: ignore[override]
+        return cast(IO[Any], open(self.baseFilename, "a", encoding="utf-8", opener=opener))
+
+
+def _text(record: logging.LogRecord) -> str:
+    """Return a record's lines as plain text. The first one begins with the time."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(record.created))
+    return when + plain_lines(record.getMessage())
+
+
+def begin_logs(folder: Path) -> list[RunLog]:
+    """Begin the logs of a run's folder: text, events, and also JSON lines if the deployment's log lines are JSON."""
+    logs = [RunLog(folder / NAME, _text), RunLog(folder / EVENTS, lambda record: encode(event_of(record)))]
+    if log_format.is_json():
+        logs.append(RunLog(folder / JSON_NAME, JsonLines(run=folder.name).format))
+    return logs

@@ -34,8 +34,8 @@ from fl_app.server.properties import ClientReport, Properties
 from fl_app.server.run_folder import called, name_of
 from fl_app.server.start import features_before
 from fl_app.sources import NODE
-from fl_app.transport import site_data, wire
-from fl_app.transport.agreement import Agreed, Agreement, majority
+from fl_app.transport import wire
+from fl_app.transport.agreement import Agreed, Agreement, majority, remarks
 from fl_app.transport.identity import Holders, Identity
 from fl_app.transport.inprocess import InProcessGrid
 from fl_app.transport.replies import Answer, Inbox, SuperLinkCalls, has_fixed_nodes
@@ -389,7 +389,7 @@ class ClientRegistry:
         for more_of, who in having.items():
             clients = f"client{'s' * (len(who) > 1)} {listed(who)}"
             lines.append(f"{clients}: {whose} not have {more_of}, which the run leaves out")
-        lines += site_data.remarks(told, self.config.dataset == NODE, lambda i: called(i, self.properties))
+        lines += remarks(told, self.config.dataset == NODE, lambda i: called(i, self.properties))
         names = filter(None, (name_of(self.properties.get(i, {})) for i in told))
         return [*lines, *spellings("clients", names, "client")]
 

@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from corolla.api import log_file
-from corolla.api.log_file import LoggedConsole
+from corolla.api import console
+from corolla.api.console import LoggedConsole
 from corolla.cli import output
 
 
@@ -35,11 +35,11 @@ def table() -> Table:
 def test_nothing_that_is_drawn_has_them_either(made: object, tmp_path: Path) -> None:
     """Names of classes and clients come from files and sites of others."""
     out = io.StringIO()
-    path = log_file.begin(tmp_path / "log.txt")
+    path = console.open_log(tmp_path / "log.txt")
     try:
         LoggedConsole(file=out, highlight=False, width=80, color_system=None).print(made())  # type: ignore[operator]
     finally:
-        log_file.begin(None)
+        console.open_log(None)
     for text in (out.getvalue(), path.read_text()):  # type: ignore[union-attr]
         assert "a]0;owned2Jb" in text and not set(text) & set("\x1b\x07\x9b\u202e")
 

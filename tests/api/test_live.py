@@ -15,6 +15,7 @@ from corolla.api import live
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.server import events
+from fl_app.server.events import EVENTS as EVENTS_FILE
 from fl_app.server.events import (
     Event,
     Failed,
@@ -30,7 +31,6 @@ from fl_app.server.events import (
     encode,
 )
 from fl_app.server.run_folder import read_summary
-from fl_app.server.run_log import EVENTS as EVENTS_FILE
 from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 from tests.facts import mentions

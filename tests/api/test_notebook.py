@@ -90,7 +90,7 @@ def test_the_code_of_the_notebook_runs(
 
 
 def test_a_drawing_is_html_and_text() -> None:
-    from corolla.api.notebook import Drawing
+    from corolla.api.waiting import Drawing
 
     shown = Drawing(Text("a < b", style="bold red"))._repr_mimebundle_()
     assert "a &lt; b" in shown["text/html"] and "style=" in shown["text/html"] and shown["text/plain"] == "a < b\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.api.log_file import Lenient, LoggedConsole
+from corolla.api.console import Lenient, LoggedConsole
 from tests.conftest import Command
 
 RUN = (

@@ -15,7 +15,7 @@ import pytest
 from fl_app import debugging, log_format
 from fl_app.errors import UserError
 from fl_app.log_format import JsonFormatter, TextFormatter, about
-from fl_app.server import run_log
+from fl_app.server import events as run_log
 from fl_app.server.events import JsonLines, LeftOut, Round, Started, Warned, read, tell
 from tests.facts import rejected
 
@@ -117,7 +117,7 @@ def test_fields_of_a_call_and_of_every_line() -> None:
 def test_the_run_folder_has_the_log_as_json_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(log_format.VARIABLE, "json")
     monkeypatch.setattr(LOG, "level", logging.INFO)
-    logs = run_log.begin(tmp_path)
+    logs = run_log.begin_logs(tmp_path)
     tell(Round.of(RECORD, 5))
     for log in logs:
         log.ended_by(UserError("the end"))
@@ -129,7 +129,7 @@ def test_the_run_folder_has_the_log_as_json_too(tmp_path: Path, monkeypatch: pyt
     assert found[0]["round"] == 2 and found[0]["event"]["event"] == "round"
 
     monkeypatch.delenv(log_format.VARIABLE)
-    for again in run_log.begin(tmp_path):
+    for again in run_log.begin_logs(tmp_path):
         assert not again.baseFilename.endswith(run_log.JSON_NAME)
         again.close()
 

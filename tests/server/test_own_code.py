@@ -18,7 +18,7 @@ from fl_app import debugging, plugins
 from fl_app.debugging import Place
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING
-from fl_app.server.run_log import NAME
+from fl_app.server.events import NAME
 from fl_app.transport import wire
 from strategies import METHODS
 from tests.api.conftest import Start, start
