@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from flwr.app import Message
@@ -396,7 +397,11 @@ class ClientRegistry:
     @property
     def left_out(self) -> list[dict[str, str]]:
         """Connected nodes that take no part, each with the cause, for the record."""
-        return [{"who": who, "cause": why} for who, why in sorted(node.left_out for node in self._left_out)]
+        found = []
+        for node in self._left_out:
+            who, why = node.left_out
+            found.append({"who": who, "cause": why})
+        return sorted(found, key=itemgetter("who", "cause"))
 
     def _warn_of_silent(self, waited: float) -> None:
         if silent := self._unanswered - self._silent:

@@ -11,7 +11,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import islice
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -30,7 +29,9 @@ Answer = Callable[[Iterable[Callable[[], Message]]], list[Message]]
 
 def first(tasks: Iterable[Callable[[], Message]]) -> list[Message]:
     """Run the first task, if there is one, and return its reply in a list."""
-    return [task() for task in islice(tasks, 1)]
+    for task in tasks:
+        return [task()]
+    return []
 
 
 class InProcessGrid(Grid):
