@@ -595,10 +595,11 @@ def _header_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 def viewed(sent: FlowerArray) -> Array:
     """Return an array of a record: a view of its bytes that cannot be written into. Raises WireError if it is none."""
-    data = sent.data
+    pieces, start = _received(sent)
     try:
-        dtype, shape, fortran, offset = _header(data[:256])
-        return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C")
+        dtype, shape, fortran = _header(start)
+        values = np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype, offset=len(start))
+        return values.reshape(shape, order="F" if fortran else "C")
     except (ValueError, TypeError) as error:
         raise WireError(f"an array is not in NumPy's format: {error}") from None
 
@@ -610,18 +611,18 @@ def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> A
     """
     pieces, start = _received(sent)
     try:
-        got_dtype, got_shape, fortran, offset = _header(start)
+        got_dtype, got_shape, fortran = _header(start)
     except (ValueError, TypeError) as error:
         raise WireError(f"array {name} is not a NumPy array: {error}") from None
     if got_dtype != np.dtype(dtype):
         raise WireError(f"array {name} has dtype {got_dtype}, expected {np.dtype(dtype)}")
     if got_shape != shape or (fortran and len(shape) > 1):
         raise WireError(f"array {name} has shape {got_shape}, expected {shape}")
-    got = sum(map(len, pieces)) - offset
+    got = sum(map(len, pieces)) - len(start)
     if got != (needed := np.dtype(dtype).itemsize * math.prod(shape)):
         raise WireError(f"array {name} has {got} bytes, expected {needed} for shape {shape}")
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    array = np.frombuffer(data, np.dtype(dtype), offset=offset).reshape(shape)
+    array = np.frombuffer(data, np.dtype(dtype), offset=len(start)).reshape(shape)
     check_finite({name: array})
     return array
 
@@ -634,25 +635,26 @@ def check_finite(arrays: Mapping[str, Array]) -> None:
 
 
 def _received(sent: FlowerArray) -> tuple[Sequence[memoryview], bytes]:
-    """Return an array's bytes as they came, header included; and the first 256, without joining the rest."""
+    """Return an array's bytes as they came, header included; and the header, without joining the rest."""
     pieces, start = sent.pieces if isinstance(sent, ReceivedArray) else [memoryview(sent.data)], b""
     for piece in pieces:
         start += piece[: 256 - len(start)]
         if len(start) == 256:
             break
-    return pieces, start
+    return pieces, start[: 10 + int.from_bytes(start[8:10], "little")]
 
 
-def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return dtype, shape, Fortran order and size in bytes of a header of NumPy's format 1.0.
+@functools.lru_cache(maxsize=256)
+def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """Return dtype, shape and Fortran order of a header of NumPy's format 1.0.
 
     Only headers as NumPy writes them are read. NumPy itself reads them with Python's parser, which a stranger's bytes
     should not reach. Before Python 3.11.8 that parser sometimes fails while another thread parses
     (python/cpython#106905). Raises ValueError or TypeError for others.
     """
-    end = 10 + int.from_bytes(start[8:10], "little")
-    found = _HEADER.fullmatch(start[10:end].decode("latin1"))
-    if start[:8] != b"\x93NUMPY\1\0" or end > len(start) or found is None:
-        raise ValueError(f"begins with {start[:end]!r}")
+    found = _HEADER.fullmatch(start[10:].decode("latin1"))
+    is_whole = len(start) == 10 + int.from_bytes(start[8:10], "little")
+    if start[:8] != b"\x93NUMPY\1\0" or found is None or not is_whole:
+        raise ValueError(f"begins with {start!r}")
     dtype, order, shape = found.groups()
-    return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True", end
+    return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True"
