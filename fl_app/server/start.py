@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -45,10 +45,8 @@ from fl_app.server.run_folder import (
     secret_of,
 )
 from fl_app.sources import NODE
+from fl_app.transport.client_registry import ClientRegistry
 from fl_app.transport.wire import FEATURES, STATE_OF
-
-if TYPE_CHECKING:
-    from fl_app.transport.client_registry import ClientRegistry
 
 # keys in which a run must be as the one it goes on from
 _SAME = ("method", "model", "norm", "task", "train", "share")

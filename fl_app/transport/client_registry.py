@@ -33,7 +33,6 @@ from fl_app.server import properties
 from fl_app.server.events import LeftOut, tell
 from fl_app.server.properties import ClientReport, Properties
 from fl_app.server.run_folder import called, name_of
-from fl_app.server.start import features_before
 from fl_app.sources import NODE
 from fl_app.transport import wire
 from fl_app.transport.agreement import Agreed, Agreement, majority, remarks
@@ -118,7 +117,7 @@ class ClientRegistry:
     Before the start, a new majority for the facts of `agreed` makes every node with a report ANSWERED again.
 
     progress(what, done, total) is called as clients connect, and while none does. link: the grid's access to single
-    replies, None if it has none.
+    replies, None if it has none. before: the features of the run that this one goes on from, by which columns are matched.
     """
 
     def __init__(
@@ -127,6 +126,7 @@ class ClientRegistry:
         config: RunConfig,
         progress: Callable[[str, int, int], None],
         link: SuperLinkCalls | None = None,
+        before: tuple[str, ...] = (),
     ) -> None:
         self.grid = grid
         self.config = config
@@ -140,7 +140,7 @@ class ClientRegistry:
         self.properties: dict[int, Properties] = {}
         # client id -> node id
         self.node_of: dict[int, int] = {}
-        self._before = () if config.private else features_before(config)
+        self._before = before
         # Whether columns are matched by the server: those of sites, and of data that another run had in another order. Sites of a
         # private run do so themselves.
         self._by_name = not config.private and (config.dataset == NODE or bool(self._before))

@@ -16,6 +16,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
 from fl_app.server import disk
 from fl_app.server.run_folder import name_of
+from fl_app.server.start import features_before
 from fl_app.transport import wire
 from fl_app.transport.client_registry import POLL_SECONDS, ClientRegistry
 from fl_app.transport.inprocess import InProcessGrid
@@ -71,7 +72,8 @@ class Exchange:
         self._kept: list[Reply] = []
         link = connect(grid)
         self.inbox = Inbox(grid, link)
-        self.registry = ClientRegistry(grid, config, progress, link)
+        before = () if config.private else features_before(config)
+        self.registry = ClientRegistry(grid, config, progress, link, before)
 
     def message(self, client_id: int, content: RecordDict, kind: str, round: int) -> Message:
         """Address a message to a client."""
