@@ -27,8 +27,16 @@ install: $(INSTALLED) ## into .venv, with all extras and what development needs;
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
+# the clone, with all packages of a file that has their hashes (PyTorch among them: up to 5 GB, minutes)
+define into_venv
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("Python 3.11 or newer is needed, this is " + sys.version)'
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --require-hashes --requirement $(1)
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+endef
+
 $(INSTALLED): pyproject.toml $(LOCK)
-	@$(PYTHON) deploy/install.py $(VENV) $(LOCK)
+	$(call into_venv,$(LOCK))
 	@rm -f $(OTHERS)
 	@touch $@ $(RUNNING)
 
@@ -36,7 +44,7 @@ $(INSTALLED): pyproject.toml $(LOCK)
 $(RUNNING): pyproject.toml $(LOCK) constraints/run.txt
 	@mkdir -p build
 	@$(PYTHON) deploy/requirements.py $(LOCK) constraints/run.txt > build/run.txt
-	@$(PYTHON) deploy/install.py $(VENV) build/run.txt
+	$(call into_venv,build/run.txt)
 	@rm -f $(OTHERS)
 	@touch $@
 

@@ -65,8 +65,14 @@ def environment(version: str, python: str) -> str:
     packages, place = APP_DIRECTORY / "constraints" / f"flwr-{flower}.txt", APP_DIRECTORY / f".venv-{version}"
     done = place / f".installed-{flower}"
     if not done.exists() or done.stat().st_mtime < packages.stat().st_mtime:
-        words = [python, "deploy/install.py", str(place), str(packages)]
-        subprocess.run(words, cwd=APP_DIRECTORY, check=True)
+        pip = [str(place / "bin" / "python"), "-m", "pip", "install"]
+        steps = (
+            [python, "-m", "venv", str(place)],
+            [*pip, "--require-hashes", "--requirement", str(packages)],
+            [*pip, "--no-deps", "--no-build-isolation", "--editable", "."],
+        )
+        for words in steps:
+            subprocess.run(words, cwd=APP_DIRECTORY, check=True)
         for old in place.glob(".installed-*"):
             old.unlink()
         done.touch()
