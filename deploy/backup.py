@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from deploy import database, site
+from deploy import site, superlink
 from deploy.audit import FILE as AUDIT
 from deploy.detached import state_home
 from deploy.inventory import LOCAL, Inventory
@@ -182,7 +182,7 @@ def _pack(tar: tarfile.TarFile, name: str, part: KeptPath, archive: Path) -> Non
     if part.what == _DATABASE:
         with tempfile.TemporaryDirectory(prefix=".corolla-", dir=archive.parent) as directory:
             copy = Path(directory, "copy")
-            database.copy(part.path, copy)
+            superlink.copy_database(part.path, copy)
             tar.add(copy, name, filter=_plain)
         return
     tar.add(part.path, name, recursive=False, filter=_plain)

@@ -1,19 +1,33 @@
 """Keys of a cluster: a CA, the SuperLink's server certificate, one ECDSA P-384 key pair per SuperNode.
 
 All are in one directory (mode 0700). Public are `ca.crt`, `server.crt`, `supernode-K.pub` and `peers.txt`. Private
-(mode 0600) are `ca.key`, `server.key`, `supernode-K.key`, and `supernode-K.x25519` for private runs (deploy/peers.py).
+(mode 0600) are `ca.key`, `server.key`, `supernode-K.key`, and `supernode-K.x25519` for private runs.
 Nodes get `ca.crt`, `peers.txt` and their own keys, nothing else. `ca.key` is needed only to make another server
 certificate, and is best kept off the cluster. A .gitignore keeps the whole directory out of Git. Existing files are not
 overwritten without `force`.
+
+A public half for private runs is a comment in the node's public key. A line of `.pub` is then `ecdsa-sha2-nistp384 KEY
+x25519 PUBLIC SIGNATURE`, signed by the node key. `peers.txt` has one line for every client: its number, then its line of
+`.pub`. Every site holds a copy of that list; fl_app/privacy/keyring.py reads it. `revoked.txt` has the fingerprints of
+keys that are never admitted again.
+
+Certificates that end are named before: two weeks, two days and an hour ahead, in `status`, log and metrics. A SuperLink
+serves the certificate that it read at its start, whatever lies in its file later.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
+import functools
+import hashlib
 import ipaddress
+import logging
+import ssl
 import stat
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -23,10 +37,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from deploy import peers
 from deploy.inventory import LOCAL, Inventory, SuperNode
 from fl_app.errors import DeploymentError, UserError
-from fl_app.files import publish
+from fl_app.files import publish, publish_text
+from fl_app.privacy import keyring
+from fl_app.privacy.keyring import PEERS
+from fl_app.transport.identity import fingerprint as fingerprint
 
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 IGNORE = ".gitignore"
@@ -72,12 +88,12 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
         private, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
         if force or not private.exists():
             # before the new key: after a crash no old file stays beside it
-            for old in (private.with_suffix(peers.KEY_SUFFIX), public):
+            for old in (private.with_suffix(KEY_SUFFIX), public):
                 old.unlink(missing_ok=True)
             _write(private, _openssh(ec.generate_private_key(ec.SECP384R1())), 0o600, written)
-        written += peers.make_key(private, public)
+        written += make_peer_key(private, public)
     require_usable(inventory)
-    peers.write_list(inventory)
+    write_list(inventory)
     return written
 
 
@@ -127,7 +143,7 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
             "authentication are off with --insecure)",
         )
     private = [directory / name for name in (CA_KEY, SERVER_KEY, *names) if name.endswith(".key")]
-    _refuse_open([*private, *sorted(directory.glob(f"*{peers.KEY_SUFFIX}"))])
+    _refuse_open([*private, *sorted(directory.glob(f"*{KEY_SUFFIX}"))])
     again = "`corolla cluster keys --renew CLUSTER.yaml` makes another one"
     ca, certificate = (read_certificate(directory / name) for name in (CA, SERVER))
     for name, each in ((CA, ca), (SERVER, certificate)):
@@ -152,7 +168,7 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
         _require_key_of(ca, directory / CA, directory / CA_KEY, _MISMADE)
     for node in inventory.supernodes if nodes is None else nodes:
         key, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
-        if public.read_text().split()[:2] != peers.public_words(peers.read_node_key(key)):
+        if public.read_text().split()[:2] != public_words(read_node_key(key)):
             raise DeploymentError(
                 key="keys",
                 rule=f"{key} does not belong to {public.name}; `corolla cluster keys CLUSTER.yaml` makes that one anew",
@@ -348,3 +364,192 @@ def _openssh(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
+
+
+# Keys for private runs ------------------------------------------------------------------------------------------------
+
+
+KEY_SUFFIX = ".x25519"
+_PUBLIC_WORDS = 5
+
+
+def make_peer_key(node_key: Path, public: Path) -> list[Path]:
+    """Make a node's key for private runs, unless it exists, and the node's public key with both public halves.
+
+    An existing public key stays if it belongs to both private keys. After a crash between two files one may be missing,
+    or of an earlier key. Returns the files written. Raises UserError if a private key cannot be read.
+    """
+    private = node_key.with_suffix(KEY_SUFFIX)
+    made: list[Path] = []
+    if not private.exists():
+        publish(private, lambda path: path.write_bytes(keyring.make_private_key()))
+        made.append(private)
+    signer = read_node_key(node_key)
+    words = [*public_words(signer), keyring.KEY_TYPE, keyring.statement(keyring.read_private_key(private), signer)]
+    line = " ".join(words)
+    # a signature is another one each time
+    if not public.exists() or public.read_text().split()[: _PUBLIC_WORDS - 1] != line.split()[: _PUBLIC_WORDS - 1]:
+        publish_text(public, line + "\n", 0o644)
+        made.append(public)
+    return made
+
+
+def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a node's private key. Raises UserError if the file holds none."""
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
+    except OSError as error:
+        raise DeploymentError(key=path, rule=error.strerror) from None
+    # UnsupportedAlgorithm: the same for a user
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise DeploymentError(key=path, rule="is no private key of a node")
+    return key
+
+
+def public_words(key: ec.EllipticCurvePrivateKey) -> list[str]:
+    """Return the kind and the public half of a node's key, as the first words of its public key."""
+    encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return encoded.decode().split()
+
+
+def statement_in(public: Path) -> str:
+    """Return the verified statement in a node's public key, or "".
+
+    Raises UserError if the node key has not signed it.
+    """
+    words = public.read_text().split()
+    if words[2:3] != [keyring.KEY_TYPE]:
+        return ""
+    keyring.verify_statement(public, " ".join(words))
+    return " ".join(words[2:_PUBLIC_WORDS])
+
+
+def write_list(inventory: Inventory) -> Path | None:
+    """Write the list of all clients' keys, beside them. Return its path, or None while a key is missing."""
+    directory = Path(inventory.keys)
+    publics = [directory / f"supernode-{k}.pub" for k in range(inventory.num_clients)]
+    path = directory / PEERS
+    if not all(public.is_file() and len(public.read_text().split()) == _PUBLIC_WORDS for public in publics):
+        # an existing list has outdated keys
+        path.unlink(missing_ok=True)
+        return None
+    text = "".join(f"{k} {public.read_text().strip()}\n" for k, public in enumerate(publics))
+    if not path.is_file() or path.read_text() != text:
+        publish_text(path, text, 0o644)
+    return path
+
+
+def hash_of_list(path: Path) -> str:
+    """Return the sha256 by which sites compare their lists."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# Revoked keys ---------------------------------------------------------------------------------------------------------
+
+
+REVOKED = "revoked.txt"
+
+
+def revoked_keys(directory: Path) -> frozenset[str]:
+    """Return the fingerprints of the keys that a cluster has revoked. directory: of its keys."""
+    path = directory / REVOKED
+    return frozenset(path.read_text().split()) if path.is_file() else frozenset()
+
+
+def note_revoked(directory: Path, found: str) -> None:
+    """Add a fingerprint to the list."""
+    if found not in (known := revoked_keys(directory)):
+        publish_text(directory / REVOKED, "".join(f"{line}\n" for line in sorted({*known, found})), 0o644)
+
+
+# Certificates that end ------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger("corolla")
+
+AHEAD = (datetime.timedelta(weeks=2), datetime.timedelta(days=2), datetime.timedelta(hours=1), datetime.timedelta(0))
+"""The times before a certificate's end at which a warning is due; the last one is the end."""
+RENEW = "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
+# most seconds between two looks at the clock, which may jump
+_LONGEST = 60.0
+
+
+def stage(certificate: x509.Certificate) -> int:
+    """Return the number of AHEAD that have come: 0 to 4, 4 after the end."""
+    left = certificate.not_valid_after_utc - now()
+    return sum(left <= ahead for ahead in AHEAD)
+
+
+def named_by(options: Sequence[str]) -> list[Path]:
+    """Return the files of certificates that options of flower-superlink or flower-supernode name."""
+    return paths_in(options, "--ssl-ca-certfile", "--ssl-certfile", "--root-certificates")
+
+
+def paths_in(options: Sequence[str], *names: str) -> list[Path]:
+    """Return the paths that options with these names have."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, type=Path)
+    return [path for path in vars(parser.parse_known_args(options)[0]).values() if path is not None]
+
+
+def watch(paths: Iterable[Path], sleep: Callable[[float], object] | None = None) -> None:
+    """Log a warning for each certificate when its time has come, in a thread of its own.
+
+    paths: files of certificates, read once, now. A file without one is left to those that use it. One that is not valid
+    yet is named at once. sleep: for tests.
+    """
+    watched: dict[str, x509.Certificate] = {}
+    for path in paths:
+        try:
+            found = read_certificates(path)
+        except UserError as error:
+            log.warning("%s", error)
+            continue
+        watched |= {f"{path}, number {k + 1}" if k else str(path): one for k, one in enumerate(found)}
+    for name, one in watched.items():
+        if one.not_valid_before_utc > now():
+            log.warning("certificate %s %s", name, expiry_warning(one))
+    if watched:
+        run = functools.partial(_watch_ends, watched, sleep or threading.Event().wait)
+        threading.Thread(target=run, daemon=True, name="certificates").start()
+
+
+def _watch_ends(watched: Mapping[str, x509.Certificate], sleep: Callable[[float], object]) -> None:
+    told = dict.fromkeys(watched, 0)
+    while min(told.values()) < len(AHEAD):
+        for name, certificate in watched.items():
+            if (now := stage(certificate)) > told[name]:
+                told[name] = now
+                log.warning("certificate %s %s; %s", name, expiry_warning(certificate), RENEW)
+        sleep(_until_next(watched.values()))
+
+
+def _until_next(watched: Iterable[x509.Certificate]) -> float:
+    """Return the seconds until a next warning is due, at most _LONGEST."""
+    left = [each.not_valid_after_utc - now() - ahead for each in watched for ahead in AHEAD]
+    return min([each.total_seconds() for each in left if each > datetime.timedelta(0)] + [_LONGEST])
+
+
+def shown_warnings(inventory: Inventory) -> list[str]:
+    """Return a warning if the certificate that a running cluster's SuperLink shows has expired or is about to.
+
+    After a renewal it still shows the old one until it is started again. One that is the file's is not named twice.
+    """
+    shown = served("127.0.0.1", inventory.superlink.control_port)
+    file = Path(inventory.keys) / SERVER
+    if shown is None or (file.is_file() and read_certificate(file) == shown):
+        return []
+    expires = expiry_warning(shown)
+    again = "`down` and `up` show the renewed one"
+    return [f"warning: the SuperLink shows a certificate that {expires}; {again}"] if expires else []
+
+
+def served(host: str, port: int, seconds: float = 5) -> x509.Certificate | None:
+    """Return the certificate that a server shows, trusted or not; None if there is no answer."""
+    try:
+        return x509.load_pem_x509_certificate(ssl.get_server_certificate((host, port), timeout=seconds).encode())
+    except (OSError, ValueError):
+        return None

@@ -77,11 +77,11 @@ def print_commands(
     ] = False,
 ) -> None:
     """Print the commands that `up` would start, host by host, for systemd, Ansible or a person. Start nothing."""
+    from deploy import commands
     from deploy import inventory as inventories
-    from deploy import render
 
     found = inventories.read_inventory(inventory, insecure)
-    typer.echo(render.slurm(found) if slurm else render.by_host(found), nl=False)
+    typer.echo(commands.slurm(found) if slurm else commands.by_host(found), nl=False)
 
 
 @app.command(epilog="Example: corolla cluster status lab.yaml")
@@ -96,7 +96,7 @@ def status(
     from rich.console import Console
     from rich.table import Table
 
-    from deploy import certificates, cluster, expiry, joining, superlink_nodes
+    from deploy import certificates, cluster, joining, superlink_nodes
 
     running = _running(inventory)
     found, failures = running.status()
@@ -142,7 +142,7 @@ def status(
     problems = [str(error) for error in failures.values()]
     if running.inventory.secure:
         problems += certificates.expiry_warnings(running.inventory)
-        problems += expiry.warnings(running.inventory)
+        problems += certificates.shown_warnings(running.inventory)
     problems += [
         f"key {key.fingerprint}, registered as {key.name or 'nobody'}, is accepted and no entry has it: "
         f"flwr supernode unregister {key.node_id} {running.inventory.name}"
@@ -275,7 +275,7 @@ def admit(
     """Register the public key of a site that joins by itself, and write the invitation to send back."""
     from deploy import cluster, joining, superlink_nodes
     from deploy import inventory as inventories
-    from deploy.peers import fingerprint
+    from deploy.certificates import hash_of_list as fingerprint
     from fl_app.privacy.keyring import PEERS
 
     found = inventories.read_inventory(inventory)
@@ -374,10 +374,10 @@ def _running(inventory: str) -> Cluster:
 
 def _key(running: Cluster, name: str) -> str:
     """Return the fingerprint of a SuperNode's key, "" if it has none."""
-    from deploy import revoked
+    from deploy import certificates
 
     path = Path(running.inventory.keys) / f"{name}.pub"
-    return revoked.fingerprint(path.read_bytes()) if running.inventory.secure and path.is_file() else ""
+    return certificates.fingerprint(path.read_bytes()) if running.inventory.secure and path.is_file() else ""
 
 
 def _gpu(gpu: str | None) -> str:

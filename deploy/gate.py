@@ -42,11 +42,10 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.object_store import ObjectStore
 from flwr.supercore.run import Run
 
-from deploy import approval, evaluations, sample_counting, site
-from deploy.approval import Request
-from deploy.arriving import Arriving
+from deploy import sample_counting, site
 from deploy.audit import Audit
-from deploy.site import Site
+from deploy.site import Request, Site
+from deploy.unanswered import Arriving
 from fl_app.config import RunConfig
 from fl_app.errors import DeploymentError, UserError, describe
 from fl_app.keys import Scalar, specs
@@ -260,12 +259,12 @@ class Gate:
     def _used_up(self, judged: Judged, message: Message) -> str:
         """Count the message if its reply is an evaluation that the site limits. Return the reason to refuse it, or ""."""
         most = self.rules.max_evaluations
-        if most is None or not evaluations.counts(message.metadata.message_type, judged.config):
+        if most is None or not site.counts(message.metadata.message_type, judged.config):
             return ""
         return self._claim(most)
 
     def _claim(self, most: int) -> str:
-        return evaluations.claim(self.evaluations_in or self.directory, most)
+        return site.claim(self.evaluations_in or self.directory, most)
 
     def pull_object(self, run_id: int, object_id: str) -> bytes:
         """Fetch a part of a message. Its name must be its sha256, so that a message's id covers all of its bytes."""
@@ -498,7 +497,7 @@ class Gate:
         # whether its data suit the run is one bit about them
         least, most = self.rules.min_samples, self.rules.max_evaluations
         try:
-            if most is not None and evaluations.hides(config) and (why := self._claim(most)):
+            if most is not None and site.hides(config) and (why := self._claim(most)):
                 return why
         except UserError as error:
             return str(error)
@@ -514,7 +513,7 @@ class Gate:
 
     def _undecided(self, judged: Judged) -> bool:
         """Return whether a run still waits for an answer. Apply an answer that has come."""
-        if (answer := approval.answer(self.directory, judged.request)) is None:
+        if (answer := site.answer(self.directory, judged.request)) is None:
             return True
         verdict = "approved" if answer.approved else "declined"
         self.audit.append(
@@ -522,7 +521,7 @@ class Gate:
         )
         judged.refusal = self._unsuited(judged.config) if answer.approved else f"approval: {answer.by} has declined it"
         judged.waits = False
-        approval.forget(self.directory, judged.request.run)
+        site.forget(self.directory, judged.request.run)
         return False
 
     def _hold(self, received: tuple[Message, ObjectTree]) -> None:
@@ -531,7 +530,7 @@ class Gate:
         if len(self._held) >= _MAX_HELD:
             self._refuse(received[0], f"approval: {_MAX_HELD} messages wait for a person already")
             return
-        approval.ask(self.directory, judged.request)
+        site.ask(self.directory, judged.request)
         run = judged.request.run
         log.warning("run %s waits for approval: corolla node approve %s", run, run, extra=self._about(received[0]))
         self._held.append(received)

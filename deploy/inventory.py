@@ -23,13 +23,14 @@ from typing import Any, TypeVar
 
 import yaml
 
-from deploy.shared_warm import OWN, SHARED
 from fl_app.errors import DeploymentError
 from fl_app.keys import key, nearest, specs
 
 Entry = TypeVar("Entry")
 
 LOCAL, JOINS = "local", "joins"
+# whose warm process a node's applications are forked from: its own, or one that nodes of the machine share
+OWN, SHARED = "own", "shared"
 _LONGEST_SHOWN = 300
 _HOST_WORD = r"[A-Za-z0-9_][\w.+:%-]*(@[A-Za-z0-9][\w.:%-]*)?"
 _DNS_NAME = r"[A-Za-z0-9]([\w-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([\w-]*[A-Za-z0-9])?)*\.?"

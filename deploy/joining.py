@@ -6,7 +6,7 @@
    certificate, and the server's version of Flower. Nothing in it is secret.
 3. The site: `corolla node start NAME --invitation FILE`.
 
-After all sites have been admitted, the server has the list of all sites' keys for private runs (deploy/peers.py),
+After all sites have been admitted, the server has the list of all sites' keys for private runs (deploy/certificates.py),
 `peers.txt`. Every site gets it: `corolla node start NAME --peers peers.txt`. It contains no secrets either, but sites
 should compare their copies.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from deploy import certificates, commands, peers, revoked, superlink
+from deploy import certificates, commands, superlink
 from deploy.inventory import Inventory
 from fl_app.errors import DeploymentError, with_name
 from fl_app.files import make_directory, publish
@@ -65,7 +65,7 @@ def make_key(directory: Path) -> Path:
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
         publish(private, lambda path: path.write_bytes(text))
-    peers.make_key(private, public)
+    certificates.make_peer_key(private, public)
     return public
 
 
@@ -75,7 +75,7 @@ def rotate_key(directory: Path) -> Path:
     if not private.exists():
         raise DeploymentError(key=directory.name, rule=f"has no key; `corolla node join {directory.name}` makes it")
     # the public half last: while it is missing, `make_key` goes on where a crash ended
-    for path in (private, private.with_suffix(peers.KEY_SUFFIX), directory / PUBLIC):
+    for path in (private, private.with_suffix(certificates.KEY_SUFFIX), directory / PUBLIC):
         path.unlink(missing_ok=True)
     return make_key(directory)
 
@@ -95,7 +95,7 @@ def keep_peers(directory: Path, given: Path) -> str:
             pins.refusal(given, pins.hash_of(given), pins.hash_of(kept), f"{directory.name} --peers {given}")
         )
     publish(kept, lambda path: path.write_bytes(content), 0o644)
-    return peers.fingerprint(kept)
+    return certificates.hash_of_list(kept)
 
 
 def accept_peers(directory: Path, given: Path | None, expected: str) -> tuple[str, str]:
@@ -104,7 +104,7 @@ def accept_peers(directory: Path, given: Path | None, expected: str) -> tuple[st
     given: the list; None: the one that is kept already. expected: its sha256, as the sites have compared it, or "" not to
     check it. Raises UserError for another sha256, and for a list that does not name this site.
     """
-    private, listed = directory / f"{Path(KEY).stem}{peers.KEY_SUFFIX}", given or directory / PEERS
+    private, listed = directory / f"{Path(KEY).stem}{certificates.KEY_SUFFIX}", given or directory / PEERS
     found, own = pins.hash_of(listed), keyring.own_hash(keyring.read_private_key(private))
     if expected not in ("", found):
         raise DeploymentError(key=listed, rule=f"its sha256 is {found}, not {expected}: nothing is accepted")
@@ -166,7 +166,7 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
     (port,) = free_ports(1)
     words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
     words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(port), "--node-config"]
-    private_keys, name = str(private.with_suffix(peers.KEY_SUFFIX)), invitation.name or directory.name
+    private_keys, name = str(private.with_suffix(certificates.KEY_SUFFIX)), invitation.name or directory.name
     return [*words, commands.node_config(invitation.client, invitation.clients, data_path, private_keys, name)]
 
 
@@ -193,7 +193,7 @@ def admit(inventory: Inventory, client: int, public: Path, *, name: str = "", re
     for path in sorted(directory.glob("supernode-*.pub")):
         if path != kept and _public_key(path) == text:
             raise DeploymentError(key=public, rule=f"is {path.name} already; every client needs its own key")
-    if revoked.fingerprint(text) in revoked.noted(directory):
+    if certificates.fingerprint(text) in certificates.revoked_keys(directory):
         raise DeploymentError(
             key=public, rule="was revoked, for good; `corolla node rotate` makes another key at the site"
         )
@@ -211,11 +211,11 @@ def admit(inventory: Inventory, client: int, public: Path, *, name: str = "", re
         raise DeploymentError(
             key=f"client {client}", rule=f"{name!r} is the name of client {others[name]}; `--name` gives another"
         )
-    line = b" ".join(filter(None, [text, peers.statement_in(public).encode()]))
+    line = b" ".join(filter(None, [text, certificates.statement_in(public).encode()]))
     publish(kept, lambda path: path.write_bytes(line + b"\n"), 0o644)
     if replace:
-        revoked.note(directory, revoked.fingerprint(before))
-    peers.write_list(inventory)
+        certificates.note_revoked(directory, certificates.fingerprint(before))
+    certificates.write_list(inventory)
     link, ca = inventory.superlink, (directory / certificates.CA).read_text()
     address = commands.host_port(link.fleet_address, link.fleet_port)
     lines = [f"superlink = {value_to_toml(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from deploy import certificates, commands, connection, host_checks, hosts, peers, superlink_nodes
-from deploy.cluster import Cluster, find, held, is_ready, record_path, save_new
+from deploy import certificates, commands, connection, superlink_nodes
+from deploy.cluster import Cluster, attempt_each, each, find, held, is_ready, record_path, save_new
 from deploy.commands import METRICS, SUPERLINK, TUNNEL, HostPlaces, Process
 from deploy.inventory import LOCAL, Inventory
 from deploy.node import Json
 from fl_app import log_format
-from fl_app.errors import DeploymentError, UserError
+from fl_app.errors import DeploymentError, UserError, size
 from fl_app.privacy import secure_random
 from fl_app.privacy.keyring import PEERS
 
@@ -129,12 +130,12 @@ def _prepare(cluster: Cluster, places: dict[str, HostPlaces], say: Say) -> None:
             free += [("127.0.0.1", link.control_port)]
         return _prepare_host(cluster, host, free)
 
-    replies, failures = hosts.attempt_each(prepare, cluster.placement)
+    replies, failures = attempt_each(prepare, cluster.placement)
     places |= {host: _place(reply) for host, reply in replies.items()}
     if failures:
         raise DeploymentError("\n".join(str(error) for error in failures.values()))
-    host_checks.compare_versions({host: reply["versions"] for host, reply in replies.items()}, say)
-    if note := host_checks.note_on_space(link.host, link.database, replies[link.host].get("free")):
+    compare_versions({host: reply["versions"] for host, reply in replies.items()}, say)
+    if note := note_on_space(link.host, link.database, replies[link.host].get("free")):
         say(note)
     check_clocks(cluster, (node.host for node in cluster.inventory.supernodes), say)
 
@@ -165,7 +166,7 @@ def key_files(inventory: Inventory, host: str) -> dict[str, str]:
     """
     here = [node.name for node in inventory.supernodes if node.host == host]
     names = [certificates.CA] + [f"{name}.key" for name in here]
-    private = [PEERS, *(f"{name}{peers.KEY_SUFFIX}" for name in here)] if here else []
+    private = [PEERS, *(f"{name}{certificates.KEY_SUFFIX}" for name in here)] if here else []
     names += [name for name in private if (Path(inventory.keys) / name).is_file()]
     if host == inventory.superlink.host:
         names += [certificates.SERVER, certificates.SERVER_KEY]
@@ -183,7 +184,7 @@ def check_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
     link = cluster.inventory.superlink.host
     there = dict.fromkeys([link, *others])
     if len(there) > 1:
-        for note in host_checks.compare_clocks(hosts.each(ahead, there), link, cluster.inventory.secure):
+        for note in compare_clocks(each(ahead, there), link, cluster.inventory.secure):
             say(note)
 
 
@@ -212,7 +213,7 @@ def _start_supernodes(cluster: Cluster, places: dict[str, HostPlaces], seconds: 
         nodes = [node for node in inventory.supernodes if node.host == host]
         _start(cluster, host, [commands.supernode(inventory, node, places[host], k) for k, node in enumerate(nodes)])
 
-    hosts.each(start, {node.host: None for node in inventory.supernodes})
+    each(start, {node.host: None for node in inventory.supernodes})
     _wait(cluster, [node.name for node in inventory.supernodes], seconds)
 
 
@@ -310,7 +311,7 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
     stages = [[METRICS], [node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
     for stage in stages:
         asked = [host for host in there if set(stage) & set(cluster.placement[host])]
-        replies, failures = hosts.attempt_each(functools.partial(_stop, cluster, stage), asked)
+        replies, failures = attempt_each(functools.partial(_stop, cluster, stage), asked)
         problems += [str(error) for error in failures.values() if not forget]
         problems += [f"{host}: {name} could not be ended" for host, reply in replies.items() for name in reply["left"]]
     with held(inventory.name):
@@ -318,7 +319,7 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
         if recorded is None or recorded.token != cluster.token:
             return list(dict.fromkeys(problems))
         if not problems:
-            _, failures = hosts.attempt_each(lambda host: cluster.ask(host, "clear"), there)
+            _, failures = attempt_each(lambda host: cluster.ask(host, "clear"), there)
             problems += [str(error) for error in failures.values() if not forget]
         try:
             connection.remove(Path(cluster.config), inventory.name, cluster.connection)
@@ -332,3 +333,87 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
 def _stop(cluster: Cluster, stage: list[str], host: str) -> Json:
     """End those of a host's processes that a stage names."""
     return cluster.ask(host, "stop", names=[name for name in cluster.placement[host] if name in stage])
+
+
+# Versions, clocks and free space --------------------------------------------------------------------------------------
+
+# All hosts must have the same Corolla and Flower, and a Flower that does not open the control API to the nodes. A SuperNode
+# signs every request with its time. If that is too far from the SuperLink's time, the SuperNode is refused and ends.
+
+
+# The newest Flower that may run; docs/deployment.md gives the reason, and the way to a newer one.
+NEWEST = (1, 42)
+# seconds that a SuperNode's clock may be off: Flower's SYSTEM_TIME_TOLERANCE, and behind also TIMESTAMP_TOLERANCE
+MAX_AHEAD, MAX_BEHIND = 5.0, 305.0
+_NOTED_SECONDS = 2.0
+# Bytes free under the SuperLink's database: SQLite's own files need the least, most runs' rounds need less than the ample.
+LEAST, AMPLE = 16e6, 1e9
+
+
+def compare_versions(versions: Mapping[str, Mapping[str, str]], say: Callable[[str], None]) -> None:
+    """Compare the packages' versions by host; `say` gets a note for each torch that differs.
+
+    Raises UserError unless Corolla and Flower are the same everywhere, and Flower is no newer than NEWEST.
+    """
+    reference_host, reference = next(iter(versions.items()))
+    for host, installed in versions.items():
+        for package, version in installed.items():
+            if version == reference[package]:
+                continue
+            what = f"{package} is {version} on {host} and {reference[package]} on {reference_host}"
+            if package != "torch":
+                raise DeploymentError(f"{what}; install the same version on all hosts")
+            say(f"note: {what}; bits may differ from one client to the next")
+    refuse_newer_flower(reference_host, reference["flwr"])
+
+
+def refuse_newer_flower(host: str, flwr: str) -> None:
+    """Raise UserError for a Flower whose SuperLink may take runs from anyone that reaches the fleet port."""
+    found = re.match(r"(\d+)\.(\d+)", flwr)
+    if found and (int(found[1]), int(found[2])) > NEWEST:
+        newest = ".".join(map(str, NEWEST))
+        raise DeploymentError(
+            key=host,
+            rule=f"flwr {flwr} is newer than {newest}, the newest whose fleet port deploy.superlink was "
+            "tried to guard: without the guard anyone that reaches the port can run code on every "
+            f"node; `pip install 'flwr[simulation]=={newest}.*'` there (docs/deployment.md, \"Newer "
+            'Flower")',
+        )
+
+
+def note_on_space(host: str, database: str, free: float | None) -> str:
+    """Return a note if little space is free under the SuperLink's database, "" if there is ample space.
+
+    free: bytes; None: unknown, or no database on a disk. A run compares the space with the bytes of its rounds. Raises
+    UserError if not even an empty database fits.
+    """
+    if free is None or free >= AMPLE:
+        return ""
+    found = f"{host}: superlink.database: {database}: {size(free)} are free"
+    if free < LEAST:
+        raise DeploymentError(f"{found}, and the database needs at least {size(LEAST)}; free space there")
+    return f"note: {found}; a round needs the bytes of all its downloads and uploads there"
+
+
+def compare_clocks(ahead: Mapping[str, float], superlink: str, authenticated: bool) -> list[str]:
+    """Return a note for every host with a clock noticeably different from the SuperLink's.
+
+    ahead: by host, seconds that its clock is ahead of one common clock; the answer's travel time may lower it, not
+    raise it. superlink: the SuperLink's host. authenticated: SuperNodes sign their requests, and the SuperLink checks
+    the time. Raises UserError that names the hosts with SuperNodes it would refuse.
+    """
+    notes, problems = [], []
+    for host, seconds in ahead.items():
+        off = seconds - ahead[superlink]
+        side = "ahead of" if off > 0 else "behind"
+        difference = f"{host}: its clock is {abs(off):.1f} s {side} that of the SuperLink's host ({superlink})"
+        if authenticated and not -MAX_BEHIND < off < MAX_AHEAD:
+            problems.append(difference)
+        elif abs(off) > _NOTED_SECONDS:
+            notes.append(f"note: {difference}")
+    if problems:
+        rule = (
+            f"the SuperLink refuses a SuperNode more than {MAX_AHEAD:g} s ahead or {MAX_BEHIND:g} s behind, and it ends"
+        )
+        raise DeploymentError("\n".join([*problems, f"{rule}; synchronize both clocks (`timedatectl set-ntp true`)"]))
+    return notes

@@ -1,7 +1,7 @@
 """One host's side of `corolla cluster`: `python -m deploy.node` answers one request.
 
 It reads the request as JSON from standard input and prints the reply. The same `handle` serves this machine directly
-and a remote one over ssh (deploy/hosts.py). Requests:
+and a remote one over ssh (deploy/cluster.py). Requests:
 
 - prepare: check versions, paths and ports; make the cluster's directory; write key files; return directory, ports,
   versions, and the free bytes under the SuperLink's database

@@ -73,7 +73,7 @@ def start(
 ) -> None:
     """Run this site's SuperNode, until Ctrl-C."""
     from deploy import joining, supernode
-    from deploy.shared_warm import OWN
+    from deploy.inventory import OWN
     from fl_app import log_format
     from fl_app.processes import flower_environment
 
@@ -153,9 +153,9 @@ def approve(
     whole: Annotated[bool, typer.Option("--all", help="List every key, also those with their default.")] = False,
 ) -> None:
     """Approve or decline a run that waits for this site; without RUN, list the waiting runs."""
-    from deploy import approval
+    from deploy import site as rules
 
-    found = {site: approval.waiting(directory) for site, directory in _sites(name).items()}
+    found = {site: rules.waiting(directory) for site, directory in _sites(name).items()}
     if run is None:
         for site, requests in found.items():
             for request in requests:
@@ -177,7 +177,7 @@ def approve(
             key=f"run {run}", rule=f"does not wait for approval here; waiting: {', '.join(others) or 'none'}"
         )
     for site in waiting:
-        approval.decide(_directory(site), run, not decline)
+        rules.decide(_directory(site), run, not decline)
         typer.echo(f"run {run} is {'declined' if decline else 'approved'} at {site}")
 
 

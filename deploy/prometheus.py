@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from deploy import certificates, expiry, log_size, superlink_nodes
+from deploy import certificates, detached, superlink_nodes
 from deploy.commands import listen_address
 from fl_app import log_format
 from fl_app.checksums import Stamp, stamp_of
@@ -273,7 +273,7 @@ class Exporter:
             try:
                 certificate = certificates.read_certificate(path)
                 yield "certificate_days", (path.name,), certificates.days_left(certificate)
-                yield "certificate_stage", (path.name,), expiry.stage(certificate)
+                yield "certificate_stage", (path.name,), certificates.stage(certificate)
             except UserError as error:
                 self._complain(str(error))
 
@@ -382,7 +382,7 @@ def main() -> None:
     parser.add_argument("--certificate", type=Path, action="append", default=[], help="a certificate to watch")
     given = parser.parse_args()
     log_format.configure("metrics")
-    log_size.keep_small()
+    detached.keep_small()
     connection: dict[str, Any] = {"address": given.control}
     trust = {"root-certificates": given.root_certificates} if given.root_certificates else {"insecure": True}
     with ending_on_bad_input():

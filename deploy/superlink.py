@@ -11,6 +11,7 @@ the fleet port, over gRPC as 1.39 does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import ipaddress
@@ -18,19 +19,24 @@ import logging
 import os
 import re
 import socket
+import sqlite3
+import stat
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deploy import database, expiry, log_size, objects, slow_start
+from deploy import certificates, detached, patches
 from deploy.patches import changing
 from deploy.unanswered import Kept
 from fl_app import log_format
 from fl_app.errors import DeploymentError
 from fl_app.exit_codes import ending_on_bad_input
+from fl_app.files import make_directory
 from fl_app.server.disk import DATABASE
 
 Scope = MutableMapping[str, Any]
@@ -132,7 +138,7 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     flower = importlib.import_module(_MODULE)
     # after the import, which gives Flower's logger its handler
     log_format.configure("superlink")
-    log_size.keep_small()
+    detached.keep_small()
     if hasattr(flower, _LOGGING):
         settings = getattr(flower, _LOGGING)
         # in JSON its server would give its loggers another format
@@ -145,15 +151,15 @@ def run(fleet: str, options: list[str], grpc: bool = False) -> None:
     if grpc or old:
         options = [*options, "--fleet-api-address", fleet]
     if path := database_of(options):
-        if note := database.make_private(Path(path)):
+        if note := make_private(Path(path)):
             logging.getLogger("corolla").warning(note)
-        database.forget_deleted(Path(path))
+        forget_deleted(Path(path))
         # ServerApps inherit it
         os.environ[DATABASE] = path
     keep_superexec(flower)
-    objects.register_in_one_step()
-    slow_start.allow_slow_starts(slow_start.IN_MEMORY, slow_start.SQL)
-    expiry.watch(expiry.named_by(options))
+    patches.register_in_one_step()
+    patches.allow_slow_starts(patches.IN_MEMORY, patches.SQL)
+    certificates.watch(certificates.named_by(options))
     sys.argv = ["flower-superlink", *options]
     flower.flower_superlink()
 
@@ -253,6 +259,118 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise DeploymentError(key="--fleet", rule=f"cannot listen on {host}, port {port}: {error.strerror}") from None
+
+
+# The database: its owner's alone, whatever the umask, and without the messages of ended runs --------------------------
+
+# SQLite leaves deleted bytes in free pages, and in the write-ahead log, until others replace them. A run's uploads would
+# stay there for as long. Here deleted bytes are overwritten, and the log is emptied when a run ends.
+
+
+log = logging.getLogger("corolla")
+
+# SQLite gives the first file's mode to the others when it makes them
+DATABASE_FILES = ("", "-wal", "-shm", "-journal")
+_OVERWRITE = ("secure_delete", "ON")
+_PAUSES = (0.2, 5.0, 60.0)
+"""Seconds before the log is emptied, and emptied again: a reader or an open transaction may have been in the way."""
+
+
+def make_private(path: Path) -> str:
+    """Give a database's files mode 0600 and its directory 0700, and make the missing ones.
+
+    Return a note if the directory is not for the database alone to close, "" otherwise: one of the system, or another
+    user's. The files are closed there as well. Raises UserError.
+    """
+    try:
+        make_directory(path.parent)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        for end in DATABASE_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{end}").chmod(0o600)
+        about = path.parent.stat()
+        mode = stat.S_IMODE(about.st_mode)
+        if not mode & 0o077:
+            return ""
+        if about.st_uid == os.geteuid() and not mode & stat.S_ISVTX and not _is_shared(path.parent):
+            path.parent.chmod(0o700)
+            return ""
+    except OSError as error:
+        raise DeploymentError(
+            key="superlink.database", rule=f"unable to open database file {path}: {error.strerror}"
+        ) from None
+    return (
+        f"superlink.database: others may list {path.parent} (mode {mode:o}); give the database a directory of its own"
+    )
+
+
+def _is_shared(directory: Path) -> bool:
+    """Return whether a directory is the user's home, or is as high as the system's own (/srv, /var/lib)."""
+    place = directory.resolve()
+    return place == Path.home().resolve() or (os.geteuid() == 0 and len(place.parts) <= 3)
+
+
+def forget_deleted(path: Path) -> None:
+    """Let Flower's SuperLink overwrite deleted bytes in its database, and empty the log when a run ends.
+
+    Free pages of earlier runs are overwritten now. A warning gives the reason if they are not.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=60)) as database:
+            database.execute("PRAGMA secure_delete = ON")
+            if database.execute("PRAGMA freelist_count").fetchone()[0]:
+                database.execute("VACUUM")
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    # Flower names a file that is no database; a full disk is no reason not to serve
+    except sqlite3.Error as error:
+        log.warning("superlink.database: deleted bytes of earlier runs in %s could not be overwritten: %s", path, error)
+    with changing("keeps its database", "a run's uploads may stay in its free pages"):
+        mixin: Any = importlib.import_module("flwr.supercore.sql_mixin")
+        module: Any = importlib.import_module("flwr.server.superlink.linkstate.sql_linkstate")
+        state, unsigned = module.SqlLinkState, module.int64_to_uint64
+        end_tasks, clean, ended = state._finish_run_tasks, state.cleanup_run, threading.Event()
+
+        @functools.wraps(clean)
+        def clean_and_empty(self: Any, run_id: int) -> None:
+            clean(self, run_id)
+            ended.set()
+
+        # every end of a run comes here: finished, stopped, failed, expired. Flower cleans when somebody asks for the run next.
+        @functools.wraps(end_tasks)
+        def end_and_clean(self: Any, runs: list[tuple[int, int]], **how: Any) -> None:
+            end_tasks(self, runs, **how)
+            for run_id, _ in runs:
+                self.cleanup_run(unsigned(run_id))
+
+        mixin.SQLITE_PRAGMAS = (*mixin.SQLITE_PRAGMAS, _OVERWRITE)
+        state._finish_run_tasks, state.cleanup_run = end_and_clean, clean_and_empty
+        threading.Thread(target=_keep_empty, args=(path, ended), name="empty-log", daemon=True).start()
+
+
+def _keep_empty(path: Path, ended: threading.Event) -> None:
+    """Empty the log whenever a run has ended: soon, and again after transactions that were open."""
+    while ended.wait():
+        ended.clear()
+        for seconds in _PAUSES:
+            time.sleep(seconds)
+            with contextlib.suppress(sqlite3.Error):
+                empty_log(path)
+
+
+def empty_log(path: Path) -> bool:
+    """Move the write-ahead log's pages into a database and empty the log. Return whether no reader was in the way."""
+    with contextlib.closing(sqlite3.connect(path, timeout=5)) as database:
+        return not database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+
+
+def copy_database(path: Path, to: Path) -> None:
+    """Copy a database that may be in use, without its free pages. The copy has mode 0600. Raises UserError if it is none."""
+    try:
+        os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=60)) as source:
+            source.execute("VACUUM INTO ?", (str(to),))
+    except sqlite3.Error as error:
+        raise DeploymentError(key="superlink.database", rule=f"{path} cannot be copied: {error}") from None
 
 
 if __name__ == "__main__":

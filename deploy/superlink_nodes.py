@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives import serialization
 
-from deploy import revoked
+from deploy import certificates
+from deploy.certificates import KEY_SUFFIX
 from deploy.cluster import Cluster
-from deploy.peers import KEY_SUFFIX
 from fl_app.errors import DeploymentError, UserError, plain
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import flower_environment, script
@@ -69,7 +69,7 @@ def _end_keys(cluster: Cluster, name: str, nodes: Iterable[NodeInfo]) -> None:
             raise DeploymentError(
                 key=name, rule=f"its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}"
             )
-        revoked.note(Path(cluster.inventory.keys), revoked.fingerprint(node.public_key))
+        certificates.note_revoked(Path(cluster.inventory.keys), certificates.fingerprint(node.public_key))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def unknown_keys(cluster: Cluster, nodes: Iterable[NodeInfo]) -> list[Unknown]:
     paths = [directory / f"supernode-{client_id}.pub" for client_id in ids]
     known = {public_bytes(path) for path in paths if path.is_file()}
     return [
-        Unknown(node.node_id, plain(node.name), revoked.fingerprint(node.public_key), node.status)
+        Unknown(node.node_id, plain(node.name), certificates.fingerprint(node.public_key), node.status)
         for node in nodes
         if _is_accepted(node) and node.public_key not in known
     ]
@@ -219,7 +219,7 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
         )
     _end_keys(cluster, name, accepted)
     if key:
-        revoked.note(public.parent, revoked.fingerprint(key))
+        certificates.note_revoked(public.parent, certificates.fingerprint(key))
     # the private half first: `corolla cluster keys` makes a public key of what is left after a crash
     for path in (public.with_suffix(".key"), public, public.with_suffix(KEY_SUFFIX), public.with_name(PEERS)):
         path.unlink(missing_ok=True)

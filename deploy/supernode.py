@@ -25,29 +25,15 @@ from cryptography.hazmat.primitives import serialization
 from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 
-from deploy import (
-    bubblewrap,
-    confine,
-    evaluations,
-    expiry,
-    log_size,
-    objects,
-    outage,
-    sample_counting,
-    shared_warm,
-    site,
-    slow_start,
-    superexec,
-)
-from deploy.arriving import Arriving
+from deploy import bubblewrap, certificates, confine, detached, patches, sample_counting, site, superexec
 from deploy.audit import FILE, Audit
 from deploy.confine import Confinement
 from deploy.detached import NODE_ID, state_home
 from deploy.gate import Connection, Gate, NodeConfig
-from deploy.pace import Pace
-from deploy.shared_warm import OWN, SHARED
+from deploy.inventory import OWN, SHARED
+from deploy.patches import Pace
 from deploy.site import Site
-from deploy.unanswered import Answering, Kept, WaitedProcess
+from deploy.unanswered import Answering, Arriving, Kept, WaitedProcess
 from fl_app import foreign_files, log_format
 from fl_app.config import RunConfig
 from fl_app.data import site_columns
@@ -129,7 +115,7 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     # first the import, which gives Flower's logger its handler
     importlib.import_module(_COMMAND)
     log_format.configure("supernode", node=name)
-    log_size.keep_small()
+    detached.keep_small()
     path = site.find(rules)
     found = use_rules(path)
     os.environ[TELL] = found.tell or ""
@@ -139,7 +125,7 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     command = install(found, audit, directory, warm, key_in(options))
     keys = [fingerprint_of(key) for key in key_in(options)]
     audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "", key="".join(keys))
-    expiry.watch(expiry.named_by(options))
+    certificates.watch(certificates.named_by(options))
     sys.argv = ["flower-supernode", *options]
     command()
 
@@ -180,7 +166,7 @@ def check_places(directory: Path) -> None:
 
 def key_in(options: Sequence[str]) -> tuple[Path, ...]:
     """Return the node's private key, which options of flower-supernode name, or nothing."""
-    return tuple(expiry.paths_in(options, "--auth-supernode-private-key"))
+    return tuple(certificates.paths_in(options, "--auth-supernode-private-key"))
 
 
 def fingerprint_of(private: Path) -> str:
@@ -216,9 +202,9 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Se
     # no application gets it
     noted = os.environ.pop(NODE_ID, "")
     pace = Pace(_SHORTEST)
-    outage.keep_heartbeats()
-    objects.register_in_one_step()
-    slow_start.allow_slow_starts(slow_start.IN_MEMORY)
+    patches.keep_heartbeats()
+    patches.register_in_one_step()
+    patches.allow_slow_starts(patches.IN_MEMORY)
 
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
@@ -238,7 +224,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Se
                     *data,
                     *writable.values(),
                 ],
-                (shared_warm.directory(), directory, *keys),
+                (superexec.shared_directory(), directory, *keys),
             )
             confinement = confinement_of(
                 rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
@@ -261,7 +247,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Se
             return confined(dataclasses.replace(confinement, ports=()), words, [file])
 
         store = given["state_factory"].objectstore_factory.store()
-        counted = evaluations.place(sites_directory())
+        counted = site.evaluations_in(sites_directory())
         counter_of_samples = functools.partial(sample_counting.count, start=counter)
         gate = Gate(rules, audit, directory, node, store, counted, count=counter_of_samples, arriving=arriving)
         state = given["state_factory"].state()
@@ -275,7 +261,7 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Se
                 bare = Connection(*connection)
                 if noted:
                     publish_text(Path(noted), str(bare.node_id))
-                guarded = gate.around(dataclasses.replace(bare, receive=outage.patient(bare.receive, None)))
+                guarded = gate.around(dataclasses.replace(bare, receive=patches.patient(bare.receive, None)))
                 guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 

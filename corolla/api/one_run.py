@@ -315,8 +315,7 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
     """Run on a SuperLink named in Flower's config file."""
     from corolla.experiments.launch import flwr_run
     from deploy.cluster import database_here
-    from deploy.connection import bad_certificate, require_known
-    from deploy.exposure import require_closed
+    from deploy.connection import bad_certificate, require_closed, require_known
     from fl_app.processes import flower_environment
     from fl_app.server.disk import full_database
 

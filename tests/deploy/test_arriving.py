@@ -35,8 +35,7 @@ from flwr.supernode import main as flower
 from flwr.supernode.nodestate import NodeStateFactory
 from flwr.supernode.runtime.run_clientapp import push_message
 
-from deploy.arriving import Arriving
-from deploy.unanswered import Answering
+from deploy.unanswered import Answering, Arriving
 
 RUN, LIMIT = 7, 1_000_000
 MOST = 32 * LIMIT

@@ -24,7 +24,7 @@ import pytest
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from deploy import bubblewrap, confine, supernode, system_calls, unanswered
+from deploy import bubblewrap, confine, supernode, unanswered
 from deploy.audit import Audit
 from deploy.bubblewrap import Walls
 from deploy.confine import Confinement
@@ -434,7 +434,7 @@ def test_no_file_of_an_application_runs_as_the_nodes_account(tmp_path: Path, cap
 
 
 @needs_bubblewrap
-@pytest.mark.skipif(not system_calls.is_known(), reason="no calls are refused on this architecture")
+@pytest.mark.skipif(not bubblewrap.has_call_filter(), reason="no calls are refused on this architecture")
 def test_what_the_kernel_knows_of_all_processes_is_asked_by_no_call(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from flwr.supercore import sql_mixin
 from flwr.supercore.constant import TaskType
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 
-from deploy import database, log_size
+from deploy import detached, superlink
 from fl_app.errors import DeploymentError
 from tests.facts import rejected
 
@@ -40,7 +40,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", vars(sql_mixin)["SQLITE_PRAGMAS"])
     for name in ("cleanup_run", "_finish_run_tasks"):
         monkeypatch.setattr(sql_linkstate.SqlLinkState, name, getattr(sql_linkstate.SqlLinkState, name))
-    monkeypatch.setattr(database, "_PAUSES", (0.0, 0.2))
+    monkeypatch.setattr(superlink, "_PAUSES", (0.0, 0.2))
 
 
 def files(path: Path) -> list[Path]:
@@ -53,8 +53,8 @@ def mode(path: Path) -> int:
 
 def started(path: Path) -> tuple[Any, SqlObjectStore]:
     """Return the state and the objects of a SuperLink with this database, guarded as deploy.superlink does."""
-    database.make_private(path)
-    database.forget_deleted(path)
+    superlink.make_private(path)
+    superlink.forget_deleted(path)
     managers: Any = type("Federations", (), {"report_run_usage": lambda self: None})()
     objects = SqlObjectStore(str(path), verify=False)
     objects.initialize()
@@ -97,14 +97,14 @@ def test_a_directory_of_the_system_stays_as_it_is(tmp_path: Path, monkeypatch: p
     shared = tmp_path / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)
-    assert str(shared) in database.make_private(shared / "flower.db")
+    assert str(shared) in superlink.make_private(shared / "flower.db")
     monkeypatch.setenv("HOME", str(tmp_path))
     tmp_path.chmod(0o755)
-    assert str(tmp_path) in database.make_private(tmp_path / "flower.db")
+    assert str(tmp_path) in superlink.make_private(tmp_path / "flower.db")
     assert mode(shared) == 0o1777 and mode(tmp_path) == 0o755 and mode(shared / "flower.db") == 0o600
     (tmp_path / "a-directory.db").mkdir()
     with rejected(DeploymentError, "superlink.database", "unable to open", "database file"):
-        database.make_private(tmp_path / "a-directory.db")
+        superlink.make_private(tmp_path / "a-directory.db")
 
 
 @pytest.mark.usefixtures("changed")
@@ -139,9 +139,9 @@ def test_what_an_earlier_version_left_is_overwritten_and_not_copied(tmp_path: Pa
         old.execute("DELETE FROM objects")
     old.close()
     assert holds(path)
-    database.copy(path, tmp_path / "copy")
+    superlink.copy_database(path, tmp_path / "copy")
     assert not holds(tmp_path / "copy") and mode(tmp_path / "copy") == 0o600
-    database.forget_deleted(path)
+    superlink.forget_deleted(path)
     assert not holds(path)
 
 
@@ -150,7 +150,7 @@ def test_a_long_log_moves(tmp_path: Path) -> None:
     with path.open("ab") as log:
         log.write(b"x" * 100)
         log.flush()
-        assert not log_size.rotate(path, 100) and log_size.rotate(path, 99)
+        assert not detached.rotate(path, 100) and detached.rotate(path, 99)
         log.write(b"next\n")
     assert path.read_bytes() == b"next\n" and Path(f"{path}.1").read_bytes() == b"x" * 100
     assert mode(Path(f"{path}.1")) == 0o600
@@ -159,8 +159,8 @@ def test_a_long_log_moves(tmp_path: Path) -> None:
 def test_a_process_keeps_its_own_log_small(tmp_path: Path) -> None:
     path = tmp_path / "log"
     code = (
-        "import sys, time; from deploy import log_size; log_size.MOST_BYTES = 50; log_size._SECONDS = 0.01\n"
-        "log_size.rotate.__defaults__ = (50,)\nlog_size.keep_small(); sys.stderr.write('x' * 99 + chr(10)); sys.stderr.flush()\n"
+        "import sys, time; from deploy import detached; detached.MOST_BYTES = 50; detached._SECONDS = 0.01\n"
+        "detached.rotate.__defaults__ = (50,)\ndetached.keep_small(); sys.stderr.write('x' * 99 + chr(10)); sys.stderr.flush()\n"
         "sys.stdin.read()"
     )
     with path.open("ab") as log:
@@ -168,7 +168,7 @@ def test_a_process_keeps_its_own_log_small(tmp_path: Path) -> None:
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stderr=log,
-            env=os.environ | {log_size.VARIABLE: str(path)},
+            env=os.environ | {detached.LOG_FILE: str(path)},
         )
         try:
             until = time.monotonic() + 30

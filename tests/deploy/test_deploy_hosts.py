@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import host_checks, hosts, inventory, node
+from deploy import cluster, inventory, lifecycle, node
 from deploy.cluster import Cluster
 from deploy.lifecycle import check_clocks
 from fl_app.errors import DeploymentError, UserError
@@ -21,21 +21,21 @@ def found(flwr: str = "1.39.0", torch: str = "2.11.0") -> dict[str, str]:
 
 
 def test_hosts_have_the_same_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    host_checks.compare_versions({"local": found(), "node2": found(torch="2.12.0")}, print)
+    lifecycle.compare_versions({"local": found(), "node2": found(torch="2.12.0")}, print)
     assert mentions(capsys.readouterr().out, "note", "torch is 2.12.0", "node2 and 2.11.0", "local")
     with rejected(DeploymentError, "", "flwr is 1.39.1", "node2 and 1.39.0", "local", "install the same", "version"):
-        host_checks.compare_versions({"local": found(), "node2": found("1.39.1")}, print)
+        lifecycle.compare_versions({"local": found(), "node2": found("1.39.1")}, print)
 
 
 @pytest.mark.parametrize("flwr", ["1.43.0", "1.43.0.dev20261026", "2.0.0"])
 def test_a_newer_flower_is_refused_by_name(flwr: str) -> None:
     with rejected(DeploymentError, "local", f"flwr {flwr} is newer", "1.42", "anyone that reaches", "every node"):
-        host_checks.compare_versions({"local": found(flwr), "node2": found(flwr)}, print)
+        lifecycle.compare_versions({"local": found(flwr), "node2": found(flwr)}, print)
 
 
 def test_the_newest_flower_that_may_be_installed_is_the_newest_that_is_started() -> None:
-    project = Path(host_checks.__file__).parent.parent / "pyproject.toml"
-    major, minor = host_checks.NEWEST
+    project = Path(lifecycle.__file__).parent.parent / "pyproject.toml"
+    major, minor = lifecycle.NEWEST
     assert f'"flwr[simulation]>=1.39,<{major}.{minor + 1}"' in project.read_text()
 
 
@@ -45,13 +45,13 @@ def test_the_newest_flower_that_may_be_installed_is_the_newest_that_is_started()
 def test_a_clock_whose_supernodes_would_be_refused(off: float, words: str) -> None:
     rule = "SuperLink's host \\(local\\)\n.* 5 s ahead or 305 s behind"
     with pytest.raises(DeploymentError, match=f"^node2: .* {words} .*{rule}"):
-        host_checks.compare_clocks({"local": 10.0, "node2": 10.0 + off, "node3": 11.0}, "local", authenticated=True)
-    assert len(host_checks.compare_clocks({"local": 10.0, "node2": 10.0 + off}, "local", authenticated=False)) == 1
+        lifecycle.compare_clocks({"local": 10.0, "node2": 10.0 + off, "node3": 11.0}, "local", authenticated=True)
+    assert len(lifecycle.compare_clocks({"local": 10.0, "node2": 10.0 + off}, "local", authenticated=False)) == 1
 
 
 def test_small_differences_are_said_or_nothing() -> None:
-    assert host_checks.compare_clocks({"local": 0.0, "a": 1.9, "b": -1.9}, "local", authenticated=True) == []
-    (note,) = host_checks.compare_clocks({"local": 0.0, "a": -60.0}, "local", authenticated=True)
+    assert lifecycle.compare_clocks({"local": 0.0, "a": 1.9, "b": -1.9}, "local", authenticated=True) == []
+    (note,) = lifecycle.compare_clocks({"local": 0.0, "a": -60.0}, "local", authenticated=True)
     assert mentions(note, "note", "clock is 60.0", "SuperLink's host (local)")
 
 
@@ -73,15 +73,15 @@ def test_a_real_answer_holds_the_other_sides_clock(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(node, "now", lambda: time.time() - 30)
     with pytest.raises(UserError, match=r"node2: its clock is (29\.|30\.)\d s ahead"):
         check_clocks(lab, ["node2"], said.append)
-    assert hosts.ask("local", "", {"action": "clock", "cluster": "lab", "token": ""})["clock"] < time.time() - 29
+    assert cluster.ask("local", "", {"action": "clock", "cluster": "lab", "token": ""})["clock"] < time.time() - 29
 
 
 def test_little_space_under_the_database_is_noted_and_none_is_refused() -> None:
-    assert host_checks.note_on_space("local", "/x/lab.db", None) == "" == host_checks.note_on_space("a", "/x", 2e9)
-    noted = host_checks.note_on_space("local", "/x/lab.db", 300e6)
+    assert lifecycle.note_on_space("local", "/x/lab.db", None) == "" == lifecycle.note_on_space("a", "/x", 2e9)
+    noted = lifecycle.note_on_space("local", "/x/lab.db", 300e6)
     assert mentions(noted, "note", "local", "superlink.database", "/x/lab.db", "300 MB are free")
     with rejected(DeploymentError, "", "local", "superlink.database", "/x/lab.db", "3.2 MB are free", "database needs"):
-        host_checks.note_on_space("local", "/x/lab.db", 3.2e6)
+        lifecycle.note_on_space("local", "/x/lab.db", 3.2e6)
 
 
 def test_a_host_tells_the_space_under_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from flwr.cli.supernode.register import try_load_public_key
 
-from deploy import certificates, inventory, peers, superlink_nodes
+from deploy import certificates, inventory, superlink_nodes
 from deploy.cluster import Cluster
 from deploy.inventory import Inventory
 from deploy.lifecycle import restart, up
@@ -174,7 +174,7 @@ def test_keys_are_whole_again_after_a_kill_at_any_file(tmp_path: Path, monkeypat
         monkeypatch.setattr(os, "replace", real)
         certificates.make(lab)
         for k in range(2):
-            assert peers.statement_in(tmp_path / "keys" / f"supernode-{k}.pub")
+            assert certificates.statement_in(tmp_path / "keys" / f"supernode-{k}.pub")
 
 
 def test_keys_and_certificates_of_two_makings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import detached, log_size, node
+from deploy import detached, node
 from deploy.inventory import LOCAL
 from fl_app.errors import DeploymentError, UserError
 from fl_app.processes import start_mark
@@ -183,7 +183,7 @@ def test_a_node_id_is_not_read_from_a_log(directory: Path) -> None:
     for name, noted, found in (("0", "1234567", "1234567"), ("1", "", ""), ("2", "\u0661", ""), ("3", "12\n", "")):
         detached.node_id_file(directory, f"supernode-{name}").write_text(noted)
         assert node._node_id(directory, f"supernode-{name}") == found
-    log_size.rotate(log, most=1)
+    detached.rotate(log, most=1)
     assert node._node_id(directory, "supernode-0") == "1234567"
 
 
@@ -198,7 +198,7 @@ def test_a_started_process_has_no_node_id_yet(directory: Path) -> None:
 
 
 def test_ssh_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy import hosts
+    from deploy import cluster
 
     ssh = tmp_path / "ssh"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -213,24 +213,24 @@ def test_ssh_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ssh.write_text(f"#!/bin/sh\n{script}\n")
         ssh.chmod(0o755)
         with pytest.raises(UserError, match=expected):
-            hosts.ask("user@n", "/p", request)
+            cluster.ask("user@n", "/p", request)
     ssh.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > args; echo Welcome; echo 'corolla-node: {\"processes\": {}}'\n")
     monkeypatch.chdir(tmp_path)
-    assert hosts.ask("user@n", "/a b/python", request) == {"processes": {}}
+    assert cluster.ask("user@n", "/a b/python", request) == {"processes": {}}
     assert (tmp_path / "args").read_text().splitlines()[-3:] == ["--", "user@n", "'/a b/python' -P -m deploy.node"]
 
 
 def test_hosts_are_asked_together_and_all_failures_told() -> None:
-    from deploy import hosts
+    from deploy import cluster
 
     def work(host: str) -> int:
         if host != LOCAL:
             raise UserError(f"{host}: no")
         return 1
 
-    assert hosts.each(work, [LOCAL]) == {LOCAL: 1}
+    assert cluster.each(work, [LOCAL]) == {LOCAL: 1}
     with pytest.raises(UserError, match="a: no\nb: no"):
-        hosts.each(work, ["a", LOCAL, "b"])
+        cluster.each(work, ["a", LOCAL, "b"])
 
 
 def test_half_a_record_and_an_unfinished_one_are_none(directory: Path) -> None:

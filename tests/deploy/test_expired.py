@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from corolla.api import one_run
-from deploy import certificates, expiry, inventory
+from deploy import certificates, inventory
 from deploy.connection import address_of, bad_certificate
 from deploy.prometheus import Exporter, Watched
 from fl_app.errors import DeploymentError, UserError
@@ -94,7 +94,7 @@ def test_a_certificates_end_is_near_in_steps(
     certificate = certificates.read_certificate(tmp_path / "keys" / "server.crt")
     then = certificate.not_valid_after_utc - datetime.timedelta(days=days)
     monkeypatch.setattr(certificates, "now", lambda: then)
-    assert expiry.stage(certificate) == stage and words in certificates.expiry_warning(certificate)
+    assert certificates.stage(certificate) == stage and words in certificates.expiry_warning(certificate)
     path = tmp_path / "keys" / "server.crt"
     exporter = Exporter(Watched(tmp_path, {"address": "127.0.0.1:1", "insecure": True}, certificates=[path]))
     assert exporter.samples()["certificate_stage"] == {("server.crt",): stage}
@@ -114,13 +114,13 @@ def test_all_certificates_of_a_file_are_watched_also_those_of_later(
         done.set()
         threading.Event().wait()
 
-    expiry.watch([both], once)
+    certificates.watch([both], once)
     assert done.wait(30) and f"{both}, number 2 expired on" in caplog.text
     begin = certificates.read_certificate(short).not_valid_before_utc
     monkeypatch.setattr(certificates, "now", lambda: begin - datetime.timedelta(days=1))
     assert mentions(certificates.expiry_warning(certificates.read_certificate(short)), "not valid before")
     caplog.clear()
-    expiry.watch([short], once)
+    certificates.watch([short], once)
     assert mentions(caplog.text, f"{short} is not valid", "before")
 
 
@@ -142,7 +142,7 @@ def test_each_step_has_one_line_in_the_log(
 
     options = ["--ssl-certfile", str(path), "--ssl-ca-certfile", str(tmp_path / "none"), "--insecure"]
     others = set(threading.enumerate())  # those of other tests never end
-    expiry.watch(expiry.named_by(options), sleep)
+    certificates.watch(certificates.named_by(options), sleep)
     assert done.wait(30)
     for thread in set(threading.enumerate()) - others:
         thread.join(30)
@@ -157,8 +157,8 @@ def test_a_renewed_certificate_does_not_hide_the_one_that_is_shown(
 ) -> None:
     port = address_of("lab")[1]  # type: ignore[index]
     running = dataclasses.replace(shown, superlink=dataclasses.replace(shown.superlink, control_port=port))
-    assert expiry.warnings(running) == []
+    assert certificates.shown_warnings(running) == []
     certificates.renew(running)
     assert certificates.expiry_warnings(running) == []
-    (warning,) = expiry.warnings(running)
+    (warning,) = certificates.shown_warnings(running)
     assert mentions(warning, "SuperLink shows a certificate", "expired")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import exposure
+from deploy import connection
 from fl_app.errors import DeploymentError, UserError
 from tests.facts import rejected
 
@@ -32,7 +32,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
     """A SuperLink of a newer Flower at all addresses of this machine, and a connection to it over loopback."""
-    monkeypatch.setattr(exposure, "serves_grpc", lambda version: False)
+    monkeypatch.setattr(connection, "serves_grpc", lambda version: False)
     monkeypatch.setattr(Answers, "status", 415)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     with http.server.ThreadingHTTPServer(("0.0.0.0", 0), Answers) as server:
@@ -45,40 +45,40 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
 
 
 def test_a_superlink_that_others_reach_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposure, "own_addresses", lambda: ["127.0.0.2"])
+    monkeypatch.setattr(connection, "own_addresses", lambda: ["127.0.0.2"])
     with rejected(DeploymentError, "--superlink lab", "at 127.0.0.2", f"port {port}", "run code", "every node"):
-        exposure.require_closed("lab")
+        connection.require_closed("lab")
     # one that answers on loopback alone
-    monkeypatch.setattr(exposure, "own_addresses", list)
-    exposure.require_closed("lab")
-    exposure.require_closed("none")
+    monkeypatch.setattr(connection, "own_addresses", list)
+    connection.require_closed("lab")
+    connection.require_closed("none")
 
 
 def test_a_connection_past_loopback_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposure, "is_loopback", lambda host: host == "127.0.0.1")
-    monkeypatch.setattr(exposure, "address_of", lambda name: ("127.0.0.3", port, False))
+    monkeypatch.setattr(connection, "is_loopback", lambda host: host == "127.0.0.1")
+    monkeypatch.setattr(connection, "address_of", lambda name: ("127.0.0.3", port, False))
     with pytest.raises(UserError, match="at 127.0.0.3"):
-        exposure.require_closed("other")
+        connection.require_closed("other")
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_guard_or_a_login_is_closed(port: int, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr(exposure, "own_addresses", lambda: ["127.0.0.2"])
+    monkeypatch.setattr(connection, "own_addresses", lambda: ["127.0.0.2"])
     monkeypatch.setattr(Answers, "status", status)
-    exposure.require_closed("lab")
+    connection.require_closed("lab")
 
 
 def test_a_superlink_with_a_port_for_supernodes_is_left_alone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """This Flower is one with two ports, and the SuperLink's may be newer."""
-    monkeypatch.setattr(exposure, "own_addresses", lambda: ["127.0.0.2"])
-    monkeypatch.setattr(exposure, "serves_grpc", lambda version: True)
+    monkeypatch.setattr(connection, "own_addresses", lambda: ["127.0.0.2"])
+    monkeypatch.setattr(connection, "serves_grpc", lambda version: True)
     with pytest.raises(UserError, match="at 127.0.0.2"):
-        exposure.require_closed("lab")
+        connection.require_closed("lab")
     monkeypatch.setattr(Answers, "fleet", 404)
-    exposure.require_closed("lab")
+    connection.require_closed("lab")
 
 
 def test_own_addresses_are_addresses_of_others_networks() -> None:
-    for text in exposure.own_addresses():
+    for text in connection.own_addresses():
         assert not text.startswith("127.") and text != "::1"
-    assert exposure.answer("/v1/control/list-runs", "127.0.0.1", 1, secure=True, seconds=1) is None
+    assert connection.answer("/v1/control/list-runs", "127.0.0.1", 1, secure=True, seconds=1) is None

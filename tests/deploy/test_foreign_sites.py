@@ -11,11 +11,11 @@ import pytest
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
 from client_app import stored_state
-from deploy import approval, node_cli, supernode
-from deploy.approval import Request
+from deploy import node_cli, supernode
+from deploy import site as site_rules
 from deploy.audit import FILE, Audit
 from deploy.gate import Gate, NodeConfig
-from deploy.site import Site
+from deploy.site import Request, Site
 from fl_app.errors import UserError
 from fl_app.privacy import pins
 from fl_app.toml import flatten, read_toml
@@ -39,7 +39,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_false_site_is_none(site: Path, inside: str, capsys: pytest.CaptureFixture[str]) -> None:
     false = site / inside / "zurich"
     Audit(false).append("start")
-    approval.ask(false, Request("7", HASH, {}))
+    site_rules.ask(false, Request("7", HASH, {}))
     (site / "link").symlink_to(false)
     assert supernode.sites_in(supernode.sites_directory()) == ["lab/bern"]
     node_cli.approve(None, False, None)
@@ -53,7 +53,7 @@ def test_a_false_site_is_none(site: Path, inside: str, capsys: pytest.CaptureFix
 
 def test_a_long_value_looks_like_no_other_key(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     padded = "x" + " " * 500 + "  private = True"
-    approval.ask(site, Request("7", HASH, {"run-name": padded, "private": False}))
+    site_rules.ask(site, Request("7", HASH, {"run-name": padded, "private": False}))
     node_cli.approve(None, False, None, whole=True)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[1:])) <= 80
@@ -64,7 +64,7 @@ def test_a_long_value_looks_like_no_other_key(site: Path, capsys: pytest.Capture
 def test_a_person_reads_what_is_not_default(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = flatten(read_toml(project_file())["tool"]["flwr"]["app"]["config"])
     config = {**known, "run-name": "july", "local-epochs": 7, "fedcac.beta": 3, "private": 0, "own.key": "x"}
-    approval.ask(site, Request("7", HASH, config, "anna\x1b[2K\n  private = True"))
+    site_rules.ask(site, Request("7", HASH, config, "anna\x1b[2K\n  private = True"))
     node_cli.approve(None, False, None)
     first, *lines, rest = capsys.readouterr().out.splitlines()
     assert mentions(first, "run 7 at lab/bern", "submitted by anna") and first.endswith(HASH)
@@ -97,16 +97,16 @@ def test_a_person_reads_what_is_not_default(site: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_a_malformed_request_is_none_and_others_stay(site: Path, content: str) -> None:
-    approval.ask(site, Request("9", HASH, {}))
+    site_rules.ask(site, Request("9", HASH, {}))
     (site / "waiting" / "7.json").write_text(content)
     os.mkfifo(site / "waiting" / "6.json")
     (site / "waiting" / "5.json").symlink_to("9.json")
-    assert [request.run for request in approval.waiting(site)] == ["9"]
-    approval.decide(site, "9", True)
+    assert [request.run for request in site_rules.waiting(site)] == ["9"]
+    site_rules.decide(site, "9", True)
     for name in ("9.json", "7.json"):
         (site / "decided" / name).unlink(missing_ok=True)
         os.mkfifo(site / "decided" / name)
-        assert approval.answer(site, Request(name[:-5], HASH, {})) is None
+        assert site_rules.answer(site, Request(name[:-5], HASH, {})) is None
 
 
 def test_state_is_listed_and_removed_without_links_or_waiting(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_no_command_and_no_judgement_reaches_what_applications_write_past_the_do
     monkeypatch.setattr(sys.modules[__name__], "WATCHED", [str(p) for p in (root, prepared, site_dir, site / "tmp")])
     SEEN.clear()
     assert opened.receive() is None
-    approval.decide(tmp_path / "gate", "7", True)
+    site_rules.decide(tmp_path / "gate", "7", True)
     assert opened.receive() is not None and link.sent == []
     assert supernode.sites_in(supernode.sites_directory()) == ["lab/bern"]
     node_cli.audit(None, "")

@@ -35,11 +35,11 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.servicer.runtime import runtime_handlers
 
 from client_app.counting import train_samples
-from deploy import approval, audit, evaluations, node_cli, supernode
-from deploy.arriving import Arriving
+from deploy import audit, node_cli, site, supernode
 from deploy.audit import Audit
 from deploy.gate import NO_ACCOUNTS, Connection, Gate, NodeConfig
 from deploy.site import Site
+from deploy.unanswered import Arriving
 from fl_app.errors import DeploymentError
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
@@ -252,7 +252,7 @@ def test_nodes_of_a_machine_account_have_one_count(tmp_path: Path) -> None:
     for name, path in (("lab/a", str(data)), ("field/a", str(data)), ("lab/b", ""), ("lab/c", str(data / "rows.csv"))):
         link = SuperLink({2: {"private": True}})
         made = made_gate(Site(max_evaluations=2), sites / name, NodeConfig(0, 4, path))
-        made.evaluations_in = evaluations.place(sites)
+        made.evaluations_in = site.evaluations_in(sites)
         link.ask("evaluate", 2)
         answered.append(made.around(link.connection()).receive() is not None)
     # the first run and its evaluation are two
@@ -734,7 +734,7 @@ def test_a_run_that_is_judged_again_keeps_its_approval(
     made, opened = gate(tmp_path, link, approval="ask")
     link.ask("get_properties")
     assert opened.receive() is None
-    approval.decide(tmp_path, "7", True)
+    site.decide(tmp_path, "7", True)
     exchange(opened, made, link, 1)
     link.sent.clear()
     for run_id in range(20, 26):
@@ -762,18 +762,18 @@ def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink)
     made, opened = gate(tmp_path, link, approval="ask")
     first, second = link.ask("get_properties", 7), link.ask("get_properties", 8)
     assert opened.receive() is None and opened.receive() is None and opened.receive() is None and link.sent == []
-    assert [request.run for request in approval.waiting(tmp_path)] == ["7", "8"]
-    assert approval.waiting(tmp_path)[1].config["local-epochs"] == 20
+    assert [request.run for request in site.waiting(tmp_path)] == ["7", "8"]
+    assert site.waiting(tmp_path)[1].config["local-epochs"] == 20
     with rejected(DeploymentError, "run 5", "does not wait", "approval here", "waiting", "7", "8"):
-        approval.decide(tmp_path, "5", True)
-    approval.decide(tmp_path, "8", True)
+        site.decide(tmp_path, "5", True)
+    site.decide(tmp_path, "8", True)
     assert (received := ask(opened, link)) is second
     deliver(opened, made, reply_to(received, 1))
     link.sent.clear()
-    approval.decide(tmp_path, "7", False)
+    site.decide(tmp_path, "7", False)
     assert opened.receive() is None and link.errors == ["refused//approval"]
     assert "has declined it" in audit.entries(tmp_path)[-1]["why"]
-    assert approval.waiting(tmp_path) == [] and first.metadata.run_id == 7
+    assert site.waiting(tmp_path) == [] and first.metadata.run_id == 7
     assert [kind for kind, _ in lines(tmp_path)] == "run run approval download upload approval refusal".split()
     link.ask("train", 8)
     assert opened.receive() is not None  # the whole run is approved
@@ -788,9 +788,9 @@ def test_a_message_that_is_not_held_is_answered(
     assert [opened.receive() for _ in asked] == [None] * 3
     assert link.errors == ["refused//approval"]
     # a server may start any number of runs
-    assert [request.run for request in approval.waiting(tmp_path)] == ["7"]
+    assert [request.run for request in site.waiting(tmp_path)] == ["7"]
     assert link.sent[0][0].metadata.reply_to_message_id == asked[2].metadata.message_id
-    approval.decide(tmp_path, "7", True)
+    site.decide(tmp_path, "7", True)
     assert ask(opened, link) is asked[0]
 
 
@@ -808,10 +808,10 @@ def test_nothing_is_looked_up_for_a_run_that_nobody_has_approved(
         assert opened.receive() is None
     assert link.sent == [] and not counted and not (tmp_path / "evaluations").exists()
     assert [entry["refusal"] for entry in audit.entries(tmp_path)] == ["waits for approval"] * 2
-    approval.decide(tmp_path, "7", False)
+    site.decide(tmp_path, "7", False)
     assert opened.receive() is None and not counted and not (tmp_path / "evaluations").exists()
     assert link.errors == ["refused//approval"]
-    approval.decide(tmp_path, "8", True)
+    site.decide(tmp_path, "8", True)
     passed = opened.receive() is not None
     assert passed == ("min_samples" not in rules or rules["min_samples"] == 30)
     assert link.errors[1:] == ([] if passed else ["refused//min-samples"])
@@ -819,13 +819,13 @@ def test_nothing_is_looked_up_for_a_run_that_nobody_has_approved(
 
 
 def test_an_approval_is_of_this_application_with_this_config(tmp_path: Path, link: SuperLink) -> None:
-    request = approval.Request("7", HASH, {"local-epochs": 5})
-    approval.ask(tmp_path, request)
-    approval.decide(tmp_path, "7", True)
-    answer = approval.answer(tmp_path, request)
+    request = site.Request("7", HASH, {"local-epochs": 5})
+    site.ask(tmp_path, request)
+    site.decide(tmp_path, "7", True)
+    answer = site.answer(tmp_path, request)
     assert answer is not None and answer.approved
-    assert approval.answer(tmp_path, approval.Request("7", HASH, {"local-epochs": 6})) is None
-    assert approval.answer(tmp_path, approval.Request("7", "ab" * 32, {"local-epochs": 5})) is None
+    assert site.answer(tmp_path, site.Request("7", HASH, {"local-epochs": 6})) is None
+    assert site.answer(tmp_path, site.Request("7", "ab" * 32, {"local-epochs": 5})) is None
 
 
 def test_a_waiting_run_cannot_hide_a_line_of_its_config(
@@ -839,7 +839,7 @@ def test_a_waiting_run_cannot_hide_a_line_of_its_config(
         "x\n  private": "true\x1b[1A\x1b[2K\r\n  dp-epsilon = 1.0",
         "y": "\u202etxt",
     }
-    approval.ask(directory, approval.Request("7", HASH, config))
+    site.ask(directory, site.Request("7", HASH, config))
     node_cli.approve(None, False, None, whole=True)
     assert each_mentions(
         capsys.readouterr().out.splitlines(),
@@ -852,16 +852,16 @@ def test_a_waiting_run_cannot_hide_a_line_of_its_config(
 
 def test_an_old_approval_holds_for_the_same_code_and_config_alone(tmp_path: Path, link: SuperLink) -> None:
     """A server may start the approved run again, and nothing else: the request of a run with one more byte is new."""
-    request = approval.Request("7", HASH, {"local-epochs": 5})
-    approval.ask(tmp_path, request)
-    approval.decide(tmp_path, "7", True)
+    request = site.Request("7", HASH, {"local-epochs": 5})
+    site.ask(tmp_path, request)
+    site.decide(tmp_path, "7", True)
     one_bit = f"{int(HASH, 16) ^ 1:064x}"
     replays = [
         ("8", HASH, {"local-epochs": 5}),
         ("7", one_bit, {"local-epochs": 5}),
         ("7", HASH, {"local-epochs": 5.0}),
     ]
-    assert [approval.answer(tmp_path, approval.Request(*replay)) for replay in replays] == [None] * 3
+    assert [site.answer(tmp_path, site.Request(*replay)) for replay in replays] == [None] * 3
 
 
 def test_nothing_runs_that_cannot_be_noted(tmp_path: Path, link: SuperLink) -> None:

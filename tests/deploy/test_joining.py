@@ -10,7 +10,7 @@ import pytest
 from flwr.common.config import parse_config_args
 from typer.testing import CliRunner
 
-from deploy import certificates, inventory, joining, node_cli, peers
+from deploy import certificates, inventory, joining, node_cli
 from deploy.inventory import Inventory
 from fl_app.errors import DeploymentError, UserError
 from fl_app.privacy import pins
@@ -107,7 +107,7 @@ def test_a_lost_half_is_made_again(tmp_path: Path, lost: tuple[str, ...]) -> Non
     for name in lost:
         (tmp_path / name).unlink()
     again = joining.make_key(tmp_path).read_text().split()
-    assert again[:2] == before[:2] and peers.statement_in(public)
+    assert again[:2] == before[:2] and certificates.statement_in(public)
     assert (again[3] == before[3]) == (len(lost) == 1)
 
 

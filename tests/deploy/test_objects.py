@@ -13,7 +13,7 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import in_memory_object_store as module
 
-from deploy import objects
+from deploy import patches
 from tests.facts import mentions
 
 STATUS = {"code": 0, "message": "Success"}
@@ -60,13 +60,13 @@ def registered_while_deleted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_a_shared_object_outlives_the_message_that_brought_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # other tests start a SuperNode in this process
     monkeypatch.setattr(module.InMemoryObjectStore, "preregister", unwrap(module.InMemoryObjectStore.preregister))
-    assert registered_while_deleted(monkeypatch), "Flower registers in one step itself: deploy.objects can go"
-    objects.register_in_one_step()
+    assert registered_while_deleted(monkeypatch), "Flower registers in one step itself: deploy.patches can go"
+    patches.register_in_one_step()
     assert registered_while_deleted(monkeypatch) == set()
 
 
 def test_another_flower_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delattr(module, "InMemoryObjectStore")
     with caplog.at_level("WARNING", "corolla"):
-        objects.register_in_one_step()
+        patches.register_in_one_step()
     assert mentions(caplog.text, "stores objects", "another way")

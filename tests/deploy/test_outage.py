@@ -11,7 +11,7 @@ import httpx
 import pytest
 from flwr.supercore import heartbeat
 
-from deploy import outage
+from deploy import patches
 
 
 class Failing(grpc.RpcError):
@@ -32,7 +32,7 @@ OTHERS = [Failing(grpc.StatusCode.UNAUTHENTICATED), over_http(401), ValueError("
 
 
 def test_only_failures_of_the_superlink_are_faults() -> None:
-    assert all(map(outage.is_fault, FAULTS)) and not any(map(outage.is_fault, OTHERS))
+    assert all(map(patches.is_fault, FAULTS)) and not any(map(patches.is_fault, OTHERS))
 
 
 def test_a_poll_finds_nothing_while_the_superlink_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,7 +44,7 @@ def test_a_poll_finds_nothing_while_the_superlink_fails(caplog: pytest.LogCaptur
             raise answer
         return answer
 
-    poll = outage.patient(receive, None)
+    poll = patches.patient(receive, None)
     with caplog.at_level(logging.WARNING, "corolla"):
         assert [poll() for _ in range(5)] == [None, None, None, "message", None]
         # an outage is one line
@@ -55,7 +55,7 @@ def test_a_poll_finds_nothing_while_the_superlink_fails(caplog: pytest.LogCaptur
 
 def test_heartbeats_go_on_after_the_superlink_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat.HeartbeatSender, "__init__", heartbeat.HeartbeatSender.__init__)
-    outage.keep_heartbeats()
+    patches.keep_heartbeats()
     fails = True
 
     def beat() -> bool:

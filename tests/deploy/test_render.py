@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import commands, inventory, render
+from deploy import commands, inventory
 from fl_app import shell
 from fl_app.errors import DeploymentError
 from tests import slurm
@@ -42,11 +42,11 @@ def arguments(text: str) -> list[list[str]]:
 
 def test_a_shell_starts_what_the_launcher_would(tmp_path: Path) -> None:
     lab = inventory.parse(TWO_HOSTS, "lab", tmp_path)
-    text = render.by_host(lab)
+    text = commands.by_host(lab)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     link, first, second, third = arguments(text)
     assert link[0] == "env" and "deploy.superlink" in link and f"{tmp_path}/lab-keys/server.key" in link
-    place = render._place(lab, "me@node2", "/opt/my corolla/bin/python")
+    place = commands._place(lab, "me@node2", "/opt/my corolla/bin/python")
     assert place.directory == f"{shell.variable('HOME')}/.local/state/corolla/clusters/lab"
     there = commands.HostPlaces("/home/me/.local/state/corolla/clusters/lab", place.scripts, place.ports)
     process = commands.supernode(lab, lab.supernodes[2], there, 0)
@@ -63,13 +63,13 @@ def test_ports_of_a_host_differ(tmp_path: Path) -> None:
     # the second's next numbers meet the fleet port
     for control in (8000, 9090):
         lab = inventory.parse({"superlink": {"control-port": control}, "hosts": hosts}, "lab", tmp_path)
-        ports = render._place(lab, "local", "/p/python").ports
+        ports = commands._place(lab, "local", "/p/python").ports
         assert len({*ports, 9092, control}) == len(ports) + 2 == 5
 
 
 def test_a_job_asks_for_what_the_inventory_has(tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
-    path.write_text(render.slurm(inventory.parse(TWO_HOSTS, "lab", tmp_path)))
+    path.write_text(commands.slurm(inventory.parse(TWO_HOSTS, "lab", tmp_path)))
     subprocess.run(["bash", "-n", str(path)], check=True)
     asked = slurm.options(path)
     assert (asked["--ntasks"], asked["--gpus-per-task"], asked["--cpus-per-task"]) == (
@@ -80,13 +80,13 @@ def test_a_job_asks_for_what_the_inventory_has(tmp_path: Path) -> None:
     # which GPU a task has, Slurm says
     assert "CUDA_VISIBLE_DEVICES" not in path.read_text()
     assert "address=$(hostname -f)" in path.read_text() and "tls: true" in path.read_text()
-    path.write_text(render.slurm(inventory.parse({"hosts": [{"host": "local", "gpus": []}]}, "lab", tmp_path)))
+    path.write_text(commands.slurm(inventory.parse({"hosts": [{"host": "local", "gpus": []}]}, "lab", tmp_path)))
     asked = slurm.options(path)
     assert asked["--nodes"] == "1" and "--gpus-per-task" not in asked and "CUDA_VISIBLE_DEVICES=''" in path.read_text()
     joining = inventory.parse({"tls": True, "hosts": [{"host": "local"}, {"host": "joins"}]}, "lab", tmp_path)
     with rejected(DeploymentError, "hosts", "clients 1", "own sites"):
-        render.slurm(joining)
-    assert mentions(render.by_host(joining), "clients 1", "their sites")
+        commands.slurm(joining)
+    assert mentions(commands.by_host(joining), "clients 1", "their sites")
 
 
 @pytest.mark.parametrize("text", ["plain", "", "a b", "it's", '$HOME `id` \\ " *', "ends\\"])

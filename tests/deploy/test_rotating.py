@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from client_app.session import session_of
-from deploy import certificates, cluster, joining, lifecycle, revoked, superlink_nodes
+from deploy import certificates, cluster, joining, lifecycle, superlink_nodes
 from deploy.cluster import Cluster
 from deploy.superlink_nodes import public_bytes
 from fl_app.errors import UserError
@@ -129,7 +129,9 @@ def test_revoking_ends_every_key_that_a_client_ever_had(running: Cluster, link: 
     link.nodes += [Known(8, "supernode-1", more[0]), Known(9, "supernode-10", more[1])]
     assert superlink_nodes.revoke(running, 1) == []
     assert not {first, more[0]} & set(link.accepted()) and more[1] in link.accepted()
-    assert {revoked.fingerprint(key) for key in (first, more[0])} <= revoked.noted(Path(running.inventory.keys))
+    assert {certificates.fingerprint(key) for key in (first, more[0])} <= certificates.revoked_keys(
+        Path(running.inventory.keys)
+    )
     with pytest.raises(UserError, match="revoked"):
         joining.admit(running.inventory, 1, tmp_path / "site" / joining.PUBLIC)
     with pytest.raises(UserError, match="it was revoked before"):
@@ -174,7 +176,7 @@ def test_status_is_good_only_if_every_admitted_site_is_connected(
     assert code == 0, err
     rows = {row["node"]: row for row in json.loads(out)}
     assert [rows[f"supernode-{k}"]["name"] for k in (0, 1, 2)] == ["", "celle", ""]
-    assert rows["supernode-1"]["key"] == revoked.fingerprint(kept(running, 1)) and not rows["supernode-2"]["key"]
+    assert rows["supernode-1"]["key"] == certificates.fingerprint(kept(running, 1)) and not rows["supernode-2"]["key"]
     for away, status in enumerate(("offline", "registered"), 1):
         found = next(found for found in link.nodes if found.status == "online" and found.name != "supernode-0")
         found.status = status
@@ -208,8 +210,8 @@ def test_status_names_keys_that_no_entry_has(running: Cluster, link: Link, tmp_p
     link.nodes[0].status = "offline"
     assert "--allow-offline" not in command("cluster", "status", "lab")[2]
     link.nodes[0].status = "online"
-    assert code == 1 and "flwr supernode unregister 77 lab" in err and revoked.fingerprint(key) in err
-    assert [row["key"] for row in json.loads(out)].count(revoked.fingerprint(key)) == 1
+    assert code == 1 and "flwr supernode unregister 77 lab" in err and certificates.fingerprint(key) in err
+    assert [row["key"] for row in json.loads(out)].count(certificates.fingerprint(key)) == 1
     link.nodes[-1].status = "unregistered"
     assert command("cluster", "status", "lab")[0] == 0
 

@@ -16,10 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from deploy import cluster, commands, confine, detached, inventory, shared_warm, supernode
+from deploy import cluster, commands, confine, detached, inventory, superexec, supernode
 from deploy.confine import Confinement
-from deploy.inventory import read_inventory
-from deploy.shared_warm import OWN, SHARED
+from deploy.inventory import OWN, SHARED, read_inventory
 from fl_app import forking, machine
 from fl_app.errors import DeploymentError
 from fl_app.forking import Link
@@ -30,8 +29,8 @@ from tests.facts import mentions, rejected
 COMMAND = [
     sys.executable,
     "-c",
-    "import sys; from deploy import shared_warm; from fl_app import forking\n"
-    "with shared_warm.detached(int(sys.argv[1])) as (listener, secret):\n"
+    "import sys; from deploy import superexec; from fl_app import forking\n"
+    "with superexec.leaving_its_starter(int(sys.argv[1])) as (listener, secret):\n"
     "    forking.serve_all(listener, lambda asker: asker.recv(1), secret)\n",
 ]
 
@@ -44,7 +43,7 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def connected() -> Link:
-    link = shared_warm.connect(COMMAND)
+    link = superexec.shared_link(COMMAND)
     assert link is not None
     return link
 
@@ -137,22 +136,22 @@ def test_nodes_share_if_their_processes_start_alike(variable: str, same: bool, m
 
 
 def test_other_cores_and_other_software_have_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [shared_warm.name_of({})]
+    names = [superexec.name_of({})]
     with monkeypatch.context() as patched:
         patched.setattr(os, "sched_getaffinity", lambda pid: {977}, raising=False)
-        names.append(shared_warm.name_of({}))
+        names.append(superexec.name_of({}))
     with monkeypatch.context() as patched:
         patched.setattr(machine, "versions", lambda: {"torch": "9.9"})
-        names.append(shared_warm.name_of({}))
+        names.append(superexec.name_of({}))
     mask = os.umask(0o027)
-    names.append(shared_warm.name_of({}))
+    names.append(superexec.name_of({}))
     os.umask(mask)
     assert len(set(names)) == (4 if sys.platform == "linux" else 3)
 
 
 def test_a_childs_own_processes_end_with_its_node(tmp_path: Path) -> None:
     starting = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True)"
-    link = shared_warm.connect(
+    link = superexec.shared_link(
         [*COMMAND[:2], COMMAND[2].replace("asker.recv(1)", f"[exec({starting!r}), asker.recv(1)]")]
     )
     assert link is not None
@@ -177,7 +176,7 @@ def test_a_fork_that_fails_is_an_error_of_one_message() -> None:
         "    return real()\n"
         "os.fork = fork\n"
     )
-    link = shared_warm.connect([*COMMAND[:2], failing + COMMAND[2]])
+    link = superexec.shared_link([*COMMAND[:2], failing + COMMAND[2]])
     assert link is not None
     with pytest.raises(BlockingIOError):
         link.fork(2)
@@ -202,7 +201,7 @@ def test_a_process_whose_starter_was_killed_ends() -> None:
 
 
 def test_a_node_that_cannot_share_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
-    assert shared_warm.connect([sys.executable, "-c", "import sys; sys.exit(3)"]) is None
+    assert superexec.shared_link([sys.executable, "-c", "import sys; sys.exit(3)"]) is None
     assert mentions(caplog.text, "cannot be used", "3; see")
     assert mentions(caplog.text, "node")
 
@@ -232,7 +231,7 @@ else:
 
 @pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
 def test_a_confined_application_cannot_fork_an_unconfined_one() -> None:
-    link, where = connected(), shared_warm.directory()
+    link, where = connected(), superexec.shared_directory()
     (found,) = [path for path in where.iterdir() if path.is_socket()]
     free = [sys.executable, "-c", TRIES, str(where), found.name]
     # with no more rights than a node's applications have; the last one may go to the directory, and knows the name
@@ -250,10 +249,10 @@ def test_a_confined_application_cannot_fork_an_unconfined_one() -> None:
 
 
 def test_who_sends_no_secret_is_refused() -> None:
-    link, where = connected(), shared_warm.directory()
+    link, where = connected(), superexec.shared_directory()
     _, warm, _ = forked(link)
     (found,) = [path for path in where.iterdir() if path.is_socket()]
-    with shared_warm._short(where) as short:
+    with superexec._short(where) as short:
         for sent in (b"", b"short", b"0" * 32):
             with socket.socket(socket.AF_UNIX) as control:
                 control.connect(f"{short}/{found.name}")
@@ -261,7 +260,7 @@ def test_who_sends_no_secret_is_refused() -> None:
                 with pytest.raises(OSError):
                     Link(control).fork(2)
     # with many that send nothing, the oldest is closed
-    with contextlib.ExitStack() as stack, shared_warm._short(where) as short:
+    with contextlib.ExitStack() as stack, superexec._short(where) as short:
         for _ in range(forking._MOST_SILENT + 1):
             control = stack.enter_context(socket.socket(socket.AF_UNIX))
             control.connect(f"{short}/{found.name}")

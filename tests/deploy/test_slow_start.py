@@ -15,7 +15,7 @@ from flwr.supercore.corestate import in_memory_corestate, sql_corestate
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from deploy import slow_start
+from deploy import patches
 from tests.facts import mentions
 
 States = Callable[[str], Any]
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module, kind in ((in_memory_corestate, slow_start.IN_MEMORY), (sql_corestate, slow_start.SQL)):
+    for module, kind in ((in_memory_corestate, patches.IN_MEMORY), (sql_corestate, patches.SQL)):
         monkeypatch.setattr(module, "now", clock)
         # other tests start a SuperNode in this process
         monkeypatch.setattr(vars(module)[kind], "claim_task", unwrap(vars(module)[kind].claim_task))
@@ -46,7 +46,7 @@ def states(tmp_path: Path) -> States:
     """Return a function that makes a new state: a SuperNode's, or that of a SuperLink with a database."""
 
     def make(kind: str) -> Any:
-        if kind == slow_start.IN_MEMORY:
+        if kind == patches.IN_MEMORY:
             return InMemoryNodeState(InMemoryObjectStore())
         managers: Any = type("Federations", (), {})()
         state = SqlLinkState(str(tmp_path / "flower.db"), managers, InMemoryObjectStore())
@@ -66,19 +66,19 @@ def started_again(state: Any, clock: Clock, seconds: float) -> bool:
     return state.claim_task(task) is not None
 
 
-@pytest.mark.parametrize("kind", [slow_start.IN_MEMORY, slow_start.SQL])
+@pytest.mark.parametrize("kind", [patches.IN_MEMORY, patches.SQL])
 def test_a_process_has_minutes_to_start(kind: str, clock: Clock, states: States) -> None:
-    assert started_again(states(kind), clock, 31), "Flower waits longer itself: deploy.slow_start can go"
-    slow_start.allow_slow_starts(kind)
-    assert not started_again(states(kind), clock, slow_start.SECONDS - 1)
-    assert started_again(states(kind), clock, slow_start.SECONDS + 1)
+    assert started_again(states(kind), clock, 31), "Flower waits longer itself: deploy.patches can go"
+    patches.allow_slow_starts(kind)
+    assert not started_again(states(kind), clock, patches.START_SECONDS - 1)
+    assert started_again(states(kind), clock, patches.START_SECONDS + 1)
 
 
 @pytest.mark.parametrize(
     "module, kind, part",
     [
-        (in_memory_corestate, slow_start.IN_MEMORY, "InMemoryCoreState"),
-        (sql_corestate, slow_start.SQL, "TaskModel"),
+        (in_memory_corestate, patches.IN_MEMORY, "InMemoryCoreState"),
+        (sql_corestate, patches.SQL, "TaskModel"),
     ],
 )
 def test_another_flower_is_named(
@@ -86,5 +86,5 @@ def test_another_flower_is_named(
 ) -> None:
     monkeypatch.delattr(module, part)
     with caplog.at_level("WARNING", "corolla"):
-        slow_start.allow_slow_starts(kind)
+        patches.allow_slow_starts(kind)
     assert mentions(caplog.text, "starts tasks", "another way")

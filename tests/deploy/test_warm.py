@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy import pace, superexec, supernode
-from deploy.pace import Pace
-from deploy.shared_warm import OWN, SHARED
+from deploy import patches, superexec, supernode
+from deploy.inventory import OWN, SHARED
+from deploy.patches import Pace
 from fl_app.forking import Warm
 
 
@@ -93,7 +93,7 @@ def test_flowers_own_command_alone_is_replaced() -> None:
 def test_sleeps_follow_the_time_since_the_last_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = [100.0], list[float]()
     clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append, time=lambda: 7.0)
-    monkeypatch.setattr(pace, "time", clock)
+    monkeypatch.setattr(patches, "time", clock)
     paced = Pace(0.1)
     for later in (0.0, 4.0, 36.0, 1000.0):
         now[0] += later

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import revoked
+from deploy import certificates
 from deploy.inventory import is_loopback
 from fl_app.processes import end_processes, free_ports
 from tests.e2e.conftest import Lab, corolla, settings, summary, wait_for
@@ -234,7 +234,7 @@ def test_a_second_host_behind_a_real_sshd(lab: Lab) -> None:
             if "supernode-" in line
         ]
         assert [row[:4] for row in rows] == [["supernode-0", "0", "local", "none"], ["supernode-1", "1", "second", "0"]]
-        keys = [revoked.fingerprint((lab.directory / "lab-keys" / f"{row[0]}.pub").read_bytes()) for row in rows]
+        keys = [certificates.fingerprint((lab.directory / "lab-keys" / f"{row[0]}.pub").read_bytes()) for row in rows]
         short = [key.removeprefix("SHA256:")[:8] for key in keys]
         assert [row[5:] for row in rows] == [["alive", "serving", "online", key] for key in short], rows
         assert "SuperNode ID" in lab.cluster("logs", "supernode-1", "--lines", "200").stdout
