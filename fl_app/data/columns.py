@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, TEXT, WORDS, Encoding
+from fl_app.data.moments import BEYOND
 from fl_app.data.parsing import (
     FROM_ZERO,
     Places,
@@ -30,7 +31,6 @@ from fl_app.data.parsing import (
     shape_of,
     usable_numbers,
 )
-from fl_app.data.precision import BEYOND
 from fl_app.data.prepared import DataRequest, listed
 from fl_app.data.spelling import spellings
 from fl_app.data.text import encoding_of, token_ids

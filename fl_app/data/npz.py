@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import npz_file
-from fl_app.data import precision, user_arrays
+from fl_app.data import moments, user_arrays
 from fl_app.data.prepared import (
     ARRAYS,
     Arrays,
@@ -18,13 +18,18 @@ from fl_app.data.prepared import (
     Facts,
     Prepared,
     SampleGroups,
+    Samples,
+    Targets,
     not_read,
     note,
     open_or_convert,
     save,
 )
+from fl_app.data.user_arrays import refuse, samples, targets
 from fl_app.errors import DataError
 from fl_app.keys import nearest
+from fl_app.sources import named_data
+from fl_app.tasks import Classification
 
 RULES = 5
 """Version of the rules that read arrays. Conversions of other versions are not used."""
@@ -94,7 +99,7 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], SampleGro
     task = request.of_task
     if request.hides:
         x_train, x_test = user_arrays.filled(x_train), user_arrays.filled(x_test)
-    how = precision.stored(x_train, tokens=task.input_dtype == "int64")
+    how = moments.storing(x_train, tokens=task.input_dtype == "int64")
     stored_train = user_arrays.samples(path, "x_train", how.of(x_train))
     stored_test = user_arrays.samples(
         path, "x_test", how.of(x_test) if x_test.shape[1:] == x_train.shape[1:] else x_test
@@ -108,11 +113,11 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], SampleGro
     for name, x, y in (("y_train", x_train, y_train), ("y_test", x_test, y_test)):
         if len(x) != len(y):
             user_arrays.refuse(path, name, f"have one label for each of the {len(x)} {what}", len(y))
-    remarks = precision.remarks(x_train, how, [f"feature {k} of x_train" for k in _last(x_train)])
-    targets = precision.Stored()
+    remarks = moments.storage_remarks(x_train, how, [f"feature {k} of x_train" for k in _last(x_train)])
+    targets = moments.Stored()
     if not task.has_classes:
         targets = user_arrays.stored_targets(request, "y_train", y_train)
-        remarks += precision.remarks(y_train, targets, [f"target {k} of y_train" for k in _last(y_train)])
+        remarks += moments.storage_remarks(y_train, targets, [f"target {k} of y_train" for k in _last(y_train)])
     classes, chosen = request.classes, bool(request.classes) or site or not task.has_classes
     if not chosen and y_train.dtype.kind in "iu":
         # as in a table: integers are places in label order if they are 0, 1, ..., and names otherwise
@@ -149,3 +154,72 @@ def _columns(request: DataRequest) -> list[str]:
 def _last(x: NDArray[Any]) -> range:
     """Return the places in an array's last axis; one place for [n]."""
     return range(x.shape[-1] if x.ndim > 1 else 1)
+
+
+# OrganAMNIST and OrganCMNIST of MedMNIST v2 (Yang et al., Scientific Data 2023) ---------------------------------------
+
+# The user puts the official file into the data directory. Training and validation images together are the training set. A
+# partition that divides all data, as FedOBP's does, then uses all three parts.
+
+
+ORGANS = (
+    "bladder",
+    "femur-left",
+    "femur-right",
+    "heart",
+    "kidney-left",
+    "kidney-right",
+    "liver",
+    "lung-left",
+    "lung-right",
+    "pancreas",
+    "spleen",
+)
+SPLITS = ("train", "val", "test")
+
+
+def prepare_medmnist(request: DataRequest) -> Prepared:
+    """Open `medmnist-a` or `medmnist-c` from its file in the data directory. Raises UserError."""
+    known = named_data(request.dataset)
+    assert known is not None
+    path = (request.root / known.file).resolve()
+    if not path.is_file():
+        raise DataError(
+            key="dataset",
+            rule=f"{request.dataset} needs the file {path.name} in the data directory: no {path}. Get it "
+            "(28 x 28 pixels) from medmnist.com or with the Python package medmnist",
+        )
+
+    def convert(directory: Path) -> Sequence[str]:
+        save(directory, _read_splits(path, known.image_size))
+        return ORGANS
+
+    parts = [str(path), path.stat().st_mtime_ns, path.stat().st_size]
+    return open_or_convert(request, request.dataset, parts, convert)
+
+
+def _read_splits(path: Path, side: int) -> Arrays:
+    arrays = members(path, [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels")])
+    parts: list[tuple[Samples, Targets]] = []
+    for split in SPLITS:
+        x_name, y_name = f"{split}_images", f"{split}_labels"
+        x, y = arrays[x_name], arrays[y_name]
+        # MedMNIST has a column per task, here one
+        y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+        if x.dtype != np.uint8:
+            refuse(path, x_name, "be uint8 with values 0 .. 255", x.dtype)
+        if x.shape[1:] != (side, side):
+            raise DataError(
+                key="dataset", rule=f"{path}: {x_name} must have shape [n, {side}, {side}]", value=list(x.shape)
+            )
+        if len(x) != len(y):
+            refuse(path, y_name, f"have one label for each of the {len(x)} images", len(y))
+        some = [str(k) for k in range(int(y.max(initial=0)) + 1)]
+        labels, _, _ = targets(path, Classification(), (y_name, y), (y_name, y[:0]), some)
+        if labels.max(initial=0) >= len(ORGANS):
+            raise DataError(
+                key="dataset", rule=f"{path}: {y_name} must hold labels below {len(ORGANS)}, got {labels.max()}"
+            )
+        parts.append((samples(path, x_name, x), labels))
+    (x_train, y_train), (x_val, y_val), (x_test, y_test) = parts
+    return np.concatenate([x_train, x_val]), np.concatenate([y_train, y_val]), x_test, y_test

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.data.encoding import BOOLEAN, DATE, NUMBER
-from fl_app.data.precision import held
+from fl_app.data.moments import held
 from fl_app.data.user_arrays import word
 from fl_app.errors import counted
 

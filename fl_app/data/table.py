@@ -7,6 +7,7 @@ other columns. Data without a test part are divided: `test-ratio` of each client
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import extras, rng
-from fl_app.data import by_time, columns, hugging_face, precision, table_files, user_arrays
+from fl_app.data import columns, moments, table_files, user_arrays
 from fl_app.data.columns import Columns, Read
 from fl_app.data.encoding import DATE, Encoding
-from fl_app.data.parsing import Places, is_structure, missing, no_number, numbers_of, usable_numbers
+from fl_app.data.parsing import FROM_ZERO, Places, is_structure, missing, no_number, numbers_of, usable_numbers
 from fl_app.data.prepared import (
     DataRequest,
     Facts,
@@ -30,7 +31,9 @@ from fl_app.data.prepared import (
     open_or_convert,
     save,
 )
-from fl_app.errors import DataError, UserError
+from fl_app.data.user_arrays import word
+from fl_app.errors import DataError, UserError, listed
+from fl_app.keys import nearest
 from fl_app.sources import suffix_of
 
 VERSION = 9
@@ -64,7 +67,7 @@ def prepare_saved(request: DataRequest) -> Prepared:
     notes: list[str] = []
     # a link may lead nowhere
     files, needs = sorted(file for file in path.rglob("*") if file.exists()), ("pandas", "datasets")
-    return open_columns(request, "hf", files, lambda: hugging_face.read(request, notes), needs, notes)
+    return open_columns(request, "hf", files, lambda: table_files.read_saved(request, notes), needs, notes)
 
 
 def open_columns(
@@ -163,7 +166,7 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
         # the clients' rows are not known
         rows = [np.arange(size), np.arange(0)]
     elif len(parts) == 1 and request.test_after:
-        rows = list(by_time.divide(request, parts[0], whose[0], places))
+        rows = list(divide_by_time(request, parts[0], whose[0], places))
     elif len(parts) == 1:
         rows = list(_divide(whose[0], size, request.test_ratio, request.test_seed))
     elif request.test_after:
@@ -274,10 +277,10 @@ def _outputs(
             raise DataError(key="dataset", rule=f"{path}: {column} must hold at least two classes, got {classes[0]}")
     if len(parts) == 1:
         y = [y[0][of] for of in rows]
-    stored, remarks = precision.Stored(), []
+    stored, remarks = moments.Stored(), []
     if not task.has_classes:
         stored = user_arrays.stored_targets(request, column, y[0])
-        remarks = precision.remarks(y[0], stored, request.targets)
+        remarks = moments.storage_remarks(y[0], stored, request.targets)
     train, test = ((column, stored.of(side)) for side in y)
     y_train, y_test, names = user_arrays.targets(
         path, task, train, test, classes, site=request.site, hides=request.hides, what="rows"
@@ -318,7 +321,7 @@ def _targets(request: DataRequest, part: Columns) -> NDArray[Any]:
 
 def _samples(
     request: DataRequest, encoded: columns.Encoded, sides: Sequence[Sequence[NDArray[Any]]]
-) -> tuple[list[NDArray[Any]], precision.Stored, list[str]]:
+) -> tuple[list[NDArray[Any]], moments.Stored, list[str]]:
     """Return the samples of training and test rows, the way numbers are stored in them, and remarks about it.
 
     sides: the features of the training and of the test rows: several of [n], or one of [n, ...].
@@ -334,7 +337,7 @@ def _samples(
         )
     if len(names) == 1:
         of_feature = names if train[0].ndim == 1 else [f"{names[0]}[{k}]" for k in range(train[0].shape[-1])]
-        how = precision.stored(train[0], tokens=tokens)
+        how = moments.storing(train[0], tokens=tokens)
         x = [user_arrays.samples(path, f"column {names[0]}", how.of(side[0])) for side in sides]
         if x[0].shape[1:] != x[1].shape[1:]:
             raise DataError(
@@ -342,22 +345,22 @@ def _samples(
                 rule=f"{path}: test must have samples like train's, {x[0].shape[1:]}",
                 value=x[1].shape[1:],
             )
-        return x, how, precision.remarks(train[0], how, of_feature)
-    each = [precision.stored(values, tokens=tokens) for values in train]
+        return x, how, moments.storage_remarks(train[0], how, of_feature)
+    each = [moments.storing(values, tokens=tokens) for values in train]
     lines = [
         line
         for values, one, name in zip(train, each, names, strict=True)
-        for line in precision.remarks(values, one, [name])
+        for line in moments.storage_remarks(values, one, [name])
     ]
     x = [np.asarray(_side_by_side(path, names, side, each)) for side in sides]
     shift = tuple(one.shift[0] if one.shift else 0 for one in each)
     scale = tuple(one.scale[0] if one.scale else 1.0 for one in each)
-    whole = precision.Stored(shift, scale) if any(one.shift for one in each) else precision.Stored()
+    whole = moments.Stored(shift, scale) if any(one.shift for one in each) else moments.Stored()
     return x, whole, lines
 
 
 def _side_by_side(
-    path: Path, names: Sequence[str], features: Sequence[NDArray[Any]], each: Sequence[precision.Stored]
+    path: Path, names: Sequence[str], features: Sequence[NDArray[Any]], each: Sequence[moments.Stored]
 ) -> NDArray[np.float32]:
     """Return features, each [n], as samples float32 [n, F]. each: the way each feature's numbers are stored."""
     numbers = [one.of(values) for values, one in zip(features, each, strict=True)]
@@ -401,8 +404,92 @@ def samples_of_rows(
     names = [name for encoding in encodings for name in encoding.names]
     if len(features) == 1:
         return user_arrays.samples(
-            where, f"column {names[0]}", precision.Stored(tuple(shift), tuple(scale)).of(features[0])
+            where, f"column {names[0]}", moments.Stored(tuple(shift), tuple(scale)).of(features[0])
         )
-    each = [precision.Stored((less,), (by,)) for less, by in zip(shift, scale, strict=True)]
-    each = each or [precision.Stored()] * len(features)
+    each = [moments.Stored((less,), (by,)) for less, by in zip(shift, scale, strict=True)]
+    each = each or [moments.Stored()] * len(features)
     return _side_by_side(where, names, features, each)
+
+
+# The test part by time (`test-after`): rows after a date or a number, or the last rows of each client -----------------
+
+
+def divide_by_time(
+    request: DataRequest, table: Columns, whose: NDArray[np.generic], places: Places = FROM_ZERO
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the (training, test) rows, sorted. whose: each row's client, [n].
+
+    places: of the rows, for errors. Raises UserError for a column that does not exist or holds neither numbers nor dates, and
+    for a client that would have no row for training.
+    """
+    column, text = _parsed(request, table)
+    kind, values = _numbers(column, table[column], dataclasses.replace(places, of_model=True))
+    if not text:
+        test = _last(values, whose, request.test_ratio)
+    else:
+        test = np.flatnonzero(values > _value(column, kind, text))
+        if not len(test):
+            raise DataError(key="test-after", rule=f"no row of {request.path} is after {text} in column {column}")
+    train = np.setdiff1d(np.arange(len(values)), test)
+    without = np.setdiff1d(whose, whose[train])
+    if len(without):
+        names = [word(name) for name in without] if request.client else ["the data"]
+        raise DataError(
+            key="test-after", rule=f"{listed(names)} would have no row for training, with {request.test_after}"
+        )
+    return train, test.astype(np.int64)
+
+
+def _parsed(request: DataRequest, table: Columns) -> tuple[str, str]:
+    """Return the key's column and its value, "" without one. Raises UserError if there is no column of the name."""
+    text = request.test_after
+    if text in table:
+        return text, ""
+    column = max((name for name in table if text.startswith(f"{name}:")), key=len, default="")
+    if not column or not (value := text[len(column) + 1 :].strip()):
+        name = text.partition(":")[0]
+        raise DataError(
+            key="test-after",
+            rule=f"must be COLUMN or COLUMN:VALUE, and {request.path} has no column {name!r}; it has "
+            f"{listed(list(table))}{nearest(name, table)}",
+        )
+    return column, value
+
+
+def _value(column: str, kind: str, text: str) -> float:
+    """Return the key's value as a number, or a date's days since 1970-01-01. Raises UserError for any other text."""
+    found = numbers_of(np.array([text], dtype=object))
+    with contextlib.suppress(ValueError):
+        value = float(found[1][0]) if found and kind == DATE == found[0] else float(text) if kind != DATE else np.nan
+        if np.isfinite(value):
+            return float(value)
+    raise DataError(key="test-after", rule=f"must be {column}:VALUE, with a {kind} as in the column", value=text)
+
+
+def _numbers(column: str, values: NDArray[np.generic], places: Places) -> tuple[str, NDArray[np.float64]]:
+    found = numbers_of(values)
+    if found is None or found[1].ndim > 1:
+        raise DataError(
+            key="test-after",
+            rule=f"column {column} must hold numbers or dates, got {no_number(values, column, places)}",
+        )
+    empty = np.flatnonzero(missing(found[1]))
+    if empty.size:
+        first = int(empty[0])
+        told = f"row {places.number(first)} has none{places.shown(column, first)}"
+        raise DataError(
+            key="test-after", rule=f"column {column} must have a value in every row, {told}; {empty.size} have none"
+        )
+    return found[0], found[1].astype(np.float64)
+
+
+def _last(values: NDArray[np.float64], whose: NDArray[np.generic], ratio: float) -> NDArray[np.int64]:
+    """Return the last rows of each client by their values, sorted; each keeps a row for training."""
+    groups = np.unique(whose, return_inverse=True)[1]
+    chosen: list[NDArray[np.int64]] = []
+    for group in range(groups.max() + 1):
+        own = np.flatnonzero(groups == group)
+        ordered = own[np.argsort(values[own], kind="stable")]
+        count = min(round(len(own) * ratio), len(own) - 1)
+        chosen.append(ordered[len(own) - count :])
+    return np.sort(np.concatenate(chosen)).astype(np.int64)

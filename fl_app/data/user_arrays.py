@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data import precision
+from fl_app.data import moments
 from fl_app.data.prepared import Arrays, DataRequest, Labels, SampleGroups, Samples, Targets, at_least_two, listed
 from fl_app.errors import DataError
 from fl_app.tasks import Regression, Task
@@ -59,7 +59,7 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     """
     if x.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", x.dtype)
-    x = precision.plain(x)
+    x = moments.plain(x)
     if x.ndim < 1 or 0 in x.shape[1:]:
         refuse(path, name, "have shape [n, ...] without another axis of length 0", list(x.shape))
     if x.dtype == np.uint8 and x.ndim == 3:
@@ -84,7 +84,7 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
 
 def filled(x: NDArray[Any]) -> NDArray[Any]:
     """Return samples with 0 in place of numbers that float32 cannot hold."""
-    return x if x.dtype.kind != "f" else np.nan_to_num(precision.held(x), copy=False)
+    return x if x.dtype.kind != "f" else np.nan_to_num(moments.held(x), copy=False)
 
 
 def targets(
@@ -126,16 +126,16 @@ def targets(
     return y_train, y_test, names
 
 
-def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precision.Stored:
+def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> moments.Stored:
     """Return how to store training targets that are numbers, [n] or [n, k], so that float32 keeps them apart.
 
     A shift does not change the metrics of the built-in regression. Raises UserError if targets need a shift that would
     change their meaning: for a user's own task, and at a site, because a site does not know the others' shift.
     """
     # at a site that hides its values none may be refused
-    how = precision.Stored() if request.hides else precision.stored(y)
+    how = moments.Stored() if request.hides else moments.storing(y)
     if not any(how.shift):
-        return precision.Stored()
+        return moments.Stored()
     if type(request.of_task) is not Regression or request.site:
         far = ", ".join(f"{value:.16g}" for value in how.shift)
         who = "a site" if request.site else f"task {request.task}"
@@ -145,7 +145,7 @@ def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precisio
             f"lie near zero for {who}, because float32 does not keep them apart; subtract the same number everywhere",
             f"values from {far} on",
         )
-    return precision.Stored(how.shift, tuple(1.0 for _ in how.shift))
+    return moments.Stored(how.shift, tuple(1.0 for _ in how.shift))
 
 
 def known(y: Targets) -> NDArray[np.bool_]:
@@ -155,7 +155,7 @@ def known(y: Targets) -> NDArray[np.bool_]:
 
 def _numbers(path: Path, name: str, y: NDArray[Any], task: Task, *, hides: bool = False) -> Targets:
     if hides:
-        y = precision.held(y)
+        y = moments.held(y)
     if y.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", y.dtype)
     if y.ndim not in (1, 2):
@@ -228,7 +228,7 @@ def _numbered(
     for name, y in (train, test):
         if y.min(initial=0) < 0:
             refuse(path, name, "hold labels >= 0", y.min())
-        if y.max(initial=0) >= precision.BEYOND:
+        if y.max(initial=0) >= moments.BEYOND:
             refuse(path, name, "hold labels below 2^63", y.max())
     y_train, y_test = (y.astype(np.int64) for _, y in (train, test))
     top = int(max(y_train.max(initial=0), y_test.max(initial=0)))

@@ -26,8 +26,8 @@ from fl_app.config.rules import split_names
 from fl_app.data import npz, table, table_files, user_arrays
 from fl_app.data.columns import Columns
 from fl_app.data.encoding import BOOLEAN, NUMBER, TEXT, WORDS, Encoding
+from fl_app.data.moments import Stored
 from fl_app.data.parsing import FROM_ZERO, Places, is_number, missing
-from fl_app.data.precision import Stored
 from fl_app.data.prepared import listed
 from fl_app.data.site_columns import SiteColumns
 from fl_app.errors import MALFORMED, UserError
@@ -304,7 +304,7 @@ def from_array(where: Path, name: str, raw: NDArray[Any], card: Card) -> NDArray
     where, name: name the array in errors. Raises UserError if it does not fit.
     """
     wanted = card["input"]
-    # scale as the data set does (fl_app/data/precision.py); other shapes are refused below
+    # scale as the data set does (fl_app/data/moments.py); other shapes are refused below
     how = Stored(tuple(wanted.get("shift", ())), tuple(wanted.get("scale", ())))
     fits = (raw.shape[-1] if raw.ndim > 1 else 1) == len(how.shift)
     x = user_arrays.samples(where, name, how.of(raw) if fits else raw)
