@@ -195,8 +195,7 @@ class Pace:
 
     def sleep(self, seconds: float) -> None:
         """Sleep at most this many seconds."""
-        since = time.monotonic() - self._last
-        time.sleep(min(seconds, max(self._shortest, _LATE * since)))
+        time.sleep(min(seconds, max(self._shortest, _LATE * (time.monotonic() - self._last))))
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the module `time`."""
