@@ -72,10 +72,13 @@ def start(
 ) -> None:
     """Run this site's SuperNode, until Ctrl-C."""
     from deploy import joining, supernode
+    from deploy import site as rules
     from fl_app import log_format
     from fl_app.processes import flower_environment
 
     log_format.choose(log_lines)
+    # an empty name is refused before anything is kept
+    rules.find(site)
     directory = _directory(name)
     if peers:
         typer.echo(

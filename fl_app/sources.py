@@ -96,7 +96,7 @@ def _named(
 
 
 _DIGITS, _TORCHVISION = "fl_app.data.named:prepare_digits", "fl_app.data.named:prepare_torchvision"
-_MEDMNIST, _TINY_IMAGENET = "fl_app.data.npz:prepare", "fl_app.data.named:prepare_tiny_imagenet"
+_MEDMNIST, _TINY_IMAGENET = "fl_app.data.npz:prepare_medmnist", "fl_app.data.named:prepare_tiny_imagenet"
 
 
 def _emnist(prefix: str, split: str, num_classes: int, first_label: int = 0) -> Source:
