@@ -20,6 +20,7 @@ from corolla.report import page as report
 from corolla.report.arrays import class_names, read_run
 from corolla.report.by_kind import of_run
 from corolla.report.heat_maps import partitions
+from corolla.report.tables import PICTURES
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.server.run_folder import class_names_of, read_about, read_clients
@@ -54,7 +55,7 @@ def test_the_page_is_self_contained_and_every_picture_decodes(
     assert set(told["specs"]) == names == set(re.findall('<figure id="([^"]+)">', page))
     assert set(told["datasets"]) == {key for spec in told["specs"].values() for key in spec["datasets"]}
     for name in names:
-        with Image.open(tmp_path / report.PICTURES / f"{name}.png") as image:
+        with Image.open(tmp_path / PICTURES / f"{name}.png") as image:
             assert len(np.unique(np.asarray(image.convert("L")))) > 16, "an empty picture"
     for path in (fedcac, fedavg, local):
         summary = json.loads((path / "summary.json").read_text())
@@ -68,7 +69,7 @@ def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(
     fedcac: Path, fedavg: Path, tmp_path: Path
 ) -> None:
     assert "overlap-1" in write(tmp_path, fedcac)[1]
-    (tmp_path / report.PICTURES / "logo.png").write_bytes(b"somebody's")
+    (tmp_path / PICTURES / "logo.png").write_bytes(b"somebody's")
     page, names = write(tmp_path, fedavg)
     assert names == {"accuracy", "loss", "clients", "communication", "seconds", "partition", "logo"}
     assert 'class="warn"' not in page and "collaborators" not in page
@@ -195,7 +196,7 @@ def test_every_picture_comes_as_png_svg_and_pdf_too(fedavg: Path, tmp_path: Path
     # what writes PDF numbers a file's parts as it likes
     first, second = ({name: content for name, content in of.items() if ".pdf" not in name} for of in contents)
     assert first == second
-    names = {p.stem for p in (tmp_path / "out" / report.PICTURES).iterdir()}
+    names = {p.stem for p in (tmp_path / "out" / PICTURES).iterdir()}
     assert set(contents[0]) == {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
     for name, content in contents[0].items():
         assert content.startswith({"png": b"\x89PNG", "svg": b"<svg", "pdf": b"%PDF"}[name.rpartition(".")[2]])
