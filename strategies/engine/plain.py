@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from fl_app.config import RunConfig
@@ -32,8 +33,12 @@ class PlainRounds:
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
         self.turn = Turn(server.config)
-        self._moves, self._streams = steps.after(server.config), streams(type(server))
+        self._moves = steps.after(server.config)
         self.outliers, self.steps = OutlierStep(server), steps.before(self.config)
+
+    @cached_property
+    def _streams(self) -> bool:
+        return streams(type(self.server))
 
     def announcements(self) -> list[str]:
         """Return log lines: the records that differential privacy covers, and why a streaming method's uploads are kept."""
