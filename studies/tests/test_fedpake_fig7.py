@@ -85,15 +85,15 @@ def test_the_command_draws_the_figure(
 
 
 def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no kept uploads: run it with keep-uploads"):
+    with pytest.raises(UserError, match="keep-uploads"):
         kernel(tmp_path)
     uploads(tmp_path)
-    with pytest.raises(UserError, match=r"round must be one whose uploads .* keeps \(1\), got 2"):
+    with pytest.raises(UserError, match=r"round .*\(1\), got 2"):
         kernel(tmp_path, 2)
-    with pytest.raises(UserError, match=r"tensor must be a convolution .* \(b.weight\), got a.weight"):
+    with pytest.raises(UserError, match=r"tensor .*\(b.weight\), got a.weight"):
         kernel(tmp_path, tensor="a.weight")
     uploads(tmp_path, 2, [("c.weight", (3, 7))])
-    with pytest.raises(UserError, match="no convolution with kernels of 3 x 3 or more"):
+    with pytest.raises(UserError, match="3 x 3"):
         kernel(tmp_path)
 
 

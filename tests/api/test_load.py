@@ -77,7 +77,7 @@ def test_an_interrupted_run_has_its_rounds(start: Start) -> None:
 def test_a_folder_of_runs_is_no_run(start: Start, tmp_path: Path) -> None:
     for name in ("a", "b"):
         start(run_name=name)
-    with rejected(UserError, "", "runs is not a", "holds several", "compare them all"):
+    with rejected(UserError, "", "runs", "holds several", "compare them all"):
         corolla.load(tmp_path / "runs")
     with rejected(UserError, "", "none", "no such file", "directory"):
         corolla.load(tmp_path / "none")

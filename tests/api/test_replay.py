@@ -48,7 +48,7 @@ def test_the_command_repeats_a_run(command: Command, tmp_path: Path) -> None:
 
 def test_runs_that_cannot_be_repeated(command: Command, tmp_path: Path) -> None:
     code, _, err = command("run", "--replay", tmp_path / "nothing")
-    assert code == 2 and "replay: " in err and mentions(err, "not a run folder")
+    assert code == 2 and "replay: " in err and mentions(err, "run folder")
     code, _, err = command("run", "fedavg.toml", "--replay", tmp_path, "--superlink", "x")
     assert code == 2 and mentions(err, "leave out fedavg.toml", "--superlink")
     code, _, err = command("run", "--replay", tmp_path, "--scale", "small")

@@ -79,7 +79,7 @@ def test_tables_for_papers(two: Command, tmp_path: Path) -> None:
     code, _, err = two("report", "a", "b", "--latex")
     assert code == 2 and mentions(err, "--latex", "needs --tables DIR")
     code, _, err = two("report", "a", "b", "--output", "page.html")
-    assert code == 2 and "must be a directory" in err and "'page.html'" in err and not Path("page.html").exists()
+    assert code == 2 and "directory" in err and "'page.html'" in err and not Path("page.html").exists()
     code, _, err = two("report", "a", "b", "--tables", "t", "--latex")
     text = Path("t/results.tex").read_text()
     assert code == 0 and r"\toprule" in text and "FedAvg" in text, err

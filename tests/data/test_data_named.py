@@ -195,7 +195,7 @@ def test_a_missing_medmnist_file_is_named(tmp_path: Path) -> None:
     ):
         data.prepare("medmnist-c", tmp_path)
     (tmp_path / "organcmnist.npz").write_bytes(b"PK")
-    with rejected(DataError, "dataset", "organcmnist.npz is not a", "npz file"):
+    with rejected(DataError, "dataset", "organcmnist.npz", "npz file"):
         data.prepare("medmnist-c", tmp_path)
 
 

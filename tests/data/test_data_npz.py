@@ -81,15 +81,15 @@ def test_npz_file_errors(tmp_path: Path) -> None:
     good = write_npz(tmp_path / "good.npz")
     for name, content in (("cut", good.read_bytes()[:-200]), ("text", b"hello"), ("empty", b"")):
         (tmp_path / f"{name}.npz").write_bytes(content)
-        with rejected(DataError, "dataset", name, "npz is not a", "npz file"):
+        with rejected(DataError, "dataset", name, "npz file"):
             data.prepare(f"npz:{tmp_path / name}.npz", tmp_path)
     flipped = bytearray(good.read_bytes())
     flipped[300] ^= 255
     (tmp_path / "flipped.npz").write_bytes(flipped)
-    with rejected(DataError, "dataset", "flipped.npz is not a", "npz file"):
+    with rejected(DataError, "dataset", "flipped.npz", "npz file"):
         data.prepare(f"npz:{tmp_path / 'flipped.npz'}", tmp_path)
     np.save(tmp_path / "one.npy", AN_ARRAY)
-    with pytest.raises(UserError, match="is a single array"):
+    with pytest.raises(UserError, match="single array"):
         data.prepare(f"npz:{tmp_path / 'one.npy'}", tmp_path)
     with rejected(DataError, "dataset", "class 2", "below 2", "number of classes (a, b)"):
         data.prepare(f"npz:{good}", tmp_path, classes=("a", "b"))

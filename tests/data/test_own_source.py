@@ -193,7 +193,7 @@ part = data.open_client(parse(raw, {{"any": NoParams}}), 0, data_path={str(data 
 print(len(part.y_train), len(part.y_test), part.info.classes)
 """
     refused, allowed, node = python(driver, data, code).splitlines()
-    assert mentions(refused, "readable-paths", "dataset names a path")
+    assert mentions(refused, "readable-paths", "dataset names")
     assert (allowed, node) == ("''", "30 10 ('ill', 'well')")
 
 

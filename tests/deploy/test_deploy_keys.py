@@ -288,7 +288,7 @@ def test_renewing_needs_the_ca(tmp_path: Path) -> None:
     with rejected(DeploymentError, "keys", "ca.key", "No such file"):
         certificates.renew(lab)
     (tmp_path / "keys" / "ca.crt").write_text("no certificate")
-    with rejected(DeploymentError, "keys", "ca.crt is not a", "certificate"):
+    with rejected(DeploymentError, "keys", "ca.crt", "certificate"):
         certificates.require_usable(lab)
 
 

@@ -31,14 +31,12 @@ SSHD = "/usr/sbin/sshd"
 def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
     lab.write(tls=True, hosts=[{"host": "local", "supernodes": 2, "gpus": [], "warm": True}])
     missing = lab.cluster("up")
-    assert missing.returncode == 2 and "`corolla cluster keys CLUSTER.yaml` makes them" in missing.stderr.replace(
-        "\n", " "
-    )
+    assert missing.returncode == 2 and "`corolla cluster keys CLUSTER.yaml`" in missing.stderr.replace("\n", " ")
     assert lab.cluster("keys").returncode == 0
     up = lab.cluster("up")
     assert up.returncode == 0, up.stdout + up.stderr
     again = lab.cluster("up")
-    assert again.returncode == 2 and "cluster lab is already up" in again.stderr
+    assert again.returncode == 2 and "already up" in again.stderr
 
     config = {"method": "fedcac", "num-server-rounds": 2, "train-samples": 40, "run-name": "r"}
     config["state-dir"] = str(lab.directory / "client-state")
@@ -101,14 +99,12 @@ def test_remote_hosts_over_ssh(lab: Lab) -> None:
     assert shutil.which("ssh", path=lab.environment["PATH"]) == str(bin_ / "ssh")
 
     lab.write(tls=True, superlink=remote, hosts=[remote, {"host": "lab@gone", "python": "/p"}])
-    assert "must be an address that lab@gone can reach" in lab.cluster("up").stderr.replace("\n", " ")
+    assert "lab@gone can reach" in lab.cluster("up").stderr.replace("\n", " ")
 
     lab.write(tls=True, superlink=remote, hosts=[remote, remote | {"data-path": "/no such site"}])
     assert lab.cluster("keys").returncode == 0
     failed = lab.cluster("up")
-    assert failed.returncode == 2 and "lab@node1: /no such site: there is no such file" in failed.stderr.replace(
-        "\n", " "
-    )
+    assert failed.returncode == 2 and "lab@node1: /no such site: " in failed.stderr.replace("\n", " ")
 
     site = lab.directory / "a site"
     site.mkdir()

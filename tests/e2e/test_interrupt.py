@@ -52,7 +52,7 @@ def test_a_stopped_pool_leaves_nothing(number: signal.Signals, tmp_path: Path) -
         _, err = process.communicate(timeout=90)
     assert process.returncode != 0
     if number == signal.SIGINT:
-        assert "stopping after this round" in err and "stopped after round" in err and "run --backend pool --re" in err
+        assert "stopping after" in err and "stopped after round" in err and "run --backend pool --re" in err
     wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below), seconds=20)
 
 
@@ -68,9 +68,7 @@ def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
         assert process.returncode != 0
         # it finishes its round first
         if number == signal.SIGINT:
-            assert (
-                "stopping after this round; press Ctrl-C again to stop at once" in err and "stopped after round" in err
-            )
+            assert "press Ctrl-C again" in err and "stopped after round" in err
             assert len([line for line in out.splitlines() if line.startswith("round ")]) < 11
         look(Path(short), seconds=60 if number == signal.SIGKILL else 0)
 
@@ -95,7 +93,7 @@ def test_a_superlink_that_dies_is_one_sentence_and_the_way_on() -> None:
                     child.kill()
             _, err = process.communicate(timeout=150)
         said = " ".join(err.split())
-        assert process.returncode == 1 and "the SuperLink ended or can no longer be reached; continue with:" in said
+        assert process.returncode == 1 and "continue with:" in said
         assert "--resume" in said and "{" not in said
         look(Path(short), seconds=60)
 

@@ -37,11 +37,11 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
     ]
 
     told = lab.cluster("logs", "supernode-1").stdout
-    assert "its key was revoked" in " ".join(told.split()), told
+    assert "was revoked" in " ".join(told.split()), told
     thief = Intruders(lab, fleet)
     thief.start("thief", "--root-certificates", str(keys / "ca.crt"), "--auth-supernode-private-key", str(stolen))
     again = lab.cluster("revoke", "1")
-    assert again.returncode == 2 and "it was revoked before" in " ".join(again.stderr.split()), again.stderr
+    assert again.returncode == 2 and "revoked before" in " ".join(again.stderr.split()), again.stderr
     back = lab.cluster("restart", "supernode-1")
     assert back.returncode == 2 and "has no supernode-1.key" in " ".join(back.stderr.split()), back.stderr
     status = lab.cluster("status")
@@ -50,7 +50,7 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
         psutil.pid_exists(pid) for pid in pids.values()
     )
     wait_for(lambda: "[code: 2004]" in thief.log("thief"), 300, every=0.5)
-    assert "its key is not registered" in node.explain_refusals("supernode-1", thief.log("thief"))[0]
+    assert "not registered" in node.explain_refusals("supernode-1", thief.log("thief"))[0]
     thief.end()
 
     renewed = lab.cluster("keys", "--renew")

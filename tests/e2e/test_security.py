@@ -112,12 +112,12 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
     # the launcher's own node: its key replaced by one that is not registered
     (keys / "supernode-2.key").write_bytes((theirs / "supernode-0.key").read_bytes())
     restarted = lab.cluster("restart", "supernode-2", "--timeout", "120")
-    assert restarted.returncode == 2 and "supernode-2.key does not belong to supernode-2.pub" in restarted.stderr
+    assert restarted.returncode == 2 and "supernode-2.pub" in restarted.stderr
     (keys / "supernode-2.pub").write_bytes((theirs / "supernode-0.pub").read_bytes())
     restarted = lab.cluster("restart", "supernode-2", "--timeout", "120")
     assert restarted.returncode == 2 and "supernode-2: ended" in restarted.stderr, restarted.stderr
     for said in (restarted.stderr, lab.cluster("logs", "supernode-2").stdout):
-        assert "=> refused: its key is not registered with the SuperLink" in " ".join(said.split()), said
+        assert "=> refused: its key" in " ".join(said.split()), said
 
     intruders.end()
     assert lab.cluster("down").returncode == 0

@@ -54,7 +54,7 @@ def test_a_simulation_from_python_with_trackers(
     )
     found = corolla.run(track="mlflow,tensorboard", **keys)
     told = capfd.readouterr()
-    assert asked and (told.out + told.err).count("warning: track: mlflow misses part of this run") == 1
+    assert asked and (told.out + told.err).count("warning: track: mlflow") == 1
     events = EventAccumulator(str(found.path / "tensorboard"))
     events.Reload()
     assert [s.value for s in events.Scalars("loss/training")] == pytest.approx(

@@ -295,6 +295,6 @@ def test_a_run_beside_foreign_modules(installed: Installed, here: Path) -> None:
     run = ["corolla", "run", "small.toml", "--set", "run-name=beside"]
     simulation = installed.run(here, *run, "--backend", "ray")
     assert simulation.returncode == 2
-    assert f"error: {here / FOREIGN[0]}.py would be imported by simulated clients" in simulation.stderr
+    assert f"error: {here / FOREIGN[0]}.py would be imported" in simulation.stderr
     installed.output(here, *run, "--in-process")
     assert summary(here / "runs" / "beside")["rounds"] == 2

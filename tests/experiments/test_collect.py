@@ -151,10 +151,10 @@ def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path, cap
     assert mentions(caplog.text, "metrics.jsonl cannot be", "read")
     archive.write_bytes(b"nothing packed")
     assert RecordedRun(kept).rounds == {} and RecordedRun(kept).about == {}
-    with rejected(UserError, "", "not a run folder", "config.toml in", "a is damaged"):
+    with rejected(UserError, "", "run folder", "config.toml in", "a is damaged"):
         find([kept])
     archive.write_bytes(packed({"run.json": files["run.json"]}))
-    with rejected(UserError, "", "not a run folder", "config.toml", "No such file"):
+    with rejected(UserError, "", "run folder", "config.toml", "No such file"):
         find([kept])
 
 
@@ -206,5 +206,5 @@ def test_what_unpacks_to_too_much_is_refused(kind: str, tmp_path: Path, monkeypa
     (tmp_path / run_folder.PACKED).write_bytes(lzma.compress(member.tobuf(tarfile.USTAR_FORMAT) + content))
     with rejected(ValueError, "", "unpack", "most 0.001 GB", "got more"):
         run_folder.read_file(tmp_path, run_folder.CONFIG)
-    with rejected(UserError, "", "not a run folder", "unpack", "most 0.001 GB", "got more"):
+    with rejected(UserError, "", "run folder", "unpack", "most 0.001 GB", "got more"):
         run_folder.read_config(tmp_path)

@@ -333,7 +333,7 @@ def test_what_does_not_fit_is_named(corolla, exported: Path, tmp_path: Path) -> 
     assert mentions(complaint("labels.npz"), "class 10", "below 10", "number of classes")
     assert mentions(complaint("counts.npz"), "target", "2 samples", "got 1")
     assert mentions(complaint("names.npz"), "names.npz", "no array x", "x_test")
-    assert mentions(complaint("none.npz"), "x must hold samples", "got none")
+    assert mentions(complaint("none.npz"), "x must hold", "got none")
     assert mentions(complaint("shape.npz", "size.png"), "table or .npz", "or image files", "got shape.npz", "size.png")
 
 

@@ -31,7 +31,7 @@ def test_a_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert not begun.finished
     with pytest.raises(UserError, match="did not finish"):
         begun.summary  # noqa: B018
-    with rejected(UserError, "", "not a run folder"):
+    with rejected(UserError, "", "run folder"):
         RecordedRun(tmp_path).settings  # noqa: B018
 
 
@@ -44,7 +44,7 @@ def test_paths_and_folders_of_runs_are_found_each_once(tmp_path: Path, monkeypat
     with pytest.raises(UserError) as caught:
         find([a, tmp_path / "logs", tmp_path / "nowhere", tmp_path / "c"])
     *lines, bad = str(caught.value).splitlines()
-    assert mentions(bad, f"{tmp_path / 'c' / 'bad'} is not a run", "folder") and "not valid TOML" in bad
+    assert mentions(bad, f"{tmp_path / 'c' / 'bad'}", "run folder") and "not valid TOML" in bad
     assert each_mentions(
         lines,
         (tmp_path / "logs", "run folder", "no run (no", "config.toml", "neither do", "folders"),

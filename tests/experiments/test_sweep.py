@@ -212,7 +212,7 @@ def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None
         "method: must be a value or a list",
     ):
         assert words in str(caught.value)
-    with rejected(UserError, "", "two are named 'a'"):
+    with rejected(UserError, "", "named 'a'"):
         sweep.read_sweep(write(tmp_path / "s.toml", '[[variants]]\nname = "a"\n[[variants]]\nname = "a"\nseed = 1\n'))
 
 

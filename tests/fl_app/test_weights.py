@@ -152,16 +152,14 @@ def test_initial_model_reads_a_pytorch_state_dict(tmp_path: Path) -> None:
     torch.save(module.state_dict(), path)
     assert same(weights.initial_model(small("resnet8"), str(path)), weights.read(module))
     torch.save({"weights": module.state_dict()}, path)
-    with rejected(UserError, "client-3.pt", "hold a state dict", "(tensors by name)", "got 'weights'"):
+    with rejected(UserError, "client-3.pt", "state dict", "(tensors by name)", "got 'weights'"):
         weights.initial_model(module, str(path))
     for bad in (module, torch.zeros(3)):
         torch.save(bad, path)
-        with pytest.raises(
-            UserError, match="client-3.pt: (not a readable PyTorch file with only tensors|must hold a state dict)"
-        ):
+        with pytest.raises(UserError, match="client-3.pt: .*(only tensors|state dict)"):
             weights.initial_model(module, str(path))
     path.write_bytes(b"nothing")
-    with rejected(UserError, "client-3.pt", "not a readable PyTorch", "file"):
+    with rejected(UserError, "client-3.pt", "PyTorch file"):
         weights.initial_model(module, str(path))
 
 
@@ -324,11 +322,11 @@ def test_initial_model_refuses_missing_corrupt_and_infinite_files(tmp_path: Path
     module, path = nn.Linear(2, 1), tmp_path / "w.safetensors"
     with rejected(UserError, "w.safetensors", "no such file"):
         weights.initial_model(module, str(path))
-    with rejected(UserError, tmp_path.name, "not a readable safetensors", "file"):
+    with rejected(UserError, tmp_path.name, "safetensors file"):
         weights.initial_model(module, str(tmp_path))
     for content in (b"", b"PK\x03\x04 not safetensors", b"\xff" * 64):
         path.write_bytes(content)
-        with rejected(UserError, "w.safetensors", "not a readable safetensors", "file"):
+        with rejected(UserError, "w.safetensors", "safetensors file"):
             weights.initial_model(module, str(path))
     save_file({"weight": torch.tensor([[1.0, torch.inf]]), "bias": torch.zeros(1)}, path)
     with rejected(UserError, "w.safetensors", "finite in float32", "got others", "weight"):

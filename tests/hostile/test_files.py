@@ -148,7 +148,7 @@ def test_an_onnx_file_reads_no_other_file(tmp_path: Path, monkeypatch: pytest.Mo
         output = onnx.helper.make_tensor_value_info("y", 1, [4])
         graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["w"], ["y"])], "g", [], [output], [tensor])
         made = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
-        with pytest.raises(UserError, match="ONNX Runtime cannot use it"):
+        with pytest.raises(UserError, match="ONNX Runtime"):
             inference_session(made.SerializeToString(), "stolen.onnx")
 
 
@@ -203,10 +203,10 @@ def test_a_budget_needs_a_method_that_declares_it(run: Run, raw_config: dict[str
         declares = "" if name == "undeclared" else ", dp_epochs=local_epochs"
         (tmp_path / f"{name}.py").write_text(OWN_METHOD.format(name=name, train=train, declares=declares))
     plugins.reset(tmp_path)
-    with pytest.raises(UserError, match="dp-epsilon: method undeclared:METHOD cannot run with differential privacy"):
+    with pytest.raises(UserError, match="dp-epsilon: method undeclared:METHOD"):
         run(method="undeclared:METHOD", dp_epsilon=8.0)
     assert not Path(str(raw_config["output-dir"])).exists()
     for name in WAYS:
-        with pytest.raises(UserError, match=rf"dp-epsilon: method {name}:METHOD reads records by .* no noise protects"):
+        with pytest.raises(UserError, match=rf"dp-epsilon: method {name}:METHOD reads records by "):
             run(method=f"{name}:METHOD", run_name=name, dp_epsilon=8.0)
         assert not list(read_metrics(Path(str(raw_config["output-dir"])) / name))

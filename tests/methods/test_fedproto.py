@@ -196,6 +196,6 @@ def test_counts_and_models_that_cannot_be_are_refused() -> None:
         with rejected(WireError, "", "array counts", ">= 0", "4 samples"):
             check_counts(upload)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3), torch.nn.Linear(3, 2, bias=False))
-    with rejected(MethodError, "fedproto.predict", "prototypes needs a classifier", "bias"):
+    with rejected(MethodError, "fedproto.predict", "needs a classifier", "bias"):
         METHOD.shared(Layout.of(module), FedProtoParams())
     assert METHOD.shared(Layout.of(module), FedProtoParams(predict="classifier")) == frozenset()

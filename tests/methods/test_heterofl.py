@@ -158,7 +158,7 @@ def test_means_by_hand() -> None:
     parts = [{"w": np.array([[1.0]]), "b": np.array([1.0, 2])}, {"w": np.array([[3.0, 5]]), "b": np.array([3.0, 4])}]
     found = aggregate(parts, [0.5, 1], previous)
     assert found["w"].tolist() == [[2, 5], [9, 9]] and found["b"].tolist() == [2, 3, 9]
-    with rejected(MethodError, "heterofl", "tensor w of client 0", "[1, 1]"):
+    with rejected(MethodError, "heterofl", "tensor w", "client 0", "[1, 1]"):
         aggregate(parts, [1, 0.5], previous)
     with rejected(MethodError, "heterofl", "rate per client", "2 clients", value=1):
         aggregate(parts, [1], previous)

@@ -218,9 +218,7 @@ def test_a_plan_leaves_room_for_what_other_runs_have_spent(tmp_path: Path) -> No
     assert Plan.of(second, 100, 1, later.before()) == beside
     assert spent[2] == pytest.approx(4.0, rel=0.002) and spent[2] <= 4.0
     last = budget_of(tmp_path, second, experiment="last", own=own)
-    with pytest.raises(
-        UserError, match=r"no noise keeps 100 samples within 3.9 .*; other runs have spent (3\.99\d|4) of it"
-    ):
+    with pytest.raises(UserError, match=r"100 samples within 3.9 .*; other runs have spent (3\.99\d|4) "):
         Plan.of(config(dp_epsilon=3.9), 100, 1, last.before())
 
 
@@ -293,7 +291,7 @@ def test_state_that_was_trained_without_a_budget_is_not_used(tmp_path: Path) -> 
     state = StoredState({"personal": np.zeros(3, np.float32)})
     first, second = noisy.save(state, 1, 0), plain.save(state, 2, 0)
     assert list(noisy.load(first).arrays) == list(plain.load(first).arrays) == ["personal"]
-    with pytest.raises(UserError, match="trained without a budget"):
+    with pytest.raises(UserError, match="without a budget"):
         noisy.load(second)
 
 

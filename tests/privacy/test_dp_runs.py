@@ -154,7 +154,7 @@ def test_a_run_with_a_budget_goes_on_from_no_state_without_one(run: Run) -> None
     """What a client keeps at home goes into its uploads: a server could name the state of a run that promised nothing."""
     keys: dict[str, Any] = {"method": "fedrep", "keep_state": True, "num_server_rounds": 1}
     plain = run(run_name="plain", **keys)
-    with pytest.raises(UserError, match="trained without a budget"):
+    with pytest.raises(UserError, match="without a budget"):
         run(run_name="refused", from_run=str(plain.path), dp_epsilon=8.0, **keys)
     first = run(run_name="first", dp_epsilon=4.0, **keys)
     next_one = run(run_name="next", from_run=str(first.path), dp_epsilon=8.0, **keys)

@@ -161,7 +161,7 @@ def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     nodes[124] = properties(1)
     e.registry.refresh()
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 91
-    assert mentions(caplog.text, "client 1 cannot take", "part", "two SuperNodes carry", "partition-id")
+    assert mentions(caplog.text, "client 1 cannot take", "part", "two SuperNodes", "partition-id")
     assert e.registry.left_out == [{"who": "client 1", "cause": "two SuperNodes carry this partition-id"}]
     del nodes[91]
     e.registry.refresh()
@@ -245,7 +245,7 @@ def test_who_cannot_take_part_is_left_out_once_there_are_enough(
     for _ in range(2):
         e.registry.refresh()
     assert e.registry.client_ids == [0, 1, 2] and set(e.registry.node_of.values()) == {50, 77, 91}
-    assert ("has not answered within" if answer is SILENT else "cannot take part") in caplog.text
+    assert ("not answered" if answer is SILENT else "cannot take part") in caplog.text
     assert "\x1b" not in caplog.text
 
 

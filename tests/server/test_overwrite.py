@@ -67,7 +67,7 @@ def test_what_is_no_run_is_never_removed(tmp_path: Path, run: Run) -> None:
 
     (runs / "x").mkdir(parents=True)
     (runs / "x" / "thesis.tex").write_text("all of it")
-    with rejected(UserError, "overwrite", "x is no run", "folder", "choose another run-name", "remove it yourself"):
+    with rejected(UserError, "overwrite", "x", "run folder", "choose another run-name", "remove it yourself"):
         check()
     # another program's config.toml
     (runs / "x" / "config.toml").write_text('title = "mine"\n')

@@ -128,7 +128,7 @@ def test_a_changed_key_is_refused_and_more_rounds_are_not(command: Command, tmp_
 def test_resuming_what_is_no_run_is_refused(command: Command, tmp_path: Path) -> None:
     code, _, err = command(*resume(tmp_path / "nothing"))
     assert code == 2
-    assert mentions(err, "not a run folder")
+    assert mentions(err, "run folder")
 
 
 def test_a_run_that_is_still_going_is_not_resumed(command: Command, tmp_path: Path) -> None:
