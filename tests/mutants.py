@@ -1,0 +1,201 @@
+"""Mutants: small faults put into the product, to see whether the unit tests catch them. Run by hand: it takes an hour.
+
+python -m tests.mutants draw > tests/mutants.txt     # needs `pip install cosmic-ray`, here and below
+python -m tests.mutants try [--tree DIRECTORY] [--jobs 2] [--python PYTHON] < tests/mutants.txt
+
+`draw` prints a seeded sample of mutants, as many of each: kernels, engine, wire, data, configuration. A line has the file,
+cosmic-ray's operator, its occurrence, and the code. A mutant that changes only annotations is none. `try` puts each
+into a copy of a tree and runs the test files that import its module, those of fewest lines first, until a test fails or
+`SECONDS` are over. It prints the fate of each, and the share that was caught. Nothing in the tree itself changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNT, SEED, SECONDS = 400, 1, 90
+PLACES = ("strategies/kernels", "strategies/engine", "fl_app/transport/wire.py", "fl_app/data", "fl_app/config")
+BINARY = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_Mul", "BitAnd_BitOr", "BitXor_BitAnd")
+OPERATORS = (
+    "NumberReplacer",
+    "ReplaceTrueWithFalse",
+    "ReplaceFalseWithTrue",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "AddNot",
+    "ZeroIterationForLoop",
+    "ReplaceBreakWithContinue",
+    "ReplaceContinueWithBreak",
+    "ReplaceUnaryOperator_USub_UAdd",
+    "ReplaceUnaryOperator_Delete_Not",
+    *(f"ReplaceBinaryOperator_{pair}" for pair in BINARY),
+    *(
+        f"ReplaceComparisonOperator_{pair}"
+        for pair in ("Eq_NotEq", "NotEq_Eq", "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Is_IsNot", "IsNot_Is")
+    ),
+)
+
+
+class Mutant(NamedTuple):
+    """A fault: the file, the operator's name, which of its occurrences, and the line as it is without the fault."""
+
+    path: str
+    operator: str
+    occurrence: int
+    line: str
+
+
+def mutated(source: str, operator: str, occurrence: int) -> str | None:
+    """Return a file's text with the fault; None if there is no such occurrence."""
+    from cosmic_ray import mutating, plugins
+
+    changed: str | None = mutating.mutate_code(source, plugins.get_operator(f"core/{operator}")(), occurrence)
+    return changed
+
+
+def meaning(source: str) -> str:
+    """Return what a module does, as text: without annotations. "": it is no valid Python."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return ""
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if getattr(node, name, None) is not None:
+                setattr(node, name, ast.Constant(None))
+    return ast.dump(tree)
+
+
+def mutants(root: Path, place: str) -> Iterator[Mutant]:
+    """Yield every mutant of a file or a directory's files. place: below the root. Some are no faults (`is_fault`)."""
+    from cosmic_ray import ast as parsed
+    from cosmic_ray import plugins
+
+    for path in [root / place] if place.endswith(".py") else sorted((root / place).rglob("*.py")):
+        source = path.read_text("utf-8")
+        lines, nodes = source.splitlines(), list(parsed.ast_nodes(parsed.get_ast(source)))
+        for name in OPERATORS:
+            operator = plugins.get_operator(f"core/{name}")()
+            starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
+            for occurrence, (line, _) in enumerate(starts):
+                yield Mutant(path.relative_to(root).as_posix(), name, occurrence, lines[line - 1].strip())
+
+
+def is_fault(root: Path, mutant: Mutant) -> bool:
+    """Return whether a mutant is valid Python and changes more than annotations."""
+    source = (root / mutant.path).read_text("utf-8")
+    changed = mutated(source, mutant.operator, mutant.occurrence)
+    return changed is not None and meaning(changed) not in ("", meaning(source))
+
+
+def importers(tree: Path, module: str) -> list[str]:
+    """Return the unit test files that import a module or its package, those of the module and of fewest lines first."""
+    package, _, name = module.rpartition(".")
+    found = []
+    for path in (tree / "tests").rglob("test_*.py"):
+        text = path.read_text("utf-8")
+        if "e2e" in path.parts or "pytest.mark.e2e" in text:
+            continue
+        direct = module in text or f"from {package} import {name}" in text
+        if direct or package in text:
+            found.append((not direct, text.count("\n"), path.relative_to(tree).as_posix()))
+    return [path for *_, path in sorted(found)]
+
+
+def fate(tree: Path, mutant: Mutant, python: str) -> str:
+    """Return "caught", "survived" or "gone" (its line is no longer there), after trying a mutant in a tree of its own."""
+    path = tree / mutant.path
+    source = path.read_text("utf-8") if path.exists() else ""
+    changed = mutated(source, mutant.operator, mutant.occurrence) if source else None
+    if changed is None or mutant.line not in source:
+        return "gone"
+    times = path.stat()
+    module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    # one process after another would import torch for every file: a mutant's tests are one run
+    command = [python, "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider", *importers(tree, module)]
+    try:
+        path.write_text(changed, "utf-8")
+        tests = subprocess.Popen(
+            command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            # 1: a test failed; 2: no test could be collected, because the product could not be imported
+            return "caught" if tests.wait(SECONDS) in (1, 2) else "survived"
+        except subprocess.TimeoutExpired:
+            return "survived"
+        finally:
+            if tests.poll() is None:
+                os.killpg(tests.pid, signal.SIGKILL)
+                tests.wait()
+    finally:
+        path.write_text(source, "utf-8")
+        # the compiled file is valid again
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def copied(tree: Path, directory: Path) -> Path:
+    """Return a copy of a tree's tracked files."""
+    names = subprocess.run(["git", "ls-files"], cwd=tree, check=True, capture_output=True, text=True).stdout
+    for name in names.splitlines():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(tree / name, directory / name)
+    return directory
+
+
+def main() -> None:
+    """Draw a sample, or try one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("draw", "try"))
+    parser.add_argument("--tree", type=Path, default=ROOT, help="whose code and tests (default: this one)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at once (default: 2)")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of the tests (default: this one)")
+    given = parser.parse_args()
+    if given.what == "draw":
+        for place in PLACES:
+            every = list(mutants(given.tree, place))
+            random.Random(SEED).shuffle(every)
+            for mutant in sorted(islice((m for m in every if is_fault(given.tree, m)), COUNT // len(PLACES))):
+                print(*mutant, sep="\t")
+        return
+    sample = [Mutant(path, operator, int(k), line) for path, operator, k, line in map(fields, sys.stdin)]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(given.jobs) as pool:
+        trees = [copied(given.tree, Path(scratch, str(k))) for k in range(given.jobs)]
+        fates: Counter[str] = Counter()
+
+        def tried(mutant: Mutant) -> str:
+            tree = trees.pop()
+            begun = time.monotonic()
+            try:
+                return f"{fate(tree, mutant, given.python)}\t{time.monotonic() - begun:.0f} s"
+            finally:
+                trees.append(tree)
+
+        for mutant, said in zip(sample, pool.map(tried, sample), strict=True):
+            fates[said.partition("\t")[0]] += 1
+            print(said, *mutant, sep="\t", flush=True)
+    print(f"{fates['caught']} of {fates['caught'] + fates['survived']} caught, {fates['gone']} gone")
+
+
+def fields(line: str) -> list[str]:
+    """Return the four fields of a line of a sample."""
+    return line.rstrip("\n").split("\t")
+
+
+if __name__ == "__main__":
+    main()
