@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from client_app.client import CorollaClient
-from client_app.client_app import KINDS, reply
+from client_app.client_app import KINDS
 from client_app.session import Session
 from fl_app.config import RunConfig
 from fl_app.data import open_client
@@ -257,6 +257,6 @@ def client_app(attack: Attack, num_byzantine: int, config: RunConfig) -> ClientA
             half = hostile(half, attack, num_byzantine, heard, screenings)
         client = CorollaClient(Session(config, dataclasses.replace(method, local_update=half)), client_id, "")
         client.data = data(client_id)
-        return Message(reply(KINDS[message.metadata.message_type], client, message.content), reply_to=message)
+        return Message(client.reply(KINDS[message.metadata.message_type], message.content), reply_to=message)
 
     return app  # type: ignore[return-value]

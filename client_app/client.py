@@ -55,6 +55,7 @@ from fl_app.site_directory import refuse_within_site, site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.transport import wire
 from fl_app.transport.flower import RecordDict
+from fl_app.transport.numpy_client import MessageClient
 from fl_app.transport.outgoing import Kind, Way
 from fl_app.transport.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext, hooks
@@ -76,7 +77,7 @@ FAR = 30.0
 MOST_CHANNELS = 16
 
 
-class CorollaClient:
+class CorollaClient(MessageClient):
     """One client of a run. A failure is reported in the reply, with its reason, and not raised."""
 
     def __init__(
@@ -103,7 +104,12 @@ class CorollaClient:
 
     # Messages
 
-    def get_properties(self, content: RecordDict) -> RecordDict:
+    def reply(self, kind: Kind, content: RecordDict) -> RecordDict:
+        """Return the reply to a message, with all that the client has put into it."""
+        answer = {"properties": self._properties_reply, "fit": self._fit_reply, "evaluate": self._evaluation_reply}
+        return answer[kind](content)
+
+    def _properties_reply(self, content: RecordDict) -> RecordDict:
         """Reply with this client's id and its data's properties, or why it cannot take part; or answer a private round's question.
 
         On a CPU this does not import torch. The server asks once, when a run starts. The first client of a process
@@ -117,7 +123,7 @@ class CorollaClient:
             told = {"client-id": self.client_id, **name, **refused(self.client_id, error, self.place)}
         return wire.properties_reply(told)
 
-    def fit(self, content: RecordDict) -> RecordDict:
+    def _fit_reply(self, content: RecordDict) -> RecordDict:
         """Answer a task: "train" a round, "collect" the personal model, or "forget" all that is kept of a run."""
 
         def answer(download: Download) -> Callable[[dict[str, Scalar]], RecordDict]:
@@ -126,7 +132,7 @@ class CorollaClient:
 
         return self._attempt("fit", answer, content)
 
-    def evaluate(self, content: RecordDict) -> RecordDict:
+    def _evaluation_reply(self, content: RecordDict) -> RecordDict:
         """Evaluate the personalized model, after `finetune-epochs` again, and with `evaluate-global` the global model."""
 
         def answer(download: Download) -> Callable[[dict[str, Scalar]], RecordDict]:

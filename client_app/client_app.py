@@ -24,6 +24,7 @@ from fl_app.transport.flower import (
     MessageType,
     RecordDict,
 )
+from fl_app.transport.numpy_client import Client, MessageClient
 from fl_app.transport.outgoing import DETAILED, TELL, Kind, Way, leaving, modes_of
 from fl_app.transport.wire import (
     IN_PROCESS,
@@ -47,6 +48,11 @@ for _name, _value in RAY.items():
 
 # The kinds of messages that a client answers, by Flower's types.
 KINDS: dict[str, Kind] = {MessageType.TRAIN: "fit", MessageType.EVALUATE: "evaluate", QUERY: "properties"}
+
+
+def client_fn(context: Context) -> Client:
+    """Return the client for one message, for an app of Flower's own."""
+    return client_of(context).to_client()
 
 
 def client_of(context: Context) -> CorollaClient | Refusal:
@@ -89,7 +95,7 @@ class CorollaApp(ClientApp):
             return _answer_of_site(kind, message, context)
         if kind is None:
             return super().__call__(message, context)
-        return Message(reply(kind, client_of(context), message.content), reply_to=message)
+        return Message(client_of(context).reply(kind, message.content), reply_to=message)
 
 
 def _answer_of_site(kind: Kind | None, message: Message, context: Context) -> Message:
@@ -103,7 +109,7 @@ def _answer_of_site(kind: Kind | None, message: Message, context: Context) -> Me
     with without_near_names(), plugins.only_from(unpacked()):
         try:
             client = client_of(context)
-            content = reply(kind, client, message.content)
+            content = client.reply(kind, message.content)
             # what refuses a run may also keep its task and method from being read
             with contextlib.suppress(UserError):
                 way = client.widened(way)
@@ -112,15 +118,6 @@ def _answer_of_site(kind: Kind | None, message: Message, context: Context) -> Me
             told = {wire.ERROR: str(reasons.of(error)), wire.DETAILS: debugging.reason(error)}
             content = wire.failed_reply(kind, told)
     return Message(leaving(kind, content, way), reply_to=message)
-
-
-def reply(kind: Kind, client: CorollaClient | Refusal, content: RecordDict) -> RecordDict:
-    """Return a client's reply to a message of this kind, with all that the client has put into it."""
-    if isinstance(client, Refusal):
-        return wire.failed_reply(kind, client.answer, {"client-id": client.client_id})
-    if kind == "fit":
-        return client.fit(content)
-    return client.evaluate(content) if kind == "evaluate" else client.get_properties(content)
 
 
 def _place(context: Context) -> Place:
@@ -140,7 +137,7 @@ def _is_rays() -> bool:
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
-class Refusal:
+class Refusal(MessageClient):
     """A client that cannot take part, and answers every message with the reason."""
 
     def __init__(self, client_id: int, error: UserError, place: Place) -> None:
@@ -153,5 +150,9 @@ class Refusal:
         """Return what may leave: nothing more."""
         return way
 
+    def reply(self, kind: Kind, content: RecordDict) -> RecordDict:
+        """Return the reason, and to a question the client's id."""
+        return wire.failed_reply(kind, self.answer, {"client-id": self.client_id})
 
-app = CorollaApp()
+
+app = CorollaApp(client_fn)

@@ -84,7 +84,7 @@ def test_a_sites_traceback_stays_in_its_log(write: Any, caplog: pytest.LogCaptur
     answers = {}
     for place in Place:
         client = CorollaClient(Session(parsed, METHODS[parsed.method]), 0, "", "", 1, place)
-        answers[place] = client.fit(RecordDict()).config_records[wire.RESULT]
+        answers[place] = client.reply("fit", RecordDict()).config_records[wire.RESULT]
     assert wire.TRACEBACK not in answers[Place.DEPLOYMENT] and wire.PRINTED not in answers[Place.DEPLOYMENT]
     assert answers[Place.DEPLOYMENT][wire.ERROR] == "failed//"
     assert mentions(str(answers[Place.DEPLOYMENT][wire.DETAILS]), "traceback", "SuperNode")
