@@ -73,7 +73,9 @@ class Loopback:
 
     def supernodes(self) -> list[psutil.Process]:
         """Return all processes of the SuperNodes."""
-        return [p for node in self._processes[1:] for p in (node, *node.children(recursive=True))]
+        # a shared warm process belongs to no launch
+        shared = set(processes_with(f"FLWR_HOME={self.directory}")) - set(processes_with(f"{LAUNCH}={self.directory}"))
+        return [p for node in self._processes[1:] for p in (node, *node.children(recursive=True))] + list(shared)
 
     def _start(self, name: str, *command: str) -> None:
         with (self.directory / f"{name}.log").open("wb") as log:

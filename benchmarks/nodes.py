@@ -1,9 +1,9 @@
 """The cost of SuperNodes on one machine, by their number: memory while idle, seconds and CPU seconds of a round.
 
-python -m benchmarks.nodes [--short] [--nodes 2,10,20] [--ways warm cold] [--rounds 5]
+python -m benchmarks.nodes [--short] [--nodes 2,10,20] [--ways warm shared cold] [--rounds 5]
 
 All run on loopback with a model of 1 kB, as `corolla cluster` starts them. Applications are forked from a warm process
-of their node (`--warm`), or started as a new Python for every
+of their node (`--warm`), forked from one that all nodes share (`--warm shared`), or started as a new Python for every
 message, which is Flower's way (cold). Memory per SuperNode is the proportional set size of its processes, with its part
 of the warm ones. The most memory is the largest loss of free memory on the machine, from before the SuperLink's start
 until the end of the second run. A round's seconds are the ServerApp's, from the second round on, without the last
@@ -25,7 +25,7 @@ import psutil
 from benchmarks.loopback import Loopback, tiny
 from benchmarks.measure import arguments, finish
 
-WAYS = {"warm": ["--warm"], "cold": []}
+WAYS = {"warm": ["--warm"], "shared": ["--warm", "shared"], "cold": []}
 # seconds until a started SuperNode is idle
 _IDLE_SECONDS = 8.0
 _WATCH_SECONDS = 0.5

@@ -76,15 +76,20 @@ def of_server(inventory: Inventory, file: Path, runs: Iterable[Path], states: It
     here = [node for node in inventory.supernodes if node.host == LOCAL]
     named = [Path(node.environment["COROLLA_STATE_DIR"]) for node in here if "COROLLA_STATE_DIR" in node.environment]
     theirs = of_site([*named, *states], {node.site for node in here if node.site})
-    for place in (*_roots([*named, *states]), *(part.path for part in theirs if part.what in _FOREIGN)):
-        for part in found:
+    _refuse_foreign(found, [*_roots([*named, *states]), *(part.path for part in theirs if part.what in _FOREIGN)])
+    return _existing([*found, *theirs])
+
+
+def _refuse_foreign(parts: Iterable[KeptPath], foreign: Iterable[Path]) -> None:
+    """Raise UserError if a place that applications may write lies in a part of which links are followed."""
+    for place in foreign:
+        for part in parts:
             if place.resolve().is_relative_to(part.path.resolve()):
                 raise DeploymentError(
                     key="backup",
                     rule=f"{place}, which applications may write, lies in {part.path} ({part.what}), where links "
                     "are followed; move one of them to a separate directory",
                 )
-    return _existing([*found, *theirs])
 
 
 def _roots(states: Iterable[Path]) -> list[Path]:
@@ -100,7 +105,7 @@ def of_site(states: Iterable[Path] = (), rules: Iterable[str] = ()) -> list[Kept
     """
     found = [KeptPath(_SITE, path) for path in sorted((state_home() / "sites").glob("*")) if path.is_dir()]
     notes = {site_directory()}
-    for name in {None, *rules}:
+    for name in {"", *rules}:
         if path := site.find(name):
             found.append(KeptPath("rules", path.absolute()))
             kept = site.read_site(path).site_dir
@@ -355,7 +360,7 @@ def _parts(tar: tarfile.TarFile, archive: Path) -> list[KeptPath]:
     try:
         about = json.loads(file.read()) if file else {}
         found = [KeptPath(part["what"], Path(part["path"])) for part in about["parts"]]
-        sound = about["format"] == FORMAT and _can_be_put_back(found)
+        sound = about["format"] == FORMAT and all(_is_place(part) for part in found) and _are_apart(found)
     except MALFORMED:
         sound = False
     if not sound:
@@ -365,12 +370,18 @@ def _parts(tar: tarfile.TarFile, archive: Path) -> list[KeptPath]:
     return found
 
 
-def _can_be_put_back(parts: Sequence[KeptPath]) -> bool:
-    """Return whether there are parts, each can be shown and has an absolute path, and none lies in another one."""
-    paths, words = {part.path for part in parts}, [word for part in parts for word in (part.what, str(part.path))]
-    absolute = all(path.is_absolute() and path.name != "" and ".." not in path.parts for path in paths)
-    apart = len(paths) == len(parts) > 0 and not any(paths & set(path.parents) for path in paths)
-    return all(type(word) is str and word.isprintable() for word in words) and absolute and apart
+def _is_place(part: KeptPath) -> bool:
+    """Return whether a part can be put back somewhere, and shown."""
+    words, path = (part.what, str(part.path)), part.path
+    return all(type(word) is str and word.isprintable() for word in words) and (
+        path.is_absolute() and path.name != "" and ".." not in path.parts
+    )
+
+
+def _are_apart(parts: Sequence[KeptPath]) -> bool:
+    """Return whether there are parts, and none lies in another one."""
+    paths = {part.path for part in parts}
+    return len(paths) == len(parts) > 0 and not any(paths & set(path.parents) for path in paths)
 
 
 def _unpack(tar: tarfile.TarFile, parts: list[KeptPath], archive: Path) -> None:

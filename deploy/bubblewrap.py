@@ -474,7 +474,8 @@ def _program(machine: _Machine) -> Iterator[_Instruction]:
     yield from _for_call(machine.socket, list(_unless(_FIRST, _FAMILIES, errno.EAFNOSUPPORT)))
     yield from _for_call(machine.socketpair, list(_unless(_SECOND, (_STREAM, _SEQUENCED), errno.EACCES, _KIND)))
     for number, argument in machine.modes:
-        yield from _for_call(number, list(_unless(_FIRST + 8 * argument, (0,), errno.EPERM, _RUNS_AS_OWNER)))
+        mode = _FIRST + 8 * argument
+        yield from _for_call(number, list(_unless(mode, (0,), errno.EPERM, _RUNS_AS_OWNER)))
     typing = [_Instruction(_LOAD, 0, 0, _SECOND)]
     for request in _TYPING:
         typing += [_Instruction(_EQUAL, 0, 1, request), _refuse(errno.EPERM)]

@@ -90,7 +90,7 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
             # before the new key: after a crash no old file stays beside it
             for old in (private.with_suffix(KEY_SUFFIX), public):
                 old.unlink(missing_ok=True)
-            _write(private, new_node_key(), 0o600, written)
+            _write(private, _openssh(ec.generate_private_key(ec.SECP384R1())), 0o600, written)
         written += make_peer_key(private, public)
     require_usable(inventory)
     write_list(inventory)
@@ -143,14 +143,7 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
             "authentication are off with --insecure)",
         )
     private = [directory / name for name in (CA_KEY, SERVER_KEY, *names) if name.endswith(".key")]
-    private += sorted(directory.glob(f"*{KEY_SUFFIX}"))
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in private if path.exists()}
-    if wide := {path: mode for path, mode in modes.items() if mode & ~0o600}:
-        lines = [f"keys: {path} must be its owner's alone (mode 600), it is {mode:o}" for path, mode in wide.items()]
-        lines.append(
-            "others may have read them: `corolla cluster keys --force CLUSTER.yaml` makes new ones, `chmod 600` keeps these"
-        )
-        raise DeploymentError("\n".join(lines))
+    _refuse_open([*private, *sorted(directory.glob(f"*{KEY_SUFFIX}"))])
     again = "`corolla cluster keys --renew CLUSTER.yaml` makes another one"
     ca, certificate = (read_certificate(directory / name) for name in (CA, SERVER))
     for name, each in ((CA, ca), (SERVER, certificate)):
@@ -158,8 +151,7 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
             raise DeploymentError(
                 key="keys", rule=f"{directory / name} expired on {each.not_valid_after_utc:%Y-%m-%d}; {again}"
             )
-    named = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    held = {*named.get_values_for_type(x509.DNSName), *map(str, named.get_values_for_type(x509.IPAddress))}
+    held = subject_names(certificate)
     if lacking := [name for name in server_names(inventory) if name not in held]:
         what = f"not for {', '.join(lacking)} but for {', '.join(sorted(held))}"
         raise DeploymentError(key="keys", rule=f"{directory / SERVER} is {what}; {again}")
@@ -185,10 +177,11 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
 
 def expiry_warnings(inventory: Inventory) -> list[str]:
     """Return a warning for each existing certificate that has expired or is about to."""
+    again = "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
     found = []
     for path in (Path(inventory.keys) / CA, Path(inventory.keys) / SERVER):
         if path.is_file() and (expires := expiry_warning(read_certificate(path))):
-            found.append(f"warning: keys: {path} {expires}; {RENEW}")
+            found.append(f"warning: keys: {path} {expires}; {again}")
     return found
 
 
@@ -233,6 +226,12 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
         raise DeploymentError(key="keys", rule=f"{path} is not a certificate: {error}") from None
 
 
+def subject_names(certificate: x509.Certificate) -> set[str]:
+    """Return the DNS names and IP addresses that a certificate is for, as text."""
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return set(names.get_values_for_type(x509.DNSName)) | {str(ip) for ip in names.get_values_for_type(x509.IPAddress)}
+
+
 def _private_directory(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(directory.stat().st_mode)
@@ -243,6 +242,15 @@ def _private_directory(directory: Path) -> None:
     # `git add .` must not take a key
     if not (directory / IGNORE).exists():
         publish(directory / IGNORE, lambda temporary: temporary.write_text("*\n"))
+
+
+def _refuse_open(keys: list[Path]) -> None:
+    """Raise UserError if a private key, where it exists, has a mode wider than 0600."""
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in keys if path.exists()}
+    if wide := {path: mode for path, mode in modes.items() if mode & ~0o600}:
+        lines = [f"keys: {path} must be its owner's alone (mode 600), it is {mode:o}" for path, mode in wide.items()]
+        remedy = "others may have read them: `corolla cluster keys --force CLUSTER.yaml` makes new ones, `chmod 600` keeps these"
+        raise DeploymentError("\n".join([*lines, remedy]))
 
 
 def _write(path: Path, content: bytes, mode: int, written: list[Path]) -> None:
@@ -351,9 +359,9 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def new_node_key() -> bytes:
-    """Return a new private key of a SuperNode, in the form that Flower reads."""
-    return ec.generate_private_key(ec.SECP384R1()).private_bytes(
+def _openssh(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Encode a SuperNode's private key in the form that Flower reads."""
+    return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
 
@@ -464,8 +472,8 @@ log = logging.getLogger("corolla")
 AHEAD = (datetime.timedelta(weeks=2), datetime.timedelta(days=2), datetime.timedelta(hours=1), datetime.timedelta(0))
 """The times before a certificate's end at which a warning is due; the last one is the end."""
 RENEW = "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
-# seconds between two looks at the clock, which may jump
-_LOOK_SECONDS = 60.0
+# most seconds between two looks at the clock, which may jump
+_LONGEST = 60.0
 
 
 def stage(certificate: x509.Certificate) -> int:
@@ -476,15 +484,15 @@ def stage(certificate: x509.Certificate) -> int:
 
 def named_by(options: Sequence[str]) -> list[Path]:
     """Return the files of certificates that options of flower-superlink or flower-supernode name."""
-    return [*map(Path, values_in(options, "--ssl-ca-certfile", "--ssl-certfile", "--root-certificates"))]
+    return paths_in(options, "--ssl-ca-certfile", "--ssl-certfile", "--root-certificates")
 
 
-def values_in(options: Sequence[str], *names: str) -> list[str]:
-    """Return the values that options with these names have."""
+def paths_in(options: Sequence[str], *names: str) -> list[Path]:
+    """Return the paths that options with these names have."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
-        parser.add_argument(name)
-    return [value for value in vars(parser.parse_known_args(options)[0]).values() if value is not None]
+        parser.add_argument(name, type=Path)
+    return [path for path in vars(parser.parse_known_args(options)[0]).values() if path is not None]
 
 
 def watch(paths: Iterable[Path], sleep: Callable[[float], object] | None = None) -> None:
@@ -516,7 +524,13 @@ def _watch_ends(watched: Mapping[str, x509.Certificate], sleep: Callable[[float]
             if (now := stage(certificate)) > told[name]:
                 told[name] = now
                 log.warning("certificate %s %s; %s", name, expiry_warning(certificate), RENEW)
-        sleep(_LOOK_SECONDS)
+        sleep(_until_next(watched.values()))
+
+
+def _until_next(watched: Iterable[x509.Certificate]) -> float:
+    """Return the seconds until a next warning is due, at most _LONGEST."""
+    left = [each.not_valid_after_utc - now() - ahead for each in watched for ahead in AHEAD]
+    return min([each.total_seconds() for each in left if each > datetime.timedelta(0)] + [_LONGEST])
 
 
 def shown_warnings(inventory: Inventory) -> list[str]:

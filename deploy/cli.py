@@ -16,7 +16,6 @@ from fl_app.files import no_such
 if TYPE_CHECKING:
     from deploy.backup import KeptPath
     from deploy.cluster import Cluster
-    from deploy.inventory import Inventory
 
 app = typer.Typer(no_args_is_help=True, help="SuperLink and SuperNodes on real machines, from one inventory.")
 
@@ -47,15 +46,15 @@ def up(
     quiet: Quiet = False,
 ) -> None:
     """Start the SuperLink and all SuperNodes, and return when they are connected."""
+    from deploy import inventory as inventories
     from deploy import lifecycle
     from deploy.commands import listen_address
-    from deploy.inventory import is_loopback
 
     log_format.choose(log_lines)
-    found = _inventory(inventory, insecure)
-    if not found.secure and not is_loopback(found.superlink.fleet_address):
+    found = inventories.read_inventory(inventory, insecure)
+    if not found.secure and not inventories.is_loopback(found.superlink.fleet_address):
         _say("note: insecure: anyone on the network can read the models and join as a SuperNode")
-    if metrics and not is_loopback(listen_address(metrics)[0]):
+    if metrics and not inventories.is_loopback(listen_address(metrics)[0]):
         _say(f"note: --metrics {metrics}: whoever reaches it reads run names, client numbers and scores")
     running = lifecycle.up(found, _say, timeout, metrics, runs)
     nodes, clients = len(running.inventory.supernodes), running.inventory.num_clients
@@ -79,8 +78,9 @@ def print_commands(
 ) -> None:
     """Print the commands that `up` would start, host by host, for systemd, Ansible or a person. Start nothing."""
     from deploy import commands
+    from deploy import inventory as inventories
 
-    found = _inventory(inventory, insecure)
+    found = inventories.read_inventory(inventory, insecure)
     typer.echo(commands.slurm(found) if slurm else commands.by_host(found), nl=False)
 
 
@@ -100,8 +100,7 @@ def status(
 
     running = _running(inventory)
     found, failures = running.status()
-    known = superlink_nodes.answered_nodes(running)
-    status_by_id = {str(info.node_id): info.status for info in known}
+    status_by_id = superlink_nodes.status_by_node_id(running)
     nodes = {node.name: node for node in running.inventory.supernodes}
     header = ("node", "client", "name", "host", "GPU", "pid", "state", "health", "SuperLink says", "key")
     rows: list[tuple[str, ...]] = []
@@ -121,14 +120,14 @@ def status(
             pid = str(state["pid"] or "")
             shown = healthy if state["alive"] else ""
             rows.append((name, client, "", host, gpu, pid, lives, shown, connected, _key(running, name)))
-    for client_id, connected in superlink_nodes.status_of_joined(running, known).items():
+    for client_id, connected in superlink_nodes.status_of_joined(running).items():
         lost = joining.was_revoked(running.inventory, client_id)
         admitted = "admitted" if connected else "revoked" if lost else "not admitted yet"
         name = f"supernode-{client_id}"
         called = joining.name_of(running.inventory, client_id)
         rows.append((name, str(client_id), called, "joins", "", "", admitted, "", connected, _key(running, name)))
         away += connected not in ("", "online")
-    strangers = superlink_nodes.unknown_keys(running, known) if running.inventory.secure else []
+    strangers = superlink_nodes.strangers(running)
     for key in strangers:
         rows.append((key.name, "", "", "", "", "", "no entry has this key", "", key.status, key.fingerprint))
     if as_json:
@@ -242,8 +241,9 @@ def keys(
 ) -> None:
     """Make the CA, the server certificate and a key pair for every SuperNode. Existing files are kept."""
     from deploy import certificates
+    from deploy import inventory as inventories
 
-    found = _inventory(inventory)
+    found = inventories.read_inventory(inventory)
     if force and renew:
         raise DeploymentError(
             "--force and --renew exclude each other: --force makes everything anew, --renew the certificates"
@@ -274,10 +274,11 @@ def admit(
 ) -> None:
     """Register the public key of a site that joins by itself, and write the invitation to send back."""
     from deploy import cluster, joining, superlink_nodes
+    from deploy import inventory as inventories
     from deploy.certificates import hash_of_list as fingerprint
     from fl_app.privacy.keyring import PEERS
 
-    found = _inventory(inventory)
+    found = inventories.read_inventory(inventory)
     invitation = joining.admit(found, client, public, name=name)
     if name := joining.name_of(found, client):
         _say(f"client {client} has the name {name}")
@@ -303,9 +304,10 @@ def rotate(
 ) -> None:
     """Replace a joined site's key: the new one is registered, then the old one is revoked."""
     from deploy import cluster, joining, superlink_nodes
+    from deploy import inventory as inventories
     from fl_app.privacy.keyring import PEERS
 
-    found = _inventory(inventory)
+    found = inventories.read_inventory(inventory)
     joining.admit(found, client, public, replace=True)
     who = joining.called(found, client)
     if running := cluster.find(found.name):
@@ -333,8 +335,9 @@ def backup(
 ) -> None:
     """Keep what a lost server needs: inventory, keys, database, run folders, and what sites on this machine keep."""
     from deploy import backup as backups
+    from deploy import inventory as inventories
 
-    found = _inventory(inventory)
+    found = inventories.read_inventory(inventory)
     for option, given in (("--runs", runs), ("--state-dir", state_dir)):
         if missing := [path for path in given or [] if not path.is_dir()]:
             raise DeploymentError(key=option, rule=no_such(missing[0]))
@@ -353,24 +356,19 @@ def restore(
     _show_parts("restored", backups.read(archive))
 
 
-def _inventory(path: Path, insecure: bool = False) -> Inventory:
-    from deploy.inventory import read_inventory
-
-    return read_inventory(path, insecure)
-
-
 def _show_parts(what: str, parts: list[KeptPath]) -> None:
     _say("\n".join([f"{what}:", *(f"  {part.what}: {part.path}" for part in parts)]))
 
 
 def _running(inventory: str) -> Cluster:
     from deploy import cluster
+    from deploy import inventory as inventories
 
     path = Path(inventory)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             raise DeploymentError(key=path, rule="there is no such file; a running cluster's name works too")
-        return cluster.load(_inventory(path).name)
+        return cluster.load(inventories.read_inventory(path).name)
     return cluster.load(inventory)
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from deploy import certificates
 from deploy.commands import METRICS, SSH_OPTIONS, SUPERLINK, TUNNEL
 from deploy.detached import cluster_directory
-from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
+from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode, warm_process
 from deploy.node import REPLY_MARK, Json, handle
 from fl_app.errors import MALFORMED, DeploymentError, UserError
 from fl_app.files import explain_full_disk, lock, publish_text
@@ -135,7 +135,9 @@ def load(name: str) -> Cluster:
 def _read(record: dict[str, Any]) -> Cluster:
     inventory = record["inventory"]
     superlink = SuperLink(**{**inventory["superlink"], "names": tuple(inventory["superlink"]["names"])})
-    nodes, joined = tuple(SuperNode(**node) for node in inventory["supernodes"]), tuple(inventory["joined"])
+    # older records have true or false for `warm`, and no `joined`
+    nodes = tuple(SuperNode(**{**node, "warm": warm_process(node.get("warm"))}) for node in inventory["supernodes"])
+    joined = tuple(inventory.get("joined", ()))
     whole = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
     return Cluster(**{**record, "inventory": whole})
 
@@ -144,7 +146,8 @@ def note_joined(name: str, joined: tuple[int, ...]) -> None:
     """Record the clients that join by themselves by now, if the cluster is up: its inventory may have grown since."""
     with held(name):
         if running := find(name):
-            cluster = dataclasses.replace(running, inventory=dataclasses.replace(running.inventory, joined=joined))
+            inventory = dataclasses.replace(running.inventory, joined=joined)
+            cluster = dataclasses.replace(running, inventory=inventory)
             publish_text(record_path(name), json.dumps(dataclasses.asdict(cluster)))
 
 

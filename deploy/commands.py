@@ -1,4 +1,4 @@
-"""Command lines and environments of a cluster's processes, as pure functions of the inventory, and as text or a job script."""
+"""Command lines and environments of a cluster's processes, as pure functions of the inventory."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def supernode(inventory: Inventory, node: SuperNode, place: HostPlaces, index: i
     private = f"{place.keys}/{node.name}{KEY_SUFFIX}" if inventory.secure else ""
     config = node_config(node.client_id, inventory.num_clients, node.data_path, private)
     command = [node.python, "-P", "-m", "deploy.supernode", "--name", f"{inventory.name}/{node.name}"]
-    command += [*(["--site", node.site] if node.site else []), *(["--warm"] if node.warm else []), "--"]
+    command += [*(["--site", node.site] if node.site else []), *(["--warm", node.warm] if node.warm else []), "--"]
     if inventory.secure:
         command += ["--root-certificates", f"{place.keys}/{CA}"]
         command += ["--auth-supernode-private-key", f"{place.keys}/{node.name}.key"]
@@ -162,9 +162,8 @@ def _quoted(text: str) -> str:
     return '"' + re.sub(rf'(?!{MARK})["\\\x00-\x1f\x7f]', lambda found: f"\\u{ord(found[0]):04x}", text) + '"'
 
 
-def tunnel(inventory: Inventory) -> Process:
+def tunnel(inventory: Inventory, ca: str) -> Process:
     """Return the ssh process that forwards a remote SuperLink's control port to this machine's loopback."""
-    ca = f"{inventory.keys}/{CA}" if inventory.secure else ""
     port = inventory.superlink.control_port
     command = ["ssh", *SSH_OPTIONS, "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15", "-N"]
     command += ["-L", f"127.0.0.1:{port}:127.0.0.1:{port}", "--", inventory.superlink.host]
@@ -195,7 +194,8 @@ def by_host(inventory: Inventory) -> str:
     link = inventory.superlink
     blocks = [_host(inventory, link.host, link.python, serves=True)]
     if link.host != LOCAL:
-        blocks.append(["# here: the SuperLink's control port", f"{shell.line(tunnel(inventory).command)} &"])
+        ca = f"{inventory.keys}/{certificates.CA}" if inventory.secure else ""
+        blocks.append(["# here: the SuperLink's control port", f"{shell.line(tunnel(inventory, ca).command)} &"])
     blocks.append(_connection(inventory))
     pythons = {node.host: node.python for node in inventory.supernodes}
     blocks += [_host(inventory, host, python, serves=False) for host, python in pythons.items()]
@@ -220,7 +220,8 @@ def _host(inventory: Inventory, host: str, python: str, *, serves: bool) -> list
         lines.append(f"#   before, from here: {shell.line(['ssh', host, f'mkdir -p -m 700 {there}'])}")
         lines.append(f"#   {shell.line(['scp', '-p', *files, f'{host}:{there}/'])}")
     lines.append(shell.line(["mkdir", "-p", "-m", "700", f"{place.directory}/flwr"]))
-    around = {"PATH": f"{place.scripts}:{shell.variable('PATH')}", **FLOWER, "FLWR_HOME": f"{place.directory}/flwr"}
+    path = f"{place.scripts}:{shell.variable('PATH')}"
+    around = {"PATH": path, **FLOWER, "FLWR_HOME": f"{place.directory}/flwr"}
     return lines + [f"{shell.line(process.command, around | dict(process.environment))} &" for process in processes]
 
 

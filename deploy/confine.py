@@ -172,7 +172,8 @@ def confine_process(confinement: Confinement) -> None:
     # CUDA names its threads there, and does not start otherwise. A rule for a file in /proc holds while it is open.
     _allow(libc, ruleset, "/proc/self/task", handled & (_READ | _LIST | _WRITE | _TRUNCATE), keep_open=True)
     for port in confinement.ports if supported >= 4 else ():
-        _call(libc, _ADD, ruleset, _PORT, (ctypes.c_uint64 * 2)(_CONNECT, port), 0)
+        rule = (ctypes.c_uint64 * 2)(_CONNECT, port)
+        _call(libc, _ADD, ruleset, _PORT, rule, 0)
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise DeploymentError(key="confine", rule=os.strerror(ctypes.get_errno()))
     _call(libc, _RESTRICT, ruleset, 0)

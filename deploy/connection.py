@@ -143,8 +143,10 @@ def _with_table(path: Path, text: str, name: str, table: dict[str, Any]) -> str:
             "or give the cluster another `name`"
         )
     lines = [f"[superlink.{name}]", *(f"{key} = {value_to_toml(value)}" for key, value in table.items())]
-    after = text + ("" if not text else "\n" if text.endswith("\n") else "\n\n") + "\n".join(lines) + "\n"
-    if _parse(path, after) != ({**before, "superlink": {**links, name: table}} if isinstance(links, dict) else None):
+    gap = "" if not text else "\n" if text.endswith("\n") else "\n\n"
+    after = text + gap + "\n".join(lines) + "\n"
+    expected = {**before, "superlink": {**links, name: table}} if isinstance(links, dict) else None
+    if _parse(path, after) != expected:
         raise DeploymentError(key=path, rule=f"cannot add [superlink.{name}] without changing the rest; add it by hand")
     return after
 
@@ -183,7 +185,8 @@ def _locked(path: Path) -> Iterator[None]:
 def _write(path: Path, text: str) -> None:
     """Replace the file in one step, through a symbolic link, and keep its mode."""
     target = path.resolve()
-    publish_text(target, text, target.stat().st_mode & 0o777 if target.exists() else 0o644)
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
+    publish_text(target, text, mode)
 
 
 # Control calls from other machines ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from fl_app.errors import MALFORMED, DeploymentError
-from fl_app.files import opener, publish_text
+from fl_app.files import publish_text
 from fl_app.processes import LAUNCH, end_processes, flower_environment, processes_with, start_mark
 from fl_app.site_directory import user_state
 
@@ -189,7 +189,7 @@ def rotate(path: Path, most: int = MOST_BYTES) -> bool:
     """
     if path.stat().st_size <= most:
         return False
-    with path.open("r+b") as log, open(f"{path}.1", "wb", opener=opener) as older:
+    with path.open("r+b") as log, open(f"{path}.1", "wb", opener=_private) as older:
         shutil.copyfileobj(log, older)
         log.truncate(0)
     return True
@@ -200,6 +200,10 @@ def _watch(path: Path) -> None:
         with contextlib.suppress(OSError):
             rotate(path)
         time.sleep(_SECONDS)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _is_stderr(path: Path) -> bool:

@@ -29,6 +29,8 @@ from fl_app.keys import key, nearest, specs
 Entry = TypeVar("Entry")
 
 LOCAL, JOINS = "local", "joins"
+# whose warm process a node's applications are forked from: its own, or one that nodes of the machine share
+OWN, SHARED = "own", "shared"
 _LONGEST_SHOWN = 300
 _HOST_WORD = r"[A-Za-z0-9_][\w.+:%-]*(@[A-Za-z0-9][\w.:%-]*)?"
 _DNS_NAME = r"[A-Za-z0-9]([\w-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([\w-]*[A-Za-z0-9])?)*\.?"
@@ -92,6 +94,7 @@ _ADDRESS = Form(
     "an IP address or a DNS name without a port", lambda v: isinstance(v, str) and _is_address(v.strip("[]"))
 )
 _ADDRESSES = Form("a list of IP addresses or DNS names", lambda v: isinstance(v, list) and all(map(_is_address, v)))
+_WARM = Form("true, false or shared", lambda v: v is None or isinstance(v, bool) or v == SHARED)
 _FLAG = Form("true or false", lambda v: v is None or isinstance(v, bool))
 _VARIABLES = Form(
     "a mapping of names to strings, with letters, digits and _ in a name and no NUL anywhere", _are_variables
@@ -128,7 +131,11 @@ class _Host:
     data_path: str = key("", "this node's own data", _PATH)
     threads: int = key(1, "`OMP_NUM_THREADS`, `MKL_NUM_THREADS`", _integer(1, 4096))
     site: str = key("", "the node's `site.toml`, if it is not in its usual place", _PATH)
-    warm: bool | None = key(None, "`true`: applications are forked from a process that has imported PyTorch", _FLAG)
+    warm: bool | str | None = key(
+        None,
+        "`true`: applications are forked from a process that has imported PyTorch; `shared`: nodes of the machine share one",
+        _WARM,
+    )
     environment: Mapping[str, str] = key({}, "more environment variables, such as `COROLLA_DATA_DIR`", _VARIABLES)
 
 
@@ -148,8 +155,8 @@ class _File:
 class SuperNode:
     """One SuperNode; client_id is its partition-id.
 
-    gpu: None leaves CUDA_VISIBLE_DEVICES alone, "" hides all GPUs. warm: a process that has imported
-    PyTorch forks applications.
+    gpu: None leaves CUDA_VISIBLE_DEVICES alone, "" hides all GPUs. warm: whose warm process forks applications, OWN or
+    SHARED; "" means none.
     """
 
     client_id: int
@@ -160,7 +167,7 @@ class SuperNode:
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     site: str = ""
-    warm: bool = False
+    warm: str = ""
 
     @property
     def name(self) -> str:
@@ -194,6 +201,11 @@ class Inventory:
         return found | {node.host: node.python for node in self.supernodes if node.host not in found}
 
 
+def warm_process(warm: bool | str | None) -> str:
+    """Return OWN, SHARED or "" for a value of the key `warm`."""
+    return OWN if warm is True else warm or ""
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an address or name can be reached only from its own machine."""
     try:
@@ -221,7 +233,7 @@ def read_inventory(path: Path, insecure: bool = False) -> Inventory:
 def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     """Check a loaded inventory. directory: the base of a relative `keys`. Raises UserError with all problems."""
     problems: list[str] = []
-    top = parse_mapping(
+    top = _parse_mapping(
         "", {"name": default_name, "hosts": None, **raw} if isinstance(raw, dict) else raw, _File, problems
     )
     if top.name in ("default", LOCAL):
@@ -244,8 +256,8 @@ def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     return Inventory(top.name, superlink, supernodes, str((directory / keys).resolve()), secure, joined)
 
 
-def parse_mapping(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
-    """Read a mapping of YAML or TOML as a dataclass of keys. A wrong value is noted, and replaced by its default."""
+def _parse_mapping(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
+    """Read one mapping of the inventory as a dataclass of keys. A wrong value is noted, and replaced by its default."""
     known = {spec.name: spec for spec in specs(cls)}
     if not isinstance(raw, dict):
         problems.append(f"{label or 'the file'}: must be a mapping with the keys {', '.join(known)}, got {_shown(raw)}")
@@ -277,7 +289,7 @@ def _shown(value: Any) -> str:
 
 
 def _superlink(raw: Any, problems: list[str]) -> SuperLink:
-    entry = parse_mapping("superlink", raw, SuperLink, problems)
+    entry = _parse_mapping("superlink", raw, SuperLink, problems)
     address = entry.fleet_address.strip("[]")
     if address in ("0.0.0.0", "::"):
         problems.append(f"superlink.fleet-address: must be the address SuperNodes connect to, got {address!r}")
@@ -295,7 +307,7 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
     joined: list[int] = []
     for index, item in enumerate(raw):
         label = f"hosts[{index}]"
-        entry = parse_mapping(label, item, _Host, problems)
+        entry = _parse_mapping(label, item, _Host, problems)
         if isinstance(item, dict) and "host" not in item:
             problems.append(f"{label}.host: missing; local or user@host")
         if entry.host == JOINS:
@@ -316,9 +328,10 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
                 gpu = None
             else:
                 gpu = gpus[k % len(gpus)] if gpus else ""
+            client_id = len(nodes) + len(joined)
             nodes.append(
                 SuperNode(
-                    len(nodes) + len(joined),
+                    client_id,
                     entry.host,
                     python,
                     gpu,
@@ -326,7 +339,7 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
                     entry.threads,
                     entry.environment,
                     entry.site,
-                    bool(entry.warm),
+                    warm_process(entry.warm),
                 )
             )
     return tuple(nodes), tuple(joined)

@@ -60,7 +60,11 @@ def make_key(directory: Path) -> Path:
     private, public = directory / KEY, directory / PUBLIC
     if not private.exists():
         make_directory(directory)
-        publish(private, lambda path: path.write_bytes(certificates.new_node_key()))
+        key = ec.generate_private_key(ec.SECP384R1())
+        text = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        )
+        publish(private, lambda path: path.write_bytes(text))
     certificates.make_peer_key(private, public)
     return public
 

@@ -43,12 +43,13 @@ def up(
         certificates.require_usable(inventory)
         for warning in certificates.expiry_warnings(inventory):
             say(warning)
+    listen = commands.host_port(*commands.listen_address(metrics)) if metrics else ""
     cluster = Cluster(
         inventory,
         secure_random.secret(16).hex(),
         str(connection.config_path()),
         time.strftime("%Y-%m-%d %H:%M:%S"),
-        commands.host_port(*commands.listen_address(metrics)) if metrics else "",
+        listen,
         str(Path(runs).absolute()),
         log_format.JSON if log_format.is_json() else log_format.TEXT,
     )
@@ -99,7 +100,8 @@ def _revive(cluster: Cluster, say: Say, seconds: float) -> Cluster:
         raise DeploymentError("\n".join(str(error) for error in failures.values()))
     ended = [name for name, state in found.items() if not state["alive"]]
     if TUNNEL in ended:
-        _start(cluster, LOCAL, [commands.tunnel(cluster.inventory)])
+        ca = str(Path(cluster.inventory.keys) / certificates.CA) if cluster.inventory.secure else ""
+        _start(cluster, LOCAL, [commands.tunnel(cluster.inventory, ca)])
         _wait(cluster, [TUNNEL], seconds)
     if cluster.inventory.secure:
         superlink_nodes.register_all(cluster)
@@ -192,7 +194,8 @@ def _start_superlink(cluster: Cluster, places: dict[str, HostPlaces], seconds: f
     _start(cluster, host, [commands.superlink(inventory, places[host])])
     _wait(cluster, [SUPERLINK], seconds)
     if host != LOCAL:
-        _start(cluster, LOCAL, [commands.tunnel(inventory)])
+        ca = str(Path(inventory.keys) / certificates.CA) if inventory.secure else ""
+        _start(cluster, LOCAL, [commands.tunnel(inventory, ca)])
         _wait(cluster, [TUNNEL], seconds)
 
 
@@ -283,8 +286,7 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
         raise DeploymentError(key=node.host, rule=f"{name} could not be ended")
 
     def online() -> list[str]:
-        nodes = superlink_nodes.answered_nodes(cluster)
-        return [name] if any(str(node.node_id) == before and node.status == "online" for node in nodes) else []
+        return [name] if superlink_nodes.status_by_node_id(cluster).get(before) == "online" else []
 
     _wait_until_gone(online, say, seconds)
     place = _place(_prepare_host(cluster, node.host, []))
@@ -306,7 +308,8 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
     inventory = cluster.inventory
     problems: list[str] = []
     there = [host for host in cluster.placement if only is None or host in only]
-    for stage in [[METRICS], [node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]:
+    stages = [[METRICS], [node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
+    for stage in stages:
         asked = [host for host in there if set(stage) & set(cluster.placement[host])]
         replies, failures = attempt_each(functools.partial(_stop, cluster, stage), asked)
         problems += [str(error) for error in failures.values() if not forget]

@@ -14,6 +14,7 @@ and a remote one over ssh (deploy/cluster.py). Requests:
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -27,7 +28,6 @@ from typing import Any
 from deploy import detached, health
 from fl_app.errors import DeploymentError, UserError
 from fl_app.files import explain_full_disk, publish_text
-from fl_app.machine import versions
 from fl_app.processes import free_ports
 from fl_app.server import disk
 
@@ -63,7 +63,7 @@ def _execute(directory: Path, request: Json) -> Json:
                 detached.start(directory, token, **process)
             return {}
         case "clock":
-            return {"clock": time.time()}
+            return {"clock": now()}
         case "status":
             return {"processes": _status(directory, token)}
         case "logs":
@@ -102,19 +102,31 @@ def _prepare(directory: Path, token: str, request: Json) -> Json:
     for name, text in request["files"].items():
         publish_text(keys / name, text)
     (directory / "flwr").mkdir(exist_ok=True)
-    installed = versions()
     return {
         "directory": str(directory),
         "scripts": str(Path(sys.executable).parent),
         "ports": free_ports(request["ports"]),
-        "versions": {name: installed.get(name, "not installed") for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES},
         "free": disk.free(Path(request["database"])) if request.get("database") else None,
     }
 
 
+def now() -> float:
+    """Return this host's time: seconds since 1970."""
+    return time.time()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def _port_problem(address: str, port: int) -> str:
     """Return why this host cannot listen on a TCP port, or ""."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as sock:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((address, port))
@@ -126,20 +138,29 @@ def _port_problem(address: str, port: int) -> str:
 def _status(directory: Path, token: str) -> Json:
     mine = [record for record in detached.records(directory) if record.token == token]
     with ThreadPoolExecutor(max(1, min(16, len(mine)))) as pool:
-        return dict(pool.map(lambda record: (record.name, described(directory, record)), mine))
+        return dict(pool.map(lambda record: (record.name, _describe(directory, record)), mine))
 
 
-def described(directory: Path, record: detached.Record) -> Json:
-    """Return what `status` says of a process."""
-    lives, noted = detached.alive(record), detached.node_id_file(directory, record.name)
-    # not the node id of its log, which has an application's words too
-    found = noted.read_text(encoding="utf-8") if noted.exists() else ""
+def _describe(directory: Path, record: detached.Record) -> Json:
+    lives = detached.alive(record)
     return {
         "pid": record.pid,
         "alive": lives,
         "healthy": lives and (not record.health or health.answers(record.health, record.ca)),
-        "node-id": found if found.isascii() and found.isdecimal() else "",
+        "node-id": _node_id(directory, record.name),
     }
+
+
+def _node_id(directory: Path, name: str) -> str:
+    """Return the node id that a SuperNode noted after it reached its SuperLink, or "".
+
+    Not the one in its log: the log has an application's words too, and its lines move.
+    """
+    try:
+        found = detached.node_id_file(directory, name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    return found if found.isascii() and found.isdecimal() else ""
 
 
 # The meaning of refusals in Flower's and gRPC's logs

@@ -29,7 +29,8 @@ def join(name: Name) -> None:
     """Make this site's key, which stays here, and name its public half for the server's operator."""
     from deploy import joining
 
-    public = joining.make_key(_directory(name))
+    directory = _directory(name)
+    public = joining.make_key(directory)
     typer.echo(f"send {public} to the server's operator (nothing in it is secret):\n{public.read_text().strip()}")
     typer.echo(
         "the operator runs: corolla cluster admit CLUSTER.yaml CLIENT FILE.pub, and sends back the invitation it writes"
@@ -72,13 +73,15 @@ def start(
 ) -> None:
     """Run this site's SuperNode, until Ctrl-C."""
     from deploy import joining, supernode
-    from deploy import site as rules
+    from deploy.inventory import OWN
     from fl_app import log_format
     from fl_app.processes import flower_environment
 
     log_format.choose(log_lines)
-    # an empty name is refused before anything is kept
-    rules.find(site)
+    if site == "":
+        raise DeploymentError(
+            key="--site", rule="must name the site's rules, got an empty text; leave the option out to have none"
+        )
     directory = _directory(name)
     if peers:
         typer.echo(
@@ -90,7 +93,7 @@ def start(
     options = joining.supernode_options(directory, accepted, data_path)
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
-    supernode.run(name, site, options, warm)
+    supernode.run(name, site or "", options, OWN if warm else "")
 
 
 @peers_app.command("accept", epilog="Example: corolla node peers accept bern --peers peers.txt")
@@ -102,9 +105,7 @@ def accept_peers(
     sha256: Annotated[
         str, typer.Option("--sha256", help="The list's SHA-256 as the sites have compared it; another one is refused.")
     ] = "",
-    site: Annotated[
-        str | None, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")
-    ] = None,
+    site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
 ) -> None:
     """Agree to a changed list of all sites' keys; until then this site takes no part in private runs."""
     from deploy import joining

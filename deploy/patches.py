@@ -195,7 +195,8 @@ class Pace:
 
     def sleep(self, seconds: float) -> None:
         """Sleep at most this many seconds."""
-        time.sleep(min(seconds, max(self._shortest, _LATE * (time.monotonic() - self._last))))
+        since = time.monotonic() - self._last
+        time.sleep(min(seconds, max(self._shortest, _LATE * since)))
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the module `time`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import io
 import logging
 import os
@@ -30,7 +31,6 @@ from fl_app.checksums import Stamp, stamp_of
 from fl_app.errors import MALFORMED, DeploymentError, UserError, describe, plain
 from fl_app.exit_codes import ending_on_bad_input
 from fl_app.extras import require
-from fl_app.machine import versions
 from fl_app.server import events
 from fl_app.server.events import EVENTS
 from fl_app.server.run_folder import CLIENTS, NAME, read_clients
@@ -226,7 +226,7 @@ class Exporter:
         return found
 
     def _all(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        yield "info", tuple(versions().get(name, "") for name in TABLE["info"].labels), 1
+        yield "info", tuple(version(name) for name in TABLE["info"].labels), 1
         yield from self._places()
         names: dict[str, str] = {}
         for totals in self._newest():
@@ -266,8 +266,7 @@ class Exporter:
             places["database"] = self.watched.database.parent
         for place, path in places.items():
             with contextlib.suppress(OSError):
-                # the first run makes the runs' directory
-                usage = shutil.disk_usage(next(above for above in (path, *path.resolve().parents) if above.exists()))
+                usage = shutil.disk_usage(existing(path))
                 yield "disk_free_bytes", (place,), usage.free
                 yield "disk_size_bytes", (place,), usage.total
         for path in self.watched.certificates:
@@ -294,6 +293,19 @@ class Exporter:
         if text not in self._complained:
             self._complained.add(text)
             log.warning("%s", text)
+
+
+def existing(path: Path) -> Path:
+    """Return a directory, or the nearest one above it that exists: the first run makes the runs' directory."""
+    return next(place for place in (path, *path.resolve().parents) if place.exists())
+
+
+def version(package: str) -> str:
+    """Return a package's version; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 # HTTP -------------------------------------------------------------------------------------------------------------------

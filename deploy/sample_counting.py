@@ -28,7 +28,7 @@ _MOST = 1 << 16
 
 
 class CountingProcess(Protocol):
-    """A process that can be ended and waited for."""
+    """A process that counts."""
 
     def kill(self) -> None:
         """End it."""

@@ -32,17 +32,17 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.inventory import Form, parse_mapping
+from deploy.inventory import Form
 from fl_app import foreign_files
 from fl_app.config import RunConfig
 from fl_app.config.rules import with_implied
 from fl_app.errors import MALFORMED, DeploymentError, UserError, describe
 from fl_app.files import lock, make_directory, publish_text
-from fl_app.keys import KeySpec, Scalar, affects, key, specs
+from fl_app.keys import KeySpec, Scalar, affects, key, nearest, specs
 from fl_app.paths import path_keys, path_of
 from fl_app.toml import flatten, read_toml
 from fl_app.transport.app_bundle import project_file
@@ -168,16 +168,12 @@ class Site:
     )
 
 
-def find(given: str | None = None) -> Path | None:
+def find(given: str = "") -> Path | None:
     """Return the site's file: the given one, else $COROLLA_SITE, else corolla/site.toml in the user's configuration.
 
     A given directory holds site.toml. Return None only if none is named and it is certain that the last does not exist:
     a node whose rules cannot be seen must not start without them. Raises UserError.
     """
-    if given == "":
-        raise DeploymentError(
-            key="--site", rule="must name the site's rules, got an empty text; leave the option out to have none"
-        )
     if given or os.environ.get("COROLLA_SITE"):
         named = Path(given or os.environ["COROLLA_SITE"]).expanduser()
         return named / "site.toml" if os.path.isdir(named) else named
@@ -200,10 +196,17 @@ def read_site(path: Path) -> Site:
     if isinstance(raw.get("bounds"), dict):
         raw["bounds"] = _dotted(raw["bounds"])
     problems: list[str] = []
-    found = parse_mapping("", raw, Site, problems)
+    known, values = {spec.name: spec for spec in specs(Site)}, dict[str, Any]()
+    for name, value in raw.items():
+        if (spec := known.get(name)) is None:
+            problems.append(f"{name}: unknown key{nearest(name, known) or '; there are ' + ', '.join(known)}")
+        elif spec.rule and not spec.rule.admits(value):
+            problems.append(f"{name}: must be {spec.rule}, got {value!r}")
+        else:
+            values[spec.field] = tuple(value) if isinstance(value, list) else value
     if problems:
         raise DeploymentError(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
-    return replace(found, source=str(path))
+    return Site(**values, source=str(path))
 
 
 def _dotted(bounds: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,7 +379,8 @@ class Request:
         """The run's name, its method, and the keys that have another value than this installation's default."""
         known = flatten(read_toml(project_file())["tool"]["flwr"]["app"]["config"])
         first = {name: self.config[name] for name in ("run-name", "method") if name in self.config}
-        return first | {k: v for k, v in self.config.items() if (type(v), v) != (type(known.get(k)), known.get(k))}
+        rest = {k: v for k, v in self.config.items() if (type(v), v) != (type(known.get(k)), known.get(k))}
+        return first | rest
 
     @property
     def digest(self) -> str:

@@ -187,7 +187,9 @@ def without_access(settings: dict[str, Any]) -> dict[str, Any]:
 
 def database_of(options: Sequence[str]) -> str:
     """Return the absolute path of the database that flower-superlink's options name, "" if it is no file."""
-    given = "".join(certificates.values_in(options, "--database"))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--database", default="")
+    given: str = parser.parse_known_args(options)[0].database
     return "" if not given or given.startswith(":") or "://" in given else str(Path(given).absolute())
 
 

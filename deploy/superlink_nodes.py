@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -81,6 +82,15 @@ class Unknown:
     status: str
 
 
+def strangers(cluster: Cluster) -> list[Unknown]:
+    """Return the accepted keys that no entry of a secure cluster's inventory has; none if the SuperLink does not answer."""
+    if not cluster.inventory.secure:
+        return []
+    with contextlib.suppress(UserError):
+        return unknown_keys(cluster, list_nodes(cluster))
+    return []
+
+
 def unknown_keys(cluster: Cluster, nodes: Iterable[NodeInfo]) -> list[Unknown]:
     """Return the accepted keys that are not the present key of a SuperNode of the inventory."""
     directory, inventory = Path(cluster.inventory.keys), cluster.inventory
@@ -101,11 +111,12 @@ def flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
 
 
-def answered_nodes(cluster: Cluster) -> list[NodeInfo]:
-    """Return the SuperLink's nodes as `list_nodes` does; none if it does not answer."""
-    with contextlib.suppress(UserError):
-        return list_nodes(cluster)
-    return []
+def status_by_node_id(cluster: Cluster) -> dict[str, str]:
+    """Return the SuperLink's status of its nodes, online or offline, by node id; {} if it does not answer."""
+    done = flwr(cluster, "supernode", "list", cluster.inventory.name, "--format", "json")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return {str(node["node-id"]): str(node["status"]) for node in json.loads(done.stdout)["nodes"]}
+    return {}
 
 
 def online_by_key(cluster: Cluster) -> list[str]:
@@ -150,17 +161,20 @@ def nodes_and_runs(name: str, table: Mapping[str, Any], most_runs: int) -> tuple
         raise DeploymentError(key=f"cluster {name}", rule=f"cannot list its SuperLink's nodes: {error}") from None
 
 
-def status_of_joined(cluster: Cluster, nodes: Iterable[NodeInfo]) -> dict[int, str]:
+def status_of_joined(cluster: Cluster) -> dict[int, str]:
     """Return the SuperLink's status of the clients that join by themselves, by client id; "" for one without a key.
 
-    They are found among its nodes by their keys.
+    They are found by their keys.
     """
     keys: dict[int, bytes] = {}
     for client_id in cluster.inventory.joined:
         path = Path(cluster.inventory.keys) / f"supernode-{client_id}.pub"
         if path.exists():
             keys[client_id] = public_bytes(path)
-    status_by_key = {info.public_key: info.status for info in nodes}
+    status_by_key: dict[bytes, str] = {}
+    if keys:
+        with contextlib.suppress(UserError):
+            status_by_key = {info.public_key: info.status for info in list_nodes(cluster)}
     return {
         client_id: status_by_key.get(keys[client_id], "unknown") if client_id in keys else ""
         for client_id in cluster.inventory.joined

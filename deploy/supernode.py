@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from deploy.audit import FILE, Audit
 from deploy.confine import Confinement
 from deploy.detached import NODE_ID, state_home
 from deploy.gate import Connection, Gate, NodeConfig
+from deploy.inventory import OWN, SHARED
 from deploy.patches import Pace
 from deploy.site import Site
 from deploy.unanswered import Answering, Arriving, Kept, WaitedProcess
@@ -49,6 +50,8 @@ from fl_app.transport.outgoing import TELL
 from fl_app.transport.wire import NODE_NAME, PRIVATE_KEYS
 
 log = logging.getLogger("corolla")
+
+Receive = Callable[[], tuple[Message, ObjectTree] | None]
 
 _COMMAND = "flwr.supernode.cli.flower_supernode"
 # option of flower-superexec: the process with which it ends
@@ -84,21 +87,28 @@ def main() -> None:
     parser.add_argument("--site")
     parser.add_argument(
         "--warm",
-        action="store_true",
-        help="fork applications from a process that has imported PyTorch",
+        nargs="?",
+        choices=(OWN, SHARED),
+        const=OWN,
+        default="",
+        help="fork applications from a process that has imported PyTorch: the node's own, or a shared one",
     )
     parser.add_argument("--log-format", default="", help="text or json; otherwise as $COROLLA_LOG_FORMAT says")
     parser.add_argument("flower", nargs="*")
     given = parser.parse_args()
     with ending_on_bad_input():
         log_format.choose(given.log_format)
-        run(given.name, given.site, given.flower, given.warm)
+        if given.site == "":
+            raise DeploymentError(
+                key="--site", rule="must name the site's rules, got an empty text; leave the option out to have none"
+            )
+        run(given.name, given.site or "", given.flower, given.warm)
 
 
-def run(name: str, rules: str | None, options: list[str], warm: bool = False) -> None:
+def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     """Become a SuperNode with these options of flower-supernode.
 
-    warm: fork applications from a warm process. Raises UserError before it starts.
+    warm: fork applications from a warm process, OWN or SHARED; or empty. Raises UserError before it starts.
     """
     # an application starts for every message: without compiled files it would be compiled each time
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -156,7 +166,7 @@ def check_places(directory: Path) -> None:
 
 def key_in(options: Sequence[str]) -> tuple[Path, ...]:
     """Return the node's private key, which options of flower-supernode name, or nothing."""
-    return tuple(map(Path, certificates.values_in(options, "--auth-supernode-private-key")))
+    return tuple(certificates.paths_in(options, "--auth-supernode-private-key"))
 
 
 def fingerprint_of(private: Path) -> str:
@@ -169,7 +179,7 @@ def fingerprint_of(private: Path) -> str:
     return fingerprint(public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH))
 
 
-def install(rules: Site, audit: Audit, directory: Path, warm: bool = False, keys: Sequence[Path] = ()) -> Any:
+def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Sequence[Path] = ()) -> Any:
     """Put the gate at the place where Flower's SuperNode opens its connection. Return the function that starts it.
 
     warm: as for `run`. keys: files that no confined application may read. Raises UserError.
@@ -184,6 +194,10 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False, keys
         ) from None
     walls = walls_for(rules.confine) if rules.confine else None
     writable = writable_directories(directory, rules.source) if rules.confine else {}
+    if warm == SHARED and rules.confine:
+        log.warning(
+            "warm: this node is confined, and has a warm process of its own, because its rules hold for all of it"
+        )
     arriving = Arriving(rules.max_upload)
     # no application gets it
     noted = os.environ.pop(NODE_ID, "")
@@ -200,16 +214,17 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False, keys
         )
         confinement: Confinement | None = None
         if rules.confine:
+            data = [node.data_path] if node.data_path else []
             refuse_secrets(
                 [
                     *confine.installation(),
                     "/dev",
                     *data_files(),
                     *(rules.readable_paths or ()),
-                    *([node.data_path] if node.data_path else []),
+                    *data,
                     *writable.values(),
                 ],
-                (directory, *keys),
+                (superexec.shared_directory(), directory, *keys),
             )
             confinement = confinement_of(
                 rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
@@ -247,17 +262,11 @@ def install(rules: Site, audit: Audit, directory: Path, warm: bool = False, keys
                 if noted:
                     publish_text(Path(noted), str(bare.node_id))
                 guarded = gate.around(dataclasses.replace(bare, receive=patches.patient(bare.receive, None)))
-
-                def receive() -> tuple[Message, ObjectTree] | None:
-                    if (received := guarded.receive()) is not None:
-                        pace.work()
-                    return received
-
-                noticed = dataclasses.replace(guarded, receive=receive)
-                yield tuple(getattr(noticed, name) for name in Connection.__dataclass_fields__)
+                guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
+                yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
         def start_inside(words: Sequence[str]) -> WaitedProcess:
-            words = superexec_command(words, warm)
+            words = superexec_command(words, warm if warm != SHARED or not rules.confine else OWN)
             if confinement is None:
                 return subprocess.Popen(words)
             # what earlier applications left there is not for the next ones, which get another home
@@ -309,7 +318,7 @@ def of_parent(words: Sequence[str], pid: int) -> list[str]:
     return words
 
 
-def superexec_command(words: Sequence[str], warm: bool = False) -> list[str]:
+def superexec_command(words: Sequence[str], warm: str = "") -> list[str]:
     """Return the command of Flower's SuperExec, changed so that deploy/superexec.py runs it.
 
     warm: as for `run`. Raises OSError if it is another command, which would start code that nobody has compared.
@@ -317,7 +326,19 @@ def superexec_command(words: Sequence[str], warm: bool = False) -> list[str]:
     command, *options = words
     if Path(command).name != "flower-superexec":
         raise OSError(f"this Flower starts applications with {command}, not with flower-superexec")
-    return [sys.executable, "-P", "-m", "deploy.superexec", *([superexec.WARM] if warm else []), *options]
+    warmly = {OWN: [superexec.WARM], SHARED: [superexec.SHARED]}.get(warm, [])
+    return [sys.executable, "-P", "-m", "deploy.superexec", *warmly, *options]
+
+
+def noticing(receive: Receive, pace: Pace) -> Receive:
+    """Return a `receive` that also notes each message in the pace."""
+
+    def receive_and_notice() -> tuple[Message, ObjectTree] | None:
+        if (received := receive()) is not None:
+            pace.work()
+        return received
+
+    return receive_and_notice
 
 
 def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
@@ -367,7 +388,7 @@ def data_files() -> list[str]:
 def refuse_secrets(places: Iterable[str | Path], secrets: Iterable[Path]) -> None:
     """Raise UserError if one of the places that confined applications read contains one of the secrets.
 
-    These are the site's own directory with its audit and approvals, and keys.
+    These are the secrets of shared warm processes, the site's own directory with its audit and approvals, and keys.
     """
     for place, kept in itertools.product(places, [path.resolve() for path in secrets]):
         if kept.is_relative_to(Path(place).resolve()):
@@ -387,7 +408,8 @@ def confinement_of(
     if node.data_path:
         read.append(node.data_path)
     if private_key:
-        read += [str(path) for path in ((Path(private_key), Path(private_key).with_name(PEERS))) if path.is_file()]
+        keys = (Path(private_key), Path(private_key).with_name(PEERS))
+        read += [str(path) for path in keys if path.is_file()]
     return Confinement(tuple(read), tuple(map(str, writable)), (int(runtime.rpartition(":")[2]),))
 
 

@@ -33,8 +33,6 @@ from flwr.common.serde import context_to_proto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.object_store import NoObjectInStoreError
 
-from deploy.sample_counting import CountingProcess
-
 log = logging.getLogger("corolla")
 
 REASON = "the client's process ended without a reply"
@@ -51,11 +49,17 @@ _IN_ORDER = 60.0
 _PATIENCE, _MOST_BETWEEN_LOOKS = 60.0, 5.0
 
 
-class WaitedProcess(CountingProcess, Protocol):
-    """A process that can be asked to end, too."""
+class WaitedProcess(Protocol):
+    """A process that can be ended and waited for."""
+
+    def kill(self) -> None:
+        """End it."""
 
     def terminate(self) -> None:
         """Ask it to end."""
+
+    def wait(self) -> int:
+        """Return the exit code when it has ended."""
 
 
 class Answering:

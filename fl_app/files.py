@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -79,6 +80,12 @@ def without_near_names() -> Iterator[None]:
 
 def expanded(path: str) -> Path:
     """Return a path with the home directory for ~."""
+    return _expanded(path, os.environ.get("HOME"))
+
+
+@functools.lru_cache(maxsize=8)
+def _expanded(path: str, home: str | None) -> Path:
+    """Return `expanded` for a value of HOME: clients ask with every message."""
     return Path(path).expanduser()
 
 

@@ -377,7 +377,7 @@ def test_supernodes_without_gpus_and_their_own_environment() -> None:
 def test_tunnel_to_a_remote_superlink() -> None:
     link = {"host": "user@server", "python": "/p", "fleet-address": "server"}
     lab = parsed("hosts: [{host: local}]", superlink=link)
-    command = commands.tunnel(lab).command
+    command = commands.tunnel(lab, "/k/ca.crt").command
     assert command[0] == "ssh" and command[-2:] == ("--", "user@server") and "BatchMode=yes" in command
     assert "127.0.0.1:8000:127.0.0.1:8000" in command
 

@@ -177,12 +177,14 @@ def test_prepare_writes_private_files(directory: Path) -> None:
 
 def test_a_node_id_is_not_read_from_a_log(directory: Path) -> None:
     """The log moves, and has an application's words too."""
-    (directory / "supernode-0.log").write_text("INFO : SuperNode ID: 1234567\nmore\n")
-    record = detached.Record("supernode-0", "t", 0, "", "", "")
-    for noted, found in ((None, ""), ("1234567", "1234567"), ("", ""), ("\u0661", ""), ("12\n", "")):
-        if noted is not None:
-            detached.node_id_file(directory, "supernode-0").write_text(noted)
-        assert node.described(directory, record)["node-id"] == found
+    log = directory / "supernode-0.log"
+    log.write_text("INFO : SuperNode ID: 1234567\nmore\n")
+    assert node._node_id(directory, "supernode-0") == ""
+    for name, noted, found in (("0", "1234567", "1234567"), ("1", "", ""), ("2", "\u0661", ""), ("3", "12\n", "")):
+        detached.node_id_file(directory, f"supernode-{name}").write_text(noted)
+        assert node._node_id(directory, f"supernode-{name}") == found
+    detached.rotate(log, most=1)
+    assert node._node_id(directory, "supernode-0") == "1234567"
 
 
 def test_a_started_process_has_no_node_id_yet(directory: Path) -> None:

@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from deploy import patches, superexec, supernode
+from deploy.inventory import OWN, SHARED
 from deploy.patches import Pace
+from fl_app.forking import Warm
 
 
 class Asked:
@@ -80,7 +82,7 @@ def test_another_flower_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flowers_own_command_alone_is_replaced() -> None:
     words = ["flower-superexec", "--insecure", "--parent-pid", "1"]
-    for warm, option in ((False, []), (True, ["--warm"])):
+    for warm, option in (("", []), (OWN, ["--warm"]), (SHARED, ["--shared"])):
         found = supernode.superexec_command(words, warm)
         assert found[1:] == ["-P", "-m", "deploy.superexec", *option, *words[1:]]
     # it would start code that nobody has compared with the bundle
@@ -110,6 +112,7 @@ def test_another_warm_process_takes_the_place_of_a_killed_one() -> None:
     spec.suppress_output = True
 
     def warm_process() -> psutil.Process:
+        assert isinstance(forker._warm, Warm)
         return psutil.Process(forker._warm.pid)
 
     first = warm_process()

@@ -72,8 +72,8 @@ class Cluster:
     inside: Sequence[str] = ()
     # the file in which the SuperLink keeps its nodes: without one they end when it is restarted
     database: Path | None = None
-    # whether SuperNodes fork their applications from a process that has imported PyTorch (deploy.supernode --warm)
-    warm: bool = False
+    # whose process SuperNodes fork their applications from: "own" or "shared" (deploy.supernode --warm), or none
+    warm: str = ""
     python: str = sys.executable
     node_python: str = sys.executable
     grpc: bool = False
@@ -127,7 +127,7 @@ class Cluster:
         environment = {"COROLLA_GATE": str(self.gate(client_id)), "PATH": self._path(self.node_python)}
         if self.warm:
             environment["COROLLA_STATE_HOME"] = str(self.home.parent / "nodes")
-            command = [self.node_python, "-P", "-m", "deploy.supernode", "--name", name, "--warm", "--"]
+            command = [self.node_python, "-P", "-m", "deploy.supernode", "--name", name, "--warm", self.warm, "--"]
         self._start(name, [*where, *command, "--insecure", *address], **environment)
 
     def start_site(self, client_id: int, num_clients: int, rules: str, **node_config: str) -> None:
@@ -145,7 +145,7 @@ class Cluster:
             name,
             "--site",
             str(path),
-            *(["--warm"] if self.warm else []),
+            *(["--warm", self.warm] if self.warm else []),
             "--",
             "--insecure",
         ]
@@ -240,7 +240,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def warm_cluster(cluster: Cluster) -> Cluster:
     """The cluster, where a client's process starts in a fraction of a second."""
-    cluster.warm = True
+    cluster.warm = "shared"
     return cluster
 
 

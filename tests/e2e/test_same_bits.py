@@ -51,7 +51,7 @@ MARKED = [pytest.param(name, marks=WHEN.get(name, ())) for name in CASES]
 @pytest.mark.parametrize("case", MARKED)
 def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path: Path, case: str) -> None:
     # a warm node starts a message's process in a fraction of the time
-    cluster.warm = case != "own-method"
+    cluster.warm = "" if case == "own-method" else "shared"
     cluster.start_superlink()
     for client_id, key in enumerate(make(tmp_path / "keys", CLIENTS)):
         cluster.start_supernode(client_id, CLIENTS, private_keys=str(key))
@@ -82,5 +82,7 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(modes, pool.map(bits, modes), strict=True))
     assert found["two-workers"][0] is not None
+    # all nodes share one warm process
+    assert len([*cluster.home.parent.glob("nodes/warm/*.secret")]) == (cluster.warm == "shared")
     for mode in modes:
         assert found[mode] == found["two-workers"], f"{case}: {mode} differs"

@@ -70,7 +70,7 @@ def test_deployments_of_all_versions_give_the_digest_of_one_process(
     tmp_path: Path, superlink: str, node: str, grpc: bool
 ) -> None:
     with own_cluster(tmp_path) as cluster:
-        cluster.python, cluster.node_python, cluster.grpc, cluster.warm = superlink, node, grpc, True
+        cluster.python, cluster.node_python, cluster.grpc, cluster.warm = superlink, node, grpc, "own"
         cluster.start(CLIENTS)
         deployed = digest(superlink, tmp_path / "deployed", "--superlink", "test", environment=cluster.environment)
         alone = digest(OLD, tmp_path / "alone", "--in-process", environment=cluster.environment)
