@@ -39,6 +39,7 @@ from typing import Any
 from deploy.inventory import Form
 from fl_app import foreign_files
 from fl_app.config import RunConfig
+from fl_app.config.earlier_keys import current
 from fl_app.config.rules import with_implied
 from fl_app.errors import MALFORMED, DeploymentError, UserError, describe
 from fl_app.files import lock, make_directory, publish_text
@@ -194,7 +195,7 @@ def read_site(path: Path) -> Site:
     if mode & 0o022:
         raise DeploymentError(key=path, rule=f"others may change it (mode {mode:o}); `chmod go-w {path}`")
     if isinstance(raw.get("bounds"), dict):
-        raw["bounds"] = _dotted(raw["bounds"])
+        raw["bounds"] = current(_dotted(raw["bounds"]))
     problems: list[str] = []
     known, values = {spec.name: spec for spec in specs(Site)}, dict[str, Any]()
     for name, value in raw.items():

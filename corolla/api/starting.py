@@ -18,6 +18,7 @@ from corolla.api.one_run import OPTION_TYPES, LaunchOptions
 from corolla.api.settings import Backend, Scale, look_for_plugins
 from corolla.experiments.runs import named
 from fl_app import rng
+from fl_app.config.earlier_keys import current
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, table_of
 from strategies import METHODS
@@ -107,7 +108,7 @@ def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
             if written in out:
                 raise UserError(key=written, rule=f"given twice, {out[written]!r} and {one!r}")
             out[written] = plain(one)
-    return out
+    return current(out, warn=True)
 
 
 def spelt(name: str) -> str:

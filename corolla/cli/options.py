@@ -17,6 +17,7 @@ from corolla.api.settings import Backend, Scale
 from corolla.api.waiting import stand_still
 from corolla.cli.completion import completed
 from fl_app.config import RunConfig
+from fl_app.config.earlier_keys import current
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, specs
 from strategies import METHOD_PARAMS
@@ -112,7 +113,7 @@ def parse_set(pairs: Iterable[str]) -> dict[str, Scalar]:
             problems.append(f"--set {pair}: {error}")
     if problems:
         raise UserError("\n".join(problems))
-    return out
+    return current(out, warn=True)
 
 
 def _keys(name: str, text: str) -> dict[str, Scalar]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import tomli_w
 
 from deploy.site import Site
-from fl_app.config import RunConfig
+from fl_app.config import RunConfig, earlier_keys
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.toml import nest, value_to_toml
@@ -32,6 +32,8 @@ All keys of a run, for `corolla run --set key=value` and Flower's `--run-config`
 _SAME_RUN = """These keys do not change a run's results: {running}.
 To a sweep, runs that differ only in these keys are the same run. A run can be resumed with other values of them, and with
 more rounds ({extending}). Its number of rounds is fixed if one of these keys is in use: {spanning}.
+"""
+_EARLIER = """Earlier names, valid for one release: {keys}. Earlier values: {values}.
 """
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 
@@ -50,12 +52,16 @@ def config_page(methods: Mapping[str, type]) -> str:
     """Return docs/config.md."""
     declared = [spec for group in all_specs(methods).values() for spec in group]
     running = ", ".join(f"`{spec.name}`" for spec in declared if not spec.tells_runs_apart)
+    keys = ", ".join(f"`{before}` (now `{now}`)" for before, now in earlier_keys.KEYS.items())
+    values = ", ".join(
+        f"`{key} = {before}` (now `{now}`)" for key, one in earlier_keys.VALUES.items() for before, now in one.items()
+    )
     same = _SAME_RUN.format(
         running=running,
         extending=", ".join(f"`{spec.name}`" for spec in declared if spec.extends),
         spanning=", ".join(f"`{spec.name}`" for spec in declared if spec.schedule_dependent),
     )
-    parts = [_INTRO, same]
+    parts = [_INTRO, same, _EARLIER.format(keys=keys, values=values)]
     tables = all_specs(methods)
     named = Counter(_unnamed(spec) for group in tables.values() for spec in group)
     common = {_unnamed(spec): spec for group in tables.values() for spec in group if named[_unnamed(spec)] > 2}

@@ -49,6 +49,7 @@ from corolla.presets import cut, named, read_preset
 from fl_app import data, plugins
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse
+from fl_app.config.earlier_keys import current
 from fl_app.errors import ConfigurationError, UserError
 from fl_app.files import lock, make_directory, nearest_path, no_such, opener, publish_text
 from fl_app.keys import Scalar, nearest, without_others
@@ -160,16 +161,17 @@ def read_sweep(path: Path) -> Sweep:
         problems += [f"{key}: must be tables, got {one!r}" for one in content.get(key, []) if not isinstance(one, dict)]
     scale, variants = (
         content.get("scale", "full"),
-        [flatten(v) for v in content.get("variants", []) if isinstance(v, dict)],
+        [current(flatten(v), warn=True) for v in content.get("variants", []) if isinstance(v, dict)],
     )
     if scale not in ("full", "small"):
         problems.append(f"scale: must be full or small, got {scale!r}")
     grids = []
     for grid in content.get("grid", [{}]):
         if isinstance(grid, dict):
-            grids.append({key: [value] if _scalar(value) else value for key, value in flatten(grid).items()})
+            flat = current(flatten(grid), warn=True)
+            grids.append({key: [value] if _scalar(value) else value for key, value in flat.items()})
     grids = _with_presets(content.get("presets"), grids, problems)
-    settings = flatten(content.get("settings", {}))
+    settings = current(flatten(content.get("settings", {})), warn=True)
     for table in (settings, *variants):
         problems += [f"{key}: must be one value, got {value!r}" for key, value in table.items() if not _scalar(value)]
     for key, values in (pair for grid in grids for pair in grid.items()):
@@ -183,7 +185,7 @@ def read_sweep(path: Path) -> Sweep:
                 problems.append(
                     f"settings: {key}: {part} sets it in every run, so this value has no effect; remove one"
                 )
-    search = _spaces(flatten(content.get("search", {})))
+    search = _spaces(current(flatten(content.get("search", {})), warn=True))
     problems += _search_problems(search, [settings, *grids, *variants])
     if not content:
         problems.append("must have a preset, presets, settings, a grid or variants, and has nothing")

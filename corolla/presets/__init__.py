@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.config import RunConfig
+from fl_app.config.earlier_keys import current
 from fl_app.errors import ConfigurationError
 from fl_app.files import no_such
 from fl_app.keys import Scalar, own
@@ -274,7 +275,7 @@ def _keys_of(path: Path, extended_by: Sequence[Path]) -> dict[str, Any]:
     for key in ("extends", "preset"):
         if not isinstance(content.get(key, ""), str):
             raise ConfigurationError(key=path, rule=f"{key}: expected a string", value=content[key])
-    return anchored(flatten(content), path.parent)
+    return anchored(current(flatten(content), warn=True), path.parent)
 
 
 def _file_beside(path: Path) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fl_app import rng
+from fl_app.config.earlier_keys import current
 from fl_app.config.experiment import ExperimentKeys
 from fl_app.config.rules import (
     DAY,
@@ -599,6 +600,7 @@ def _parse(
 
 def parse_recorded(saved: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     """Return the RunConfig that a run folder has recorded. It needs no code of a user's own method."""
+    saved = current(saved)
     method = str(saved.get("method"))
     if is_reference(method):
         table = {key.rpartition(".")[2]: value for key, value in saved.items() if "." in key and affects(key, method)}

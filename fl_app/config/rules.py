@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_app.config import earlier_keys
 from fl_app.errors import ConfigurationError, UserError
 from fl_app.files import names_are_shown, nearest_path
 from fl_app.keys import Scalar, nearest
@@ -149,10 +150,11 @@ def refuse_files(raw: Mapping[str, Scalar]) -> None:
 
 
 def with_implied(raw: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the keys that were set, and those that they imply.
+    """Return the keys that were set, under their current names, and those that they imply.
 
     `client` implies the partition `by-column`. Many clients imply fewer records of matrices, because these are larger.
     """
+    raw = earlier_keys.current(raw)
     implied: dict[str, Scalar] = {}
     if raw.get("client") and "partition" not in raw and raw.get("dataset") != NODE:
         implied["partition"] = BY_COLUMN

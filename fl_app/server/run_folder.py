@@ -22,6 +22,7 @@ from typing import IO, Any
 from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig
+from fl_app.config.earlier_keys import current
 from fl_app.errors import MALFORMED, UserError, counted, listed, plain, with_name
 from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
@@ -505,7 +506,7 @@ def read_file(run: Path, name: str) -> bytes:
 def read_config(run: Path) -> dict[str, Scalar]:
     """Return a run folder's resolved config, flat. Raises UserError if there is none."""
     try:
-        return flatten(parse_toml(read_file(run, CONFIG), run / CONFIG))
+        return current(flatten(parse_toml(read_file(run, CONFIG), run / CONFIG)))
     except OSError as error:
         raise UserError(f"{run} is not a run folder: {run / CONFIG}: {error.strerror}") from None
     except (UserError, ValueError) as error:
