@@ -60,7 +60,7 @@ def test_clients_alone_are_forked_and_flowers_way_is_left(
     kind: str, installs: bool, gone: int, cold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, (launcher, loop) = Asked(gone), flower()
-    monkeypatch.setattr(superexec, "Forker", lambda: asked)
+    monkeypatch.setattr(superexec, "Forker", lambda shared: asked)
     superexec.install(launcher, loop)
     spec = types.SimpleNamespace(task_type=kind, runtime_dependency_install=installs)
     answer = launcher.SubprocessExecutor().launch(spec)
@@ -69,7 +69,7 @@ def test_clients_alone_are_forked_and_flowers_way_is_left(
 
 
 def test_another_flower_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(superexec, "Forker", lambda: Asked())
+    monkeypatch.setattr(superexec, "Forker", lambda shared: Asked())
     launcher, loop = flower()
     before = launcher.SubprocessExecutor.launch
     for missing in (types.SimpleNamespace(TaskType=launcher.TaskType), types.SimpleNamespace()):
