@@ -47,6 +47,8 @@ from fl_app.server.run_folder import ask_to_stop
 ROWS = 8
 # most clients named that take no part
 LEFT_OUT = 3
+# steps of a histogram; the first means zero
+BARS = "·▁▂▃▄▅▆▇█"
 # lines of the panel other than the rounds' rows and the notes
 OTHER_LINES = 7
 WIDTH = 100
@@ -152,6 +154,8 @@ class RunPanel:
                 lines[f"seconds of round {last.round}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = "dim"
             if last.partial:
                 lines[last.partial] = "dim"
+            if last.quantiles:
+                lines[spread(last)] = "dim"
         for who, why in list(self._left_out.items())[:LEFT_OUT]:
             lines[f"{who} takes no part: {why}"] = "bold red"
         if (more := len(self._left_out) - LEFT_OUT) > 0:
@@ -216,6 +220,18 @@ def rounds_table(rounds: Sequence[Round], width: int) -> Table:
             )
         )
     return out
+
+
+def spread(r: Round) -> str:
+    """Return a sentence with a round's quantiles over its clients, and their histogram."""
+    low, lower, middle, upper, high = (events.shown(value, None, r.ratio).strip() for value in r.quantiles)
+    most = max(r.histogram)
+    bars = "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in r.histogram)
+    ends = ("0", "100 %") if r.ratio else ("least", "largest")
+    return (
+        f"{r.clients} clients before training: median {middle}, half {lower} to {upper}, nine tenths {low} to {high}; "
+        f"{ends[0]} {bars} {ends[1]}"
+    )
 
 
 def byte_unit(rounds: Iterable[Round]) -> tuple[float, str]:

@@ -31,6 +31,10 @@ log = logging.getLogger("corolla")
 
 # how a line of Corolla's begins in a log stream
 LOG_MARK = "corolla: "
+# The event of a round with more clients also has the spread over clients.
+MANY = 60
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+BINS = 20
 # Seconds between two events of progress.
 PROGRESS_SECONDS = 0.25
 # the ServerApp's, in JSON log lines
@@ -138,6 +142,9 @@ class Round(Event):
     take no part. partial: the clients that the means leave out, and the reason. virtual_seconds: of simulated time.
     working: number of clients that the round did not wait for. of_clients: clients that a round should have results of; 0 if
     none is missing. all_of: (clients in the mean over all clients, their number), empty if none is missing.
+
+    quantiles: of the clients' metric before training, at QUANTILES. histogram: number of clients in each of BINS equal
+    bins, from 0 to 1 for a ratio, else from the smallest to the largest value. Both are empty for up to MANY clients.
     """
 
     round: int
@@ -159,6 +166,8 @@ class Round(Event):
     far: int = 0
     left_out: int = 0
     partial: str = ""
+    quantiles: Sequence[float] = ()
+    histogram: Sequence[int] = ()
     virtual_seconds: float | None = None
     working: int = 0
     of_clients: int = 0
@@ -181,6 +190,7 @@ class Round(Event):
         evaluation = record.get("evaluation", {})
         among = (int(evaluation.get("evaluated", 0)), int(evaluation.get("expected", 0)))
         name_before, name_after = moments(metric)
+        quantiles, histogram = _spread(record, name_before, ratio)
         return cls(
             round=record["round"],
             rounds=rounds,
@@ -201,6 +211,8 @@ class Round(Event):
             far=len(record.get("far", ())),
             left_out=len(record.get("left-out", ())),
             partial=partial,
+            quantiles=quantiles,
+            histogram=histogram,
             virtual_seconds=_short(record.get("virtual-seconds")),
             working=len(record.get("working", ())),
             of_clients=expected if expected > len(record["clients"]) else 0,
@@ -533,3 +545,17 @@ def begin_logs(folder: Path) -> list[RunLog]:
     if log_format.is_json():
         logs.append(RunLog(folder / JSON_NAME, JsonLines(run=folder.name).format))
     return logs
+
+
+def _spread(record: Mapping[str, Any], name: str, ratio: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return quantiles and histogram of a metric over the round's clients; both empty unless more than MANY have it."""
+    values = sorted(float(row[name]) for row in record["clients"].values() if row.get(name) is not None)
+    if len(values) <= MANY:
+        return (), ()
+    low, high = (0.0, 1.0) if ratio else (values[0], values[-1])
+    bins = [0] * BINS
+    for value in values:
+        place = (value - low) / (high - low) * BINS if high > low else 0
+        bins[min(int(place), BINS - 1)] += 1
+    # the value with at most that share of all values below it
+    return tuple(round(values[int(share * (len(values) - 1))], 6) for share in QUANTILES), tuple(bins)

@@ -23,6 +23,7 @@ from fl_app import plugins, software, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig
 from fl_app.config.earlier_keys import current
+from fl_app.config.rules import split_names
 from fl_app.errors import MALFORMED, UserError, counted, listed, plain, with_name
 from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
@@ -34,7 +35,7 @@ from fl_app.paths import anchored, path_of
 from fl_app.run_secret import experiment_of
 from fl_app.server import arrivals, client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
-from fl_app.sources import path_in
+from fl_app.sources import NODE, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
 
 log = logging.getLogger("corolla")
@@ -72,7 +73,7 @@ HASHED = "-sha256"
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
 # Keys of clients.json.
 CLIENT_HASH, NAME = HASHES[0], "name"
-ROUNDS = "num-server-rounds"
+ROUNDS, NORMALIZED_OVER = "num-server-rounds", "normalize-over"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 MOST_UNPACKED = 10**9
@@ -504,13 +505,27 @@ def read_file(run: Path, name: str) -> bytes:
 
 
 def read_config(run: Path) -> dict[str, Scalar]:
-    """Return a run folder's resolved config, flat. Raises UserError if there is none."""
+    """Return a run folder's resolved config, flat. Raises UserError if there is none.
+
+    Configs of earlier versions are converted. Their key `tensorboard` becomes part of `track`. Their `normalize-over`
+    is `sites` if clients shared a data set, and `site` if each had its own. Their files also hold the tables of other
+    methods.
+    """
     try:
-        return current(flatten(parse_toml(read_file(run, CONFIG), run / CONFIG)))
+        saved: dict[str, Scalar] = current(flatten(parse_toml(read_file(run, CONFIG), run / CONFIG)))
     except OSError as error:
         raise UserError(f"{run} is not a run folder: {run / CONFIG}: {error.strerror}") from None
     except (UserError, ValueError) as error:
         raise UserError(f"{run} is not a run folder: {error}") from None
+    if saved.pop("tensorboard", False):
+        trackers = split_names(str(saved.get("track", "")))
+        saved["track"] = ",".join(dict.fromkeys((*trackers, "tensorboard")))
+    if saved.get("normalize") == "mean-std" and NORMALIZED_OVER not in saved:
+        hidden = saved.get("private") or saved.get("dp-epsilon")
+        before, now = ("site" if saved["dataset"] == NODE else "sites"), ("site" if hidden else "sites")
+        # set only if the default would change the run
+        saved |= {NORMALIZED_OVER: before} if before != now else {}
+    return saved
 
 
 def refuse_fewer_rounds(config: RunConfig, done: int, may_be_equal: bool = True) -> None:

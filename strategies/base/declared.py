@@ -29,7 +29,7 @@ class Means:
     - `summed(server, upload, turn)`: with `streams`, returns further arrays of an upload to add up over clients, float64 [...] by
       name. The sums are in `Uploads.summed`.
     - `sets_model`: `update` sets the state's model's parameters to a mean of the uploads, and clients are sent that model. The key
-      `server-optimizer` may then move it (strategies/engine/steps.py).
+      `server-optimizer` may then move it (strategies/engine/steps/server_optimizer.py).
     """
 
     rules: frozenset[str] = frozenset()

@@ -22,7 +22,8 @@ from strategies.base.declared import Exported, Submodel
 from strategies.base.local_update import LocalUpdate, tested_by
 from strategies.base.needs import FEATURES, Need, refuse
 from strategies.base.strategy import PersonalizedStrategy
-from strategies.engine import late, private, steps
+from strategies.engine import late, private
+from strategies.engine.steps import server_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -203,7 +204,7 @@ class Method(Generic[P]):
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise MethodError(key="robust", rule=f"method {config.method} {what}", value=config.robust)
-        if config.server_optimizer != "none" and not steps.moves_mean(self.strategy):
+        if config.server_optimizer != "none" and not server_optimizer.fits(self.strategy):
             raise MethodError(
                 key="server-optimizer",
                 rule=f"method {config.method} sets no mean global model that it could move",

@@ -331,6 +331,47 @@ def test_what_is_not_shown_is_kept() -> None:
     assert list(shown.lines) == [f"line {k}" for k in range(60, 100)]
 
 
+def thousand(**changes: Any) -> dict[str, Any]:
+    """A round of clients with accuracies 0, 0.001 .. 0.999."""
+    return record(
+        clients={str(i): {"accuracy-before": i / 1000, "accuracy-after": 0.9} for i in range(1000)}, **changes
+    )
+
+
+def test_a_round_of_many_clients_tells_their_spread() -> None:
+    found = Round.of(thousand(), 3)
+    assert decode(encode(found)) == found and found.quantiles == [0.049, 0.249, 0.499, 0.749, 0.949]
+    assert found.histogram == [50] * 20
+    assert mentions(
+        live.spread(found),
+        "1000 clients before training",
+        "median 49.9",
+        "half 24.9 to 74.9",
+        "nine tenths 4.9 to 94.9",
+        "0 ████████████████████ 100 %",
+    )
+    shown = live.RunPanel("fedcac", 3)
+    shown.add(found)
+    out = io.StringIO()
+    Console(file=out, width=100, height=40).print(shown)
+    assert "median 49.9, half 24.9 to 74.9" in " ".join(out.getvalue().replace("│", " ").split())
+
+
+def test_a_round_of_few_clients_is_told_as_ever() -> None:
+    line = encode(Round.of(record(), 3))
+    assert "quantiles" not in line and "histogram" not in line
+    few = {str(i): {"accuracy-before": 0.5} for i in range(events.MANY)}
+    assert "quantiles" not in encode(Round.of(record(clients=few), 3))
+
+
+def test_the_spread_of_a_metric_without_limits_reaches_from_its_least_to_its_largest_value() -> None:
+    rows = {str(i): {"mae-before": 5.0 + (i >= 90), "mae-after": 1.0} for i in range(100)}
+    told = record(clients=rows, **{"mae-before": 5.1, "mae-after": 1.0})
+    found = Round.of(told, 3, "mae", ratio=False)
+    assert found.histogram == [90, *[0] * 18, 10]
+    assert mentions(live.spread(found), "nine tenths 5 to 6", "least █··················▁ largest")
+
+
 def test_the_panel_names_a_few_of_those_who_take_no_part() -> None:
     panel = live.RunPanel("fedcac", 3)
     for client in range(100):

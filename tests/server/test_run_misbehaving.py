@@ -291,14 +291,15 @@ def test_one_client_whose_training_diverges_is_named_and_harms_nobody_else(
 def test_a_bad_evaluation_is_dropped_by_name(
     run: Run, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any]
 ) -> None:
-    original = client_app.client.CorollaClient.evaluate
+    original = client_app.client.CorollaClient.reply
 
-    def evaluate(self: Any, content: Any) -> Any:
-        reply = original(self, content)
-        reply["evaluateres.metrics"].update(metrics if self.client_id == 2 else {})
-        return reply
+    def reply(self: Any, kind: Any, content: Any) -> Any:
+        answer = original(self, kind, content)
+        if kind == "evaluate" and self.client_id == 2:
+            answer["evaluateres.metrics"].update(metrics)
+        return answer
 
-    monkeypatch.setattr(client_app.client.CorollaClient, "evaluate", evaluate)
+    monkeypatch.setattr(client_app.client.CorollaClient, "reply", reply)
     folder = run(num_server_rounds=1)
     evaluation = rounds(folder)[0]["evaluation"]
     assert [f["client"] for f in evaluation["failures"]] == [2] and evaluation["absent"] == [2]

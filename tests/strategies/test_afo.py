@@ -22,8 +22,8 @@ from fl_app.server.run_folder import read_summary
 from fl_app.server_app import run
 from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
-from strategies.engine import steps
-from strategies.engine.steps import KINDS, server_step
+from strategies.engine.steps import server_optimizer
+from strategies.kernels.afo import KINDS, server_step
 from tests.conftest import config
 from tests.facts import rejected
 
@@ -126,7 +126,7 @@ def test_two_rounds_by_hand() -> None:
 
 
 def test_methods_without_a_mean_global_model_refuse_it_by_name() -> None:
-    refused = {name for name in METHODS if not steps.moves_mean(METHODS[name].strategy)}
+    refused = {name for name in METHODS if not server_optimizer.fits(METHODS[name].strategy)}
     assert {"local", "fedcac", "feddyn", "scaffold", "ifca", "perfedmask"} <= refused
     assert not refused & {"fedavg", "fedprox", "fedper", "fedrep", "ditto", "pfedme", "apfl", "fedobp", "moon"}
     for name in ("fedcac", "scaffold"):
@@ -140,7 +140,7 @@ def test_methods_without_a_mean_global_model_refuse_it_by_name() -> None:
     class Declared(Own):
         averages = True
 
-    assert not steps.moves_mean(Own) and steps.moves_mean(Declared)
+    assert not server_optimizer.fits(Own) and server_optimizer.fits(Declared)
 
 
 def test_a_resumed_run_keeps_the_moments(tmp_path: Path) -> None:

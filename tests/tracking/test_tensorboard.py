@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fl_app.errors import ConfigurationError, UserError
-from fl_app.server.run_folder import read_metrics
+from fl_app.server.run_folder import CONFIG, read_config, read_metrics
 from tests.conftest import Run
 from tests.facts import rejected
 
@@ -79,3 +79,18 @@ def test_tensorboard_that_is_missing_is_said_before_the_run_starts(
 def test_a_key_of_that_name_is_refused_with_what_it_is(run: Run, value: bool) -> None:
     with rejected(ConfigurationError, "tensorboard", "unknown key", "TensorBoard", "tracker", 'track = "tensorboard"'):
         run(tensorboard=value)
+
+
+@pytest.mark.parametrize(
+    ("said", "track"),
+    [
+        ("tensorboard = true\n", "tensorboard"),
+        ("tensorboard = false\n", ""),
+        ('track = "mlflow"\ntensorboard = true\n', "mlflow,tensorboard"),
+        ('track = "tensorboard"\ntensorboard = true\n', "tensorboard"),
+    ],
+)
+def test_folders_of_earlier_versions_say_it_in_track(tmp_path: Path, said: str, track: str) -> None:
+    (tmp_path / CONFIG).write_text(said)
+    config = read_config(tmp_path)
+    assert "tensorboard" not in config and config.get("track", "") == track
