@@ -8,11 +8,9 @@ import hashlib
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +51,7 @@ from fl_app.run_secret import experiment_of
 from fl_app.server.properties import COLUMNS, CONTENT, INPUT, MODEL_NAMES, NORMALIZATION, SOFTWARE, SUMS, normalization
 from fl_app.site_directory import refuse_within_site, site_directory
 from fl_app.sources import NODE, source_of
+from fl_app.stopwatch import Stopwatch
 from fl_app.transport import wire
 from fl_app.transport.flower import RecordDict
 from fl_app.transport.numpy_client import MessageClient
@@ -188,11 +187,11 @@ class CorollaClient(MessageClient):
                     key="private",
                     rule="hidden",
                 )
-            with stage("protocol", "dataset", "readable"):
+            with reasons.stage("protocol", "dataset", "readable"):
                 self.data = self.data.with_columns(tuple(map(str, json.loads(str(text)))))
         elif (text := download.method.get(MODEL_NAMES)) is not None:
             if self.config.private:
-                with stage("protocol", "private", "hidden"):
+                with reasons.stage("protocol", "private", "hidden"):
                     if not (self.config.initial_weights or self.config.from_run):
                         raise UserError(
                             key="private", rule="the server names a model's columns, and the run starts from no model"
@@ -207,7 +206,7 @@ class CorollaClient(MessageClient):
     def _answered(self, question: Download) -> dict[str, Scalar]:
         from client_app.private_round import answered
 
-        with stage("protocol", "private", "hidden"):
+        with reasons.stage("protocol", "private", "hidden"):
             if not self.config.private:
                 raise UserError(key="private", rule="this run is not private")
             return {**answered(question, self._site_keys)}
@@ -216,19 +215,19 @@ class CorollaClient(MessageClient):
 
     def _train(self, download: Download) -> Upload:
         update = self.method.local_update()
-        laps = [("", time.perf_counter())]
+        watch = Stopwatch()
         ctx, state, trainer = self._prepare(download)
-        with stage("protocol", "private", "hidden"):
+        with reasons.stage("protocol", "private", "hidden"):
             masker = self._claim_attempt(download, ctx.num_samples)
-        laps.append(("prepare", time.perf_counter()))
+        watch.lap("prepare")
         with self._naming_divergence(trainer, download.model):
             start = update.merge(download.model, state, ctx)
-            laps.append(("merge", time.perf_counter()))
+            watch.lap("merge")
             before = self._measured(update.personal(start, state, ctx), trainer, "before")
-        laps.append(("evaluate", time.perf_counter()))
+        watch.lap("evaluate")
         loss_before = before["loss-before"]
         try:
-            with stage("method"):
+            with reasons.stage("method"):
                 trained = update.train(start, state, ctx)
         except Exception as error:
             # Else the server of a private run would learn by its models, and by sizes of batches, which of them the
@@ -242,19 +241,19 @@ class CorollaClient(MessageClient):
         train_loss = trainer.last_loss
         with self._naming_divergence(trainer, trained, loss_before):
             update.keep_local(trained, state, ctx)
-            laps.append(("train", time.perf_counter()))
+            watch.lap("train")
             after = self._measured(update.personal(trained, state, ctx), trainer, "after")
-            laps.append(("evaluate", time.perf_counter()))
+            watch.lap("evaluate")
             reported = self._reported({**before, LOSS.name: train_loss, **after}, trainer)
             upload = update.upload(start, trained, state, ctx)
             if not masker:
                 wire.check_finite({"params": upload.model.params, "buffers": upload.model.buffers, **upload.extras})
         if masker:
-            with stage("protocol", "private-range", "in-range"):
+            with reasons.stage("protocol", "private-range", "in-range"):
                 upload = masker.mask(upload)
-        laps.append(("score", time.perf_counter()))
+        watch.lap("score")
         version = self._save(state, download)
-        laps.append(("state", time.perf_counter()))
+        watch.lap("state")
         metrics: dict[str, Scalar] = {
             **reported,
             "test-samples": self._reported_count(self.data.num_test),
@@ -274,10 +273,7 @@ class CorollaClient(MessageClient):
                 spent = {EPSILON: budget.limit}
             metrics |= spent
         metrics |= self._fallback
-        seconds = dict.fromkeys((f"seconds-{phase}" for phase, _ in laps[1:]), 0.0)
-        for (_, began), (phase, ended) in pairwise(laps):
-            seconds[f"seconds-{phase}"] += ended - began
-        metrics |= seconds
+        metrics |= {f"seconds-{phase}": seconds for phase, seconds in watch.laps.items()}
         if upload.metrics:
             metrics |= self._own(upload.metrics, trainer)
         metrics |= self._failed_metrics(trainer)
@@ -296,26 +292,26 @@ class CorollaClient(MessageClient):
                 key="classes",
                 rule="declared",
             )
-        with stage("data", "dataset", "readable"):
+        with reasons.stage("data", "dataset", "readable"):
             self.session.prepare_changed_data(self.data_path)
         if self.config.device.startswith("cuda"):
             from client_app.trainer import resolve_device
 
-            with stage("capability", "device", "available"):
+            with reasons.stage("capability", "device", "available"):
                 resolve_device(self.config.device)
-        with stage("capability", "task", "installed"):
+        with reasons.stage("capability", "task", "installed"):
             tasks.require_packages(self.config)
         if self.config.dp_epsilon:
-            with stage("capability", "dp-epsilon", "installed"):
+            with reasons.stage("capability", "dp-epsilon", "installed"):
                 extras.require("opacus", "dp-epsilon")
             from client_app.dp import Plan, Spent, check_module
 
-            with stage("method", "model", "per-record"):
+            with reasons.stage("method", "model", "per-record"):
                 self.session.check_once(check_module, self.data.info)
             # a resumed run's own spending cannot be separated from that of other runs here
             own = None if self.keys == wire.SEED_KEYS or self.config.resume else self._own_data()
             before = Spent.of(spent_on(site_directory(), own) if own else [])
-            with stage("budget", "dp-epsilon", "affordable"):
+            with reasons.stage("budget", "dp-epsilon", "affordable"):
                 Plan.of(self.config, self.data.num_train, self.method.dp_epochs_of(self.config), before)
         if any(left := self.data.unknown):
             what = "training and %d test samples are left out: their label is not in `classes`"
@@ -356,7 +352,7 @@ class CorollaClient(MessageClient):
         if self.config.private:
             from client_app import private_round
 
-            with stage("deployment", "private", "keys"):
+            with reasons.stage("deployment", "private", "keys"):
                 keys = self._site_keys.keys
             properties |= private_round.properties(keys)
             if own_data:
@@ -427,7 +423,7 @@ class CorollaClient(MessageClient):
         if (text := download.method.get(MODEL_NAMES)) is not None:
             mine, told = ModelNames.of(info), json.loads(str(text))
             for what, ours in (("features", mine.features), ("classes", mine.outputs)):
-                with stage("protocol", "initial-weights", "same-model"):
+                with reasons.stage("protocol", "initial-weights", "same-model"):
                     if differ(told[what], ours):
                         key = "initial-weights" if config.initial_weights else "from"
                         raise UserError(key=key, rule=f"the {what} of the model have other names than this client's")
@@ -528,9 +524,9 @@ class CorollaClient(MessageClient):
     def data(self) -> ClientData:
         """This client's part of the data. Raises UserError if they would lie in the site's own directory."""
         if self.config.data_dir:
-            with stage("deployment", "data-dir", "outside"):
+            with reasons.stage("deployment", "data-dir", "outside"):
                 refuse_within_site("data-dir", data_root(self.config))
-        with stage("data", "dataset", "readable"):
+        with reasons.stage("data", "dataset", "readable"):
             return self.session.opened(self.data_path).client(self.client_id)
 
     def _prepare(self, download: Download) -> tuple[RoundContext[Any], StoredState, Any]:
@@ -548,7 +544,7 @@ class CorollaClient(MessageClient):
         # With `train` or `share`, tensors that never travel start from the file too: the server does not send them.
         weights_file = config.initial_weights if config.train or config.share else ""
         data, lane = self.data, at_once.current()
-        with stage("capability", "model", "available"):
+        with reasons.stage("capability", "model", "available"):
             # opacus leaves its marks on a network
             if lane is None or config.dp_epsilon:
                 network = session.network(data.info, weights_file)
@@ -557,7 +553,7 @@ class CorollaClient(MessageClient):
                 stamp = stamp_of(Path(weights_file)) if weights_file else None
                 name = ("network", tuple(sorted(data.info.model_arguments.items())), weights_file, stamp)
                 network = lane.keep(name, lambda: session.network(data.info, weights_file))
-        with stage("protocol", "model", "same-model"):
+        with reasons.stage("protocol", "model", "same-model"):
             held = method.submodel
             part = None if held is None else held.sent_part(network.shared_layout, download.extras)
             check_same_model(download, network.layout, network.shared_layout, config.model, part)
@@ -601,7 +597,7 @@ class CorollaClient(MessageClient):
         version, text = download.state_version, download.method.get(wire.STATE_OF)
         if not version and text is None:
             return StoredState()
-        with stage("deployment", "state-dir", "state"):
+        with reasons.stage("deployment", "state-dir", "state"):
             store = self._store
             if not version:
                 told = json.loads(str(text))
@@ -623,7 +619,7 @@ class CorollaClient(MessageClient):
         store = StateStore(root, experiment, self.client_id, self.config.dp_epsilon > 0)
         # the SuperNode checks the machine's own settings when it starts
         if self.config.state_dir:
-            with stage("deployment", "state-dir", "outside"):
+            with reasons.stage("deployment", "state-dir", "outside"):
                 refuse_within_site("state-dir", store.directory)
         return store
 
@@ -636,7 +632,7 @@ class CorollaClient(MessageClient):
 
     def _own_data(self) -> OwnData | None:
         """Return the site's records that this client trains on, or None if they come with a Python package."""
-        with stage("data", "dataset", "readable"):
+        with reasons.stage("data", "dataset", "readable"):
             return OwnData.of(self.session.opened(self.data_path), self.data_path, self.client_id)
 
     def _claim_attempt(self, download: Download, samples: int) -> Masker | None:
@@ -660,7 +656,7 @@ class CorollaClient(MessageClient):
         version, read_from = "", state.version
         if state.arrays:
             hooks.check_kept(self.config.method, "state.arrays", state.arrays, converts=True)
-            with stage("deployment", "state-dir", "writable"):
+            with reasons.stage("deployment", "state-dir", "writable"):
                 version = self._store.save(state, download.round, download.attempt)
         if read_from:
             self._store.delete_before(read_from, download.keep)
@@ -789,17 +785,6 @@ class CorollaClient(MessageClient):
         if not isinstance(error, UserError) or not len(self.data.y_test) or loss_before < DIVERGED_LOSS:
             return error
         return Diverged(f"{error}; the model it was sent had a loss of {loss_before:.3g} already")
-
-
-@contextmanager
-def stage(code: str, key: str = "", rule: str = "") -> Iterator[None]:
-    """Give exceptions inside this reason, unless an inner stage did. An error's own code still counts before it."""
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, reasons.STAGE):
-            setattr(error, reasons.STAGE, reasons.admitted(code, key, rule))
-        raise
 
 
 def refused(client_id: int, error: Exception, place: Place) -> dict[str, Scalar]:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from client_app.client import CorollaClient, refused, stage
+from client_app.client import CorollaClient, refused
 from client_app.session import Session
 from fl_app import debugging, plugins, reasons
 from fl_app.debugging import Place, refuse_breakpoints
@@ -142,7 +142,7 @@ class Refusal(MessageClient):
 
     def __init__(self, client_id: int, error: UserError, place: Place) -> None:
         self.client_id = client_id
-        with contextlib.suppress(UserError), stage("configuration"):
+        with contextlib.suppress(UserError), reasons.stage("configuration"):
             raise error
         self.answer = refused(client_id, error, place)
 

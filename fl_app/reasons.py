@@ -6,9 +6,10 @@ reason: a code, a key of the run and a rule, each from a list in this file. The 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from fl_app.config import RunConfig
@@ -67,8 +68,7 @@ RULES = {
 """A reason's rule, and its words. The first ones are site.toml's."""
 
 WHERE = "the site's own log has the details"
-STAGE = "corolla_stage"
-"""An exception's attribute with the reason of the part of a message in which it was raised."""
+_STAGE = "corolla_stage"
 _FORM = re.compile(r"([a-z]+)/([a-z0-9_.-]{0,80})/([a-z-]*)", re.ASCII)
 
 
@@ -117,7 +117,7 @@ def of(error: BaseException) -> Reason:
     """Return the reason for an exception: what it declares, else its stage's, else that code raised it."""
     if isinstance(error, Diverged):
         return Reason("diverged", "", "finite")
-    stage = getattr(error, STAGE, None)
+    stage = getattr(error, _STAGE, None)
     if isinstance(stage, Reason) and stage.code == "data":
         # which rule broke would depend on the data
         return stage
@@ -127,3 +127,14 @@ def of(error: BaseException) -> Reason:
     if isinstance(error, UserError) and error.code:
         return admitted(error.code, error.key, error.rule)
     return stage if isinstance(stage, Reason) else Reason("failed")
+
+
+@contextlib.contextmanager
+def stage(code: str, key: str = "", rule: str = "") -> Iterator[None]:
+    """Give exceptions inside this reason, unless an inner stage did. An error's own code still counts before it."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, _STAGE):
+            setattr(error, _STAGE, admitted(code, key, rule))
+        raise
