@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import itertools
 import math
 import re
 import reprlib
@@ -552,7 +551,7 @@ def _config(scalars: Mapping[str, object]) -> ConfigRecord:
 
 def _record(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
     """Return arrays as a record of Flower's, numbered in order."""
-    numbered = dict(zip(map(str, itertools.count()), arrays.values(), strict=False))
+    numbered = {str(k): array for k, array in enumerate(arrays.values())}
     if not numbered:
         numbered[compat.EMPTY_TENSOR_KEY] = FlowerArray(dtype="", shape=(), stype="numpy.ndarray", data=b"")
     return fill(ArrayRecord(), numbered)
