@@ -81,22 +81,20 @@ def adapt(cls: type) -> None:
             setattr(cls, hook, adapter)
 
 
-def _update(half: Any, state: State, uploads: Uploads, turn: Any) -> State:
-    # the earlier forms change it in place
-    half.state = State(state.model, dict(state.clients), dict(state.memory), turn.round)
-    half.personalize(turn.round, uploads)
-    return cast(State, half.state)
+def _changing(earlier: str) -> Any:
+    """Return a hook that lets its earlier form change a copy of the state in place."""
 
+    def hook(half: Any, state: State, came: Uploads | Sums, turn: Any) -> State:
+        half.state = State(state.model, dict(state.clients), dict(state.memory), turn.round)
+        getattr(half, earlier)(turn.round, came)
+        return cast(State, half.state)
 
-def _update_sums(half: Any, state: State, sums: Sums, turn: Any) -> State:
-    half.state = State(state.model, dict(state.clients), dict(state.memory), turn.round)
-    half.personalize_sums(turn.round, sums)
-    return cast(State, half.state)
+    return hook
 
 
 _ADAPTERS: dict[str, tuple[Any, ...]] = {
-    "update": (_update, "personalize"),
-    "update_sums": (_update_sums, "personalize_sums"),
+    "update": (_changing("personalize"), "personalize"),
+    "update_sums": (_changing("personalize_sums"), "personalize_sums"),
     "download": (
         lambda half, state, client_id, turn: Sent(half.model_for(client_id), half.download_extras(client_id)),
         "model_for",
