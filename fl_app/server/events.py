@@ -28,7 +28,6 @@ from fl_app.metrics import moments
 
 log = logging.getLogger("corolla")
 
-
 # how a line of Corolla's begins in a log stream
 LOG_MARK = "corolla: "
 # The event of a round with more clients also has the spread over clients.
@@ -487,6 +486,20 @@ def _deviation(record: Mapping[str, Any], name: str) -> float | None:
     return _short(statistics.stdev(values)) if len(values) > 1 else None
 
 
+def _spread(record: Mapping[str, Any], name: str, ratio: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return quantiles and histogram of a metric over the round's clients; both empty unless more than MANY have it."""
+    values = sorted(float(row[name]) for row in record["clients"].values() if row.get(name) is not None)
+    if len(values) <= MANY:
+        return (), ()
+    low, high = (0.0, 1.0) if ratio else (values[0], values[-1])
+    bins = [0] * BINS
+    for value in values:
+        place = (value - low) / (high - low) * BINS if high > low else 0
+        bins[min(int(place), BINS - 1)] += 1
+    # the value with at most that share of all values below it
+    return tuple(round(values[int(share * (len(values) - 1))], 6) for share in QUANTILES), tuple(bins)
+
+
 def _short(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
@@ -545,17 +558,3 @@ def begin_logs(folder: Path) -> list[RunLog]:
     if log_format.is_json():
         logs.append(RunLog(folder / JSON_NAME, JsonLines(run=folder.name).format))
     return logs
-
-
-def _spread(record: Mapping[str, Any], name: str, ratio: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return quantiles and histogram of a metric over the round's clients; both empty unless more than MANY have it."""
-    values = sorted(float(row[name]) for row in record["clients"].values() if row.get(name) is not None)
-    if len(values) <= MANY:
-        return (), ()
-    low, high = (0.0, 1.0) if ratio else (values[0], values[-1])
-    bins = [0] * BINS
-    for value in values:
-        place = (value - low) / (high - low) * BINS if high > low else 0
-        bins[min(int(place), BINS - 1)] += 1
-    # the value with at most that share of all values below it
-    return tuple(round(values[int(share * (len(values) - 1))], 6) for share in QUANTILES), tuple(bins)
