@@ -6,6 +6,7 @@ A module that became part of another one gives that one.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -54,12 +55,17 @@ _today = {
     "strategies.kernels.micro_classes": "strategies.fedpake",
     "strategies.overview": "strategies.method_tables",
     **{f"{package}.{name}": f"fl_app.transport.{name}" for package, names in _TO_TRANSPORT.items() for name in names},
-    **{
+}
+
+
+@functools.cache
+def _in_folders() -> dict[str, str]:
+    """Return the names of methods and kernels, which lay beside each other, by the earlier ones."""
+    return {
         f"strategies.{module.name}": f"strategies.{folder}.{module.name}"
         for folder in ("baselines", "kernels")
         for module in pkgutil.iter_modules([str(_STRATEGIES / folder)])
-    },
-}
+    }
 
 
 def _name_today(name: str) -> str | None:
@@ -67,6 +73,8 @@ def _name_today(name: str) -> str | None:
     if name in _today:
         return _today[name]
     package, _, last = name.rpartition(".")
+    if package == "strategies":
+        return _in_folders().get(name)
     moved = _name_today(package) if package else None
     return f"{moved}.{last}" if moved else None
 
