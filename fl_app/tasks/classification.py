@@ -59,12 +59,12 @@ class Classification(Task):
             if name == "accuracy":
                 found[name] = int((labels == y).sum()) / len(y)
                 continue
-            truth, predicted = (scoring.one_of(scoring.array(each), outputs.shape[1]) for each in (y, labels))
+            truth = scoring.one_of(scoring.array(y), outputs.shape[1])
             if name == "auc":
                 scores = scoring.aucs(truth, scoring.log_odds(scoring.array(outputs)))
             else:
                 score = scoring.recalls if name == "balanced-accuracy" else scoring.f1_scores
-                scores = score(truth, predicted)
+                scores = score(truth, scoring.one_of(scoring.array(labels), outputs.shape[1]))
             found[name] = scoring.mean_defined(scores)
         return found
 
