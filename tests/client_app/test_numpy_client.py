@@ -15,7 +15,7 @@ from tests.conftest import Run
 
 
 def told(run: Run, name: str, **changes: Any) -> list[Any]:
-    """Run twice as many messages as rounds, and return what is recorded but times and bytes."""
+    """Run two rounds, and return what each evaluation records of client 0, but times."""
     folder = run(run_name=name, num_server_rounds=2, **changes)
     return [
         {key: value for key, value in record["evaluation"]["clients"]["0"].items() if "seconds" not in key}
