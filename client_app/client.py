@@ -21,7 +21,7 @@ from client_app.notes import Notes, OwnData, spent_on
 from client_app.session import Session, prepare_training
 from client_app.stored_state import StateStore, StoredState, state_root
 from fl_app import debugging, extras, reasons, software, tasks, trainable_tensors
-from fl_app.checksums import HASHES, stamp_of
+from fl_app.checksums import HASHES
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.data import ClientData, client_names, data_root
@@ -57,6 +57,7 @@ from fl_app.transport.flower import RecordDict
 from fl_app.transport.numpy_client import MessageClient
 from fl_app.transport.outgoing import Kind, Way
 from fl_app.transport.wire import FEATURE_TAGS, FEATURES, Download, Upload
+from fl_app.weight_files import stamps_of
 from strategies.base import RoundContext, hooks
 from strategies.kernels import Part
 
@@ -550,7 +551,7 @@ class CorollaClient(MessageClient):
                 network = session.network(data.info, weights_file)
             else:
                 # the previous client's, to be set by `load`
-                stamp = stamp_of(Path(weights_file)) if weights_file else None
+                stamp = stamps_of(Path(weights_file)) if weights_file else None
                 name = ("network", tuple(sorted(data.info.model_arguments.items())), weights_file, stamp)
                 network = lane.keep(name, lambda: session.network(data.info, weights_file))
         with reasons.stage("protocol", "model", "same-model"):

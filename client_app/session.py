@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fl_app import plugins, tasks
-from fl_app.checksums import DataHashes, stamp_of
+from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse
 from fl_app.data import DatasetInfo, OpenedData, open_data
 from fl_app.errors import ConfigurationError
@@ -29,6 +29,7 @@ from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
 from fl_app.sources import NODE
+from fl_app.weight_files import stamps_of
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base.method import AnyMethod
 
@@ -123,7 +124,7 @@ class Session:
         values, which `load` replaces. Raises UserError for a network that the method cannot use.
         """
         # taken before the file is read, so that a change in between is noticed the next time
-        stamp = stamp_of(Path(weights_file)) if weights_file else None
+        stamp = stamps_of(Path(weights_file)) if weights_file else None
         names = ModelNames.of(info) if weights_file else None
         key = tuple(sorted(info.model_arguments.items())), weights_file, stamp, names
         if (left := self._left.pop(key, None)) is not None:
@@ -142,7 +143,7 @@ class Session:
 
     def initial(self, info: DatasetInfo, weights_file: str, layout: Layout) -> Model:
         """Return the values that a file gives a network of this layout. Raises UserError if the file does not fit."""
-        known = layout, weights_file, stamp_of(Path(weights_file)), ModelNames.of(info)
+        known = layout, weights_file, stamps_of(Path(weights_file)), ModelNames.of(info)
         *_, values = self._known.get(known) or self.network(info, weights_file)
         return values()
 

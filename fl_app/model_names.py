@@ -158,6 +158,11 @@ class Reordering:
     less: tuple[float, ...]
     seeded: Tensors
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the tensors that may change."""
+        return frozenset((*self.ends.inputs, *self.ends.outputs, self.ends.bias))
+
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of the file in our order. name: its name in the model."""
         for axes, order in ((self.ends.inputs, self.features), (self.ends.outputs, self.outputs)):

@@ -20,6 +20,7 @@ from fl_app.model_names import ModelNames, read_card
 from fl_app.server.run_folder import called_in, check_data, check_state, read_about, refuse_fewer_rounds
 from fl_app.server.start import own_scaling
 from fl_app.sources import NODE, path_in
+from fl_app.weight_files import files_of
 from strategies import METHODS
 from strategies.base import leave_network
 from strategies.kernels.averages import RULES, rule_of
@@ -102,8 +103,8 @@ def check_files(config: RunConfig) -> None:
         ("partition", path_in("partition", config.partition)),
         ("initial-weights", config.initial_weights),
     ):
-        if path:
-            refuse_unreadable(key, Path(path))
+        for file in files_of(Path(path)) if path else ():
+            refuse_unreadable(key, file)
 
 
 def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:

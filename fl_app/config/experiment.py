@@ -316,8 +316,9 @@ class ExperimentKeys:
     )
     initial_weights: str = key(
         "",
-        "File with the [initial weights](models.md#initial-weights): safetensors or a PyTorch state dict. The server reads it. If "
-        "part of the model stays on the clients, they read it too, at the same path. Empty: drawn by `seed`.",
+        "File or folder with the [initial weights](models.md#initial-weights): safetensors, whole or in shards, or a PyTorch state "
+        "dict. The server reads it. If part of the model stays on the clients, they read it too, at the same path. Empty: drawn by "
+        "`seed`.",
         checked=True,
         path=File(),
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fl_app import plugins, software, tasks
-from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
+from fl_app.checksums import HASHES, DataHashes, shown, told_hashes
 from fl_app.config import RunConfig
 from fl_app.config.earlier_keys import current
 from fl_app.config.rules import split_names
@@ -37,6 +37,7 @@ from fl_app.server import arrivals, client_rows, disk, kept_uploads, matrices
 from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.sources import NODE, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
+from fl_app.weight_files import hash_of
 
 log = logging.getLogger("corolla")
 
@@ -143,7 +144,7 @@ class RunFolder:
             **_database(),
             **(facts or {}),
         }
-        about |= {f"{key}{HASHED}": sha256_of(path) for key, path in _files_of(config).items()}
+        about |= {f"{key}{HASHED}": hash_of(path) for key, path in _files_of(config).items()}
         folder.write(
             RUN, json.dumps({**about, "metrics": [metric.declared for metric in tasks.measured(config)]}) + "\n"
         )
@@ -555,7 +556,7 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
         raise UserError(key="resume", rule="these keys must not change:\n" + "\n".join(changed))
     for key, path in _files_of(config).items():
         began = read_about(run).get(f"{key}{HASHED}")
-        if began and path.is_file() and (now_is := sha256_of(path)) != began:
+        if began and path.exists() and (now_is := hash_of(path)) != began:
             raise UserError(
                 key=key,
                 rule=f"{path} has changed since the run started: {shown(now_is, began)}; put the old file back, "

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
 from fl_app import metrics, rng, stopping, tasks, trainable_tensors
-from fl_app.checksums import stamp_of
 from fl_app.config import RunConfig
 from fl_app.errors import MethodError, UserError
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
 from fl_app.server.run_folder import RunFolder
+from fl_app.weight_files import stamps_of
 from strategies.base import earlier, hooks
 from strategies.base.declared import Exported, Submodel
 from strategies.base.local_update import LocalUpdate, tested_by
@@ -335,7 +335,7 @@ class Method(Generic[P]):
     ) -> nn.Module:
         """Build the network that the method trains, with initial weights from the seed.
 
-        `initial_weights` is a file with the initial weights of the run's model, before the method wraps it. `told` takes
+        `initial_weights` is a file or folder with the initial weights of the run's model, before the method wraps it. `told` takes
         a line about the tensors that a file with only a part of them gives (`initial-weights-partial`). `names` are those
         of the data, with which the file's card is compared; None: they are not compared. `tried`: the run's server has tried the
         model in training mode.
@@ -346,7 +346,7 @@ class Method(Generic[P]):
         from fl_app import models, plugins, weights
 
         shape = input_shape or (in_channels, image_size, image_size)
-        file = (initial_weights, stamp_of(Path(initial_weights)), names) if initial_weights else None
+        file = (initial_weights, stamps_of(Path(initial_weights)), names) if initial_weights else None
         # neither the number of clients nor the texts of all keys are known everywhere
         same = replace(config, num_clients=0, resolved={}, defaults={})
         wanted = self.name, same, (in_channels, num_classes, image_size, shape), file, plugins.generation()
@@ -378,7 +378,7 @@ class Method(Generic[P]):
                         key="initial-weights",
                         rule=f"{self.name} starts from several models, which one file would make equal",
                     )
-                model = weights.initial_model(
+                weights.load_initial(
                     module,
                     initial_weights,
                     partial=config.initial_weights_partial,
@@ -386,7 +386,6 @@ class Method(Generic[P]):
                     names=names,
                     example=torch.zeros((2, *shape), dtype=getattr(torch, tasks.of(config).input_dtype)),
                 )
-                weights.write(module, model)
             return module
 
         module = self.around(ModelFactory(drawn, shape, config.seed), config)

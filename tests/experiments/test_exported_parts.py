@@ -63,7 +63,7 @@ def test_what_did_not_train_is_in_the_file_too(run: Run, tmp_path: Path, adapted
     folder = run(method="fedavg", **adapted, **TINY)
     file, _ = export(folder.path, METHODS, None, tmp_path / ("x.onnx" if onnx else "x.pt"), onnx=onnx)
     module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=9)
-    weights.write(module, weights.initial_model(module, adapted["initial_weights"]))
+    weights.load_initial(module, adapted["initial_weights"])
     trained, layout = Layout.of(module), weights.names_in(folder.path / "models" / "global.safetensors")
     assert layout == {"adapter.weight", "adapter.bias", "head.weight", "head.bias"}
     part = weights.load_safetensors(folder.path / "models" / "global.safetensors", trained.subset(layout))

@@ -331,7 +331,7 @@ def file_of(module: nn.Module, path: Path) -> Path:
 
 def started(module: nn.Module, file: Path, features: str = "edcba", classes: str = "zxy") -> nn.Module:
     names = ModelNames(tuple(features), tuple(classes))
-    weights.write(module, weights.initial_model(module, str(file), names=names, example=torch.zeros(2, 5)))
+    weights.load_initial(module, str(file), names=names, example=torch.zeros(2, 5))
     return module.eval()
 
 

@@ -46,7 +46,7 @@ def use_data(kind: str, path: Path) -> None:
 
 
 def use_weights(path: Path) -> None:
-    weights.initial_model(nn.Linear(2, 1), str(path))
+    weights.load_initial(nn.Linear(2, 1), str(path))
 
 
 def pickled_npz(path: Path) -> None:

@@ -358,13 +358,13 @@ def _onnx(file: Path, card: Card) -> Answers:
 
 
 def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Answers:
-    from fl_app import weights
+    from fl_app import weight_files
 
     if missing := card.get("missing"):
         raise UserError(f"{file} lacks {listed(missing)}, which stayed on the clients: it cannot predict alone")
     config = config_of(card, methods)
     plugins.read(config.plugins)
-    state = weights.load_state_dict(file, str(file))
+    state = weight_files.load_state_dict(file, str(file))
     shape = {**card["shape"], "input_shape": tuple(card["shape"]["input_shape"])}
     # all tensors are in the file
     for module in networks(dataclasses.replace(config, train=""), shape, methods, frozenset(state)):

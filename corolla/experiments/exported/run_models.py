@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -256,27 +257,19 @@ def networks(
     """
     import torch
 
-    from fl_app import models, tasks, trainable_tensors, weights
+    from fl_app import trainable_tensors, weights
 
     # frozen tensors get their values from these weights
     initial = config.initial_weights if config.train else ""
-
-    def build() -> nn.Module:
-        more: dict[str, Any] = {"input_dtype": tasks.of(config).input_dtype, "classifier": config.classifier}
-        return models.build(config.model, **shape, norm=config.norm, seed=config.seed, tried=True, **more)
-
-    module = build()
+    module = build(config, shape)
     if initial:
         sample = shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"])
-        weights.write(
+        weights.load_initial(
             module,
-            weights.initial_model(
-                module,
-                initial,
-                partial=config.initial_weights_partial,
-                names=of_data,
-                example=torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype)),
-            ),
+            initial,
+            partial=config.initial_weights_partial,
+            names=of_data,
+            example=torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype)),
         )
     if config.train:
         trainable_tensors.freeze(module, config.train)
@@ -284,7 +277,15 @@ def networks(
     method = methods[config.method]
     yield method.network(config, **shape, initial_weights=initial, names=of_data, tried=True)
     if method.exported.network is not None:
-        yield method.exported.network(build, names)
+        yield method.exported.network(functools.partial(build, config, shape), names)
+
+
+def build(config: RunConfig, shape: Shape) -> nn.Module:
+    """Return a run's own model, with its values from the seed."""
+    from fl_app import models
+
+    more: dict[str, Any] = {"input_dtype": tasks.of(config).input_dtype, "classifier": config.classifier}
+    return models.build(config.model, **shape, norm=config.norm, seed=config.seed, tried=True, **more)
 
 
 def shape_of(run: RecordedRun) -> Shape:
