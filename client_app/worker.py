@@ -24,6 +24,7 @@ from fl_app import forking, plugins
 from fl_app.keys import Scalar
 from fl_app.transport.flower import Context, Error, Message, RecordDict, TaskIdentity
 from fl_app.transport.wire import SIMULATED, SIMULATED_RUN, simulated_node
+from strategies.base.handed_on import SharedNetwork, receive
 
 COMMAND = (sys.executable, "-P", "-m", "client_app.worker")
 
@@ -32,18 +33,19 @@ COMMAND = (sys.executable, "-P", "-m", "client_app.worker")
 class Setup:
     """A simulation's settings for its processes.
 
-    plugins: directories of the user's own files. path: the module search path.
+    plugins: directories of the user's own files. path: the module search path. network: the run's, if it is shared.
     """
 
     config: dict[str, Scalar]
     num_clients: int
     plugins: tuple[str, ...]
     path: tuple[str, ...]
+    network: SharedNetwork | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Scalar], num_clients: int) -> Setup:
+    def of(cls, config: Mapping[str, Scalar], num_clients: int, network: SharedNetwork | None = None) -> Setup:
         """Return the setup for processes that this process starts."""
-        return cls(dict(config), num_clients, tuple(map(str, plugins.directories())), tuple(sys.path))
+        return cls(dict(config), num_clients, tuple(map(str, plugins.directories())), tuple(sys.path), network)
 
     def to_json(self) -> bytes:
         """Return the setup as JSON, for `main`."""
@@ -73,6 +75,10 @@ def prepare(setup: Setup) -> None:
     # each client reports an error of the config itself
     with contextlib.suppress(Exception):
         Session.of(setup.config, setup.num_clients, SIMULATED_RUN)
+    # without it each client builds the network
+    with contextlib.suppress(Exception):
+        if setup.network:
+            receive(SharedNetwork(*setup.network))
 
 
 def answer_all(asker: socket.socket, setup: Setup) -> None:

@@ -90,6 +90,7 @@ class Warm(Link):
 
     command: starts it; the number of its socket is appended. given: its standard input. output: file number of its
     standard output and error; None: those of this process. environment: its variables; None: those of this process.
+    files: numbers of further files that it inherits.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Warm(Link):
         given: bytes = b"",
         output: int | None = None,
         environment: Mapping[str, str] | None = None,
+        files: Iterable[int] = (),
     ) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
@@ -108,7 +110,7 @@ class Warm(Link):
                 stdout=output,
                 stderr=output,
                 env=None if environment is None else dict(environment),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *files],
                 # only the asker gets Ctrl-C, and then ends this process
                 start_new_session=True,
             )

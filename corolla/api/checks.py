@@ -28,6 +28,7 @@ from strategies.kernels.robust import ABLE
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
     from fl_app.data import DatasetInfo
 
@@ -70,7 +71,7 @@ def check_locally(config: RunConfig, *, runs_here: bool = False) -> None:
         names = ModelNames.of(info)
         if config.normalizes_by_initial and config.initial_weights:
             refuse_scaling(config, names, data.prepare_for(config).x_train.dtype)
-        module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights, names=names)
+        module = network_of(config, info)
         method.travelling(config, Layout.of(module))
         if config.dp_epsilon:
             from client_app.dp import check_module
@@ -83,6 +84,13 @@ def check_locally(config: RunConfig, *, runs_here: bool = False) -> None:
     warn_of_data(info)
     for line in remarks:
         warn(line)
+
+
+def network_of(config: RunConfig, info: DatasetInfo) -> nn.Module:
+    """Return a run's network with its initial weights. info: of its data. Raises UserError."""
+    return METHODS[config.method].network(
+        config, **info.model_arguments, initial_weights=config.initial_weights, names=ModelNames.of(info)
+    )
 
 
 def refuse_scaling(config: RunConfig, names: ModelNames, dtype: np.dtype[Any]) -> None:

@@ -13,7 +13,7 @@ import click
 from rich.markup import escape
 
 from corolla.api import settings
-from corolla.api.checks import check_locally, check_resources, check_resumable, warn_of_settings
+from corolla.api.checks import check_locally, check_resources, check_resumable, network_of, warn_of_settings
 from corolla.api.console import command, console, errors, warn
 from corolla.api.live import Display, answered, log_to
 from corolla.api.settings import (
@@ -56,6 +56,7 @@ from fl_app.sources import NODE
 
 if TYPE_CHECKING:
     from corolla.experiments.launch import RayCluster
+    from strategies.base.handed_on import SharedNetwork
 
 # (config, parsed, verbose, where, until) -> the run's folder; see `run_one`
 Simulate = Callable[..., Path | None]
@@ -215,7 +216,8 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: LaunchOptions) -> P
     # a sweep resumes a run by its config key `resume`, not by the option
     if not parsed.resume:
         check_free(parsed)
-    check_locally(parsed, runs_here=how.in_process)
+    backend = settings.backend_of(how.backend, how.ray_address, how.gpus_per_client, [parsed.device])
+    check_locally(parsed, runs_here=how.in_process or backend is Backend.pool)
     if how.in_process:
         return run_in_process(config, parsed, at_once=how.clients_at_once)
     at, per_client = how.ray_address, (how.cpus_per_client, how.gpus_per_client)
@@ -224,7 +226,6 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: LaunchOptions) -> P
         ray = None
     else:
         config, ray = on_cluster(config, parsed, at, *per_client)
-    backend = settings.backend_of(how.backend, at, how.gpus_per_client, [parsed.device])
     where = f"--ray-address {at} " if ray else f"--backend {how.backend.value} " if how.backend else ""
     with simulating(backend, parsed.num_clients, *per_client, ray) as simulate:
         return simulate(config, parsed, how.verbose, where)
@@ -460,8 +461,9 @@ def run_pooled(
         from corolla.experiments.pool import Pool, PoolGrid
         from fl_app import server_app
 
-        setup = worker.Setup.of(config, parsed.num_clients)
-        with Pool(count, worker.COMMAND, setup.to_json(), display.raw) as pool:
+        with shared_network(parsed) as network, contextlib.ExitStack() as started:
+            setup, files = worker.Setup.of(config, parsed.num_clients, network), [network.file] if network else []
+            pool = started.enter_context(Pool(count, worker.COMMAND, setup.to_json(), display.raw, files))
             grid = PoolGrid(pool, parsed.num_clients)
             try:
                 progress = ProgressEvents(display.take)
@@ -471,6 +473,23 @@ def run_pooled(
                     raise
                 more = "" if verbose else "; --verbose shows the traceback"
                 raise RunFailed(f"{debugging.reason(error)}{more}") from error
+
+
+@contextlib.contextmanager
+def shared_network(config: RunConfig) -> Iterator[SharedNetwork | None]:
+    """Yield the network of a run with frozen tensors for its workers. The server takes it too. None: each builds its own."""
+    if not config.train:
+        yield None
+        return
+    from fl_app import data
+    from strategies.base.handed_on import drop_network, leave_network, sharing
+
+    leave_network(network_of(config, data.check(config)))
+    try:
+        with sharing() as network:
+            yield network
+    finally:
+        drop_network()
 
 
 @contextlib.contextmanager

@@ -69,17 +69,23 @@ class Worker:
 
 
 class Pool:
-    """Up to `count` workers. command, given: start their warm process (fl_app/forking.py), also after it was killed.
+    """Up to `count` workers. command, given, files: start their warm process (fl_app/forking.py), also after it was killed.
 
     say: called with each line that workers write to standard output or error outside of clients' messages.
     """
 
     def __init__(
-        self, count: int, command: Iterable[str], given: bytes, say: Callable[[str], None] = lambda line: None
+        self,
+        count: int,
+        command: Iterable[str],
+        given: bytes,
+        say: Callable[[str], None] = lambda line: None,
+        files: Iterable[int] = (),
     ) -> None:
         self.idle: list[Worker] = []
         self.busy: dict[Worker, Message] = {}
         self.count, self._command, self._given, self._say = count, list(command), given, say
+        self._files = list(files)
         self._written, self._output = os.pipe()
         os.set_blocking(self._written, False)
         self._rest = b""
@@ -152,7 +158,7 @@ class Pool:
         return reply
 
     def _start(self) -> Warm:
-        return Warm(self._command, self._given, self._output, self._environment)
+        return Warm(self._command, self._given, self._output, self._environment, self._files)
 
     def _fork(self) -> Worker:
         try:

@@ -20,6 +20,7 @@ from fl_app.metrics import Metric, moments
 from fl_app.transport.wire import Expected, Upload, WireError
 from strategies.base.declared import Exported, Holds, Late, Means, Outliers, Submodel
 from strategies.base.earlier import AGE, LATE, MOVED
+from strategies.base.handed_on import drop_network, leave_network
 from strategies.base.local_update import (
     OWN_MODEL,
     ClientState,
@@ -39,8 +40,6 @@ from strategies.base.method import (
     all_but_local_statistics,
     all_tensors,
     all_where_features_are,
-    drop_network,
-    leave_network,
     local_epochs,
     no_tensors,
 )

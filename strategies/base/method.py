@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
-from weakref import WeakKeyDictionary
 
 from fl_app import metrics, rng, stopping, tasks, trainable_tensors
 from fl_app.config import RunConfig
@@ -17,7 +16,7 @@ from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
 from fl_app.server.run_folder import RunFolder
 from fl_app.weight_files import stamps_of
-from strategies.base import earlier, hooks
+from strategies.base import earlier, handed_on, hooks
 from strategies.base.declared import Exported, Submodel
 from strategies.base.local_update import LocalUpdate, tested_by
 from strategies.base.needs import FEATURES, Need, refuse
@@ -57,35 +56,6 @@ class Overview:
     stays: str = NONE
     server: str = NONE
     disk: str = NONE
-
-
-# by network, what it was built for, and the lines that its making told. What is equal may share a network
-_MADE: WeakKeyDictionary[nn.Module, tuple[object, Sequence[str]]] = WeakKeyDictionary()
-# at most one: a network that one part of a process has built and only read, for the next part that needs the same one. The
-# check before a run, the run's server and, in one process, its clients each need the run's network. Building a large one
-# takes seconds, and two of them twice the memory
-_LEFT: list[nn.Module] = []
-
-
-def leave_network(module: nn.Module) -> None:
-    """Leave a network that `Method.network` made, and that nobody uses further, for the next call that wants it."""
-    _LEFT[:] = [module]
-
-
-def drop_network() -> None:
-    """Let go of a network that was left."""
-    _LEFT.clear()
-
-
-def _left(wanted: object) -> tuple[nn.Module, Sequence[str]] | None:
-    """Return the network that was left, and the lines that its making told, if it is the wanted one. Any other is let go."""
-    try:
-        module = _LEFT.pop()
-    # nothing was left, or another thread has just taken it
-    except IndexError:
-        return None
-    made_for, lines = _MADE[module]
-    return (module, lines) if made_for == wanted else None
 
 
 P = TypeVar("P")
@@ -343,14 +313,14 @@ class Method(Generic[P]):
         """
         import torch
 
-        from fl_app import models, plugins, weights
+        from fl_app import models, weights
 
         shape = input_shape or (in_channels, image_size, image_size)
         file = (initial_weights, stamps_of(Path(initial_weights)), names) if initial_weights else None
         # neither the number of clients nor the texts of all keys are known everywhere
         same = replace(config, num_clients=0, resolved={}, defaults={})
-        wanted = self.name, same, (in_channels, num_classes, image_size, shape), file, plugins.generation()
-        if (left := _left(wanted)) is not None:
+        wanted = self.name, same, (in_channels, num_classes, image_size, shape), file
+        if (left := handed_on.taken(wanted)) is not None:
             module, lines = left
             for line in lines:
                 told(line)
@@ -391,7 +361,7 @@ class Method(Generic[P]):
         module = self.around(ModelFactory(drawn, shape, config.seed), config)
         if config.train:
             trainable_tensors.freeze(module, config.train)
-        _MADE[module] = wanted, said
+        handed_on.made(module, wanted, said)
         for line in said:
             told(line)
         return module
