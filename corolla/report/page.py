@@ -40,8 +40,9 @@ from corolla.report.tables import (
 )
 from corolla.report.theme import CONFIG
 from fl_app import progress
+from fl_app.data.prepared import cache_directory
 from fl_app.errors import UserError
-from fl_app.files import make_directory, publish
+from fl_app.files import make_directory, publish, publish_text
 
 if TYPE_CHECKING:
     from corolla.experiments.exported.loading import ClientAnswers
@@ -256,14 +257,25 @@ def data_of(panels: Sequence[Panel]) -> str:
     return json.dumps({"datasets": datasets, "specs": specs}, ensure_ascii=False)
 
 
-def scripts(panels: Sequence[Panel]) -> str:
-    """Return the pictures' data, and the program that draws them."""
+def library() -> str:
+    """Return the program that draws pictures in a browser. It is made once, which takes a second, and kept in the cache."""
     import vl_convert
 
-    library = str(vl_convert.javascript_bundle(None)).replace("</script", "<\\/script")
+    kept = cache_directory() / f"vega-{vl_convert.__version__}.js"
+    with contextlib.suppress(OSError):
+        return kept.read_text("utf-8")
+    made = str(vl_convert.javascript_bundle(None)).replace("</script", "<\\/script")
+    with contextlib.suppress(OSError):
+        make_directory(kept.parent)
+        publish_text(kept, made)
+    return made
+
+
+def scripts(panels: Sequence[Panel]) -> str:
+    """Return the pictures' data, and the program that draws them."""
     data = data_of(panels).replace("<", "\\u003c")
     return (
-        f'<script type="application/json" id="pictures-data">{data}</script>\n<script type="module">{library}</script>\n'
+        f'<script type="application/json" id="pictures-data">{data}</script>\n<script type="module">{library()}</script>\n'
         f'<script type="module">{assets.PICTURES}</script>'
     )
 

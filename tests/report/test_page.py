@@ -124,6 +124,20 @@ def test_without_class_counts_only_what_is_known_is_drawn(start: Callable[..., P
     assert mentions(page, "Overlap of critical", "parameters</a></h3>") and "cosine" not in page
 
 
+def test_the_program_that_draws_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = report.library()
+    (kept,) = (tmp_path / "cache" / "corolla").iterdir()
+    assert kept.read_text("utf-8") == made
+    with monkeypatch.context() as without:
+        without.delattr("vl_convert.javascript_bundle")
+        assert report.library() == made
+    # a cache that cannot be written costs time, and no more
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert report.library() == made
+
+
 def test_names_are_escaped(tmp_path: Path) -> None:
     failure = {"client": 3, "cause": "<script>alert(1)</script>\x1b[2J\x9bm"}
     rounds = [record(1, {"0": {"accuracy-before": 0.5}}, failures=[failure])]
