@@ -6,13 +6,16 @@ python -m tests.mutants try [--tree DIRECTORY] [--jobs 2] [--python PYTHON] < te
 `draw` prints a seeded sample of mutants, as many of each: kernels, engine, wire, data, configuration. A line has the file,
 cosmic-ray's operator, its occurrence, and the code. A mutant that changes only annotations is none. `try` puts each
 into a copy of a tree and runs the test files that import its module, those of fewest lines first, until a test fails or
-`SECONDS` are over. It prints the fate of each, and the share that was caught. Nothing in the tree itself changes.
+`SECONDS` are over. It prints the fate of each, and the share that was caught. Nothing in the tree itself changes. The
+tests of each mutant run in a fork of a process that has imported the libraries of the tests, but nothing of the tree.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib
 import os
 import random
 import shutil
@@ -20,16 +23,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COUNT, SEED, SECONDS = 400, 1, 90
+COUNT, SEED, SECONDS = 400, 1, 60
 PLACES = ("strategies/kernels", "strategies/engine", "fl_app/transport/wire.py", "fl_app/data", "fl_app/config")
 BINARY = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_Mul", "BitAnd_BitOr", "BitXor_BitAnd")
 OPERATORS = (
@@ -118,31 +122,74 @@ def importers(tree: Path, module: str) -> list[str]:
     return [path for *_, path in sorted(found)]
 
 
-def fate(tree: Path, mutant: Mutant, python: str) -> str:
-    """Return "caught", "survived" or "gone" (its line is no longer there), after trying a mutant in a tree of its own."""
-    path = tree / mutant.path
+class Tests:
+    """A process that runs test files of a tree, each call in a fork of its own."""
+
+    def __init__(self, tree: Path, python: str) -> None:
+        """Start the process. tree: a copy that may be changed between calls; python: the interpreter of the tests."""
+        self.tree = tree
+        self.process = subprocess.Popen(
+            [python, __file__, "serve"], cwd=tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def pass_within(self, files: Sequence[str], seconds: float) -> bool:
+        """Return whether no test fails in these seconds."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(seconds, *files, file=self.process.stdin, flush=True)
+        # 1: a test failed; 2: no test could be collected, because the product could not be imported
+        return self.process.stdout.readline().strip() not in ("1", "2")
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def libraries() -> list[str]:
+    """Return the modules that the tests' fixtures import, in order, without those of the tree in the working directory."""
+    script = "import sys, tests.conftest; print(*(name for name, module in sys.modules.items() if module.__spec__))"
+    named = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    own = {path.stem for path in Path.cwd().iterdir()} | {"__main__"}
+    return [name for name in named if name.partition(".")[0] not in own]
+
+
+def serve() -> None:
+    """Run pytest on the files of each line of the standard input, and print its exit status; -9 if it took too long."""
+    sys.path[0] = os.getcwd()
+    for name in libraries():
+        # some modules exist only while another one is imported
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        seconds, *files = line.split()
+        child = os.fork()
+        if not child:
+            os.setsid()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in range(3):
+                os.dup2(nothing, descriptor)
+            os._exit(importlib.import_module("pytest").main(["-xq", "-n0", "-p", "no:cacheprovider", *files]))
+        timer = threading.Timer(float(seconds), os.killpg, (child, signal.SIGKILL))
+        timer.start()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        timer.cancel()
+        # what the tests started and left
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        print(status, flush=True)
+
+
+def fate(tests: Tests, mutant: Mutant) -> str:
+    """Return "caught", "survived" or "gone" (its line is no longer there), after trying a mutant."""
+    path = tests.tree / mutant.path
     source = path.read_text("utf-8") if path.exists() else ""
     changed = mutated(source, mutant.operator, mutant.occurrence) if source else None
     if changed is None or mutant.line not in source:
         return "gone"
     times = path.stat()
     module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    # one process after another would import torch for every file: a mutant's tests are one run
-    command = [python, "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider", *importers(tree, module)]
     try:
         path.write_text(changed, "utf-8")
-        tests = subprocess.Popen(
-            command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            # 1: a test failed; 2: no test could be collected, because the product could not be imported
-            return "caught" if tests.wait(SECONDS) in (1, 2) else "survived"
-        except subprocess.TimeoutExpired:
-            return "survived"
-        finally:
-            if tests.poll() is None:
-                os.killpg(tests.pid, signal.SIGKILL)
-                tests.wait()
+        return "survived" if tests.pass_within(importers(tests.tree, module), SECONDS) else "caught"
     finally:
         path.write_text(source, "utf-8")
         # the compiled file is valid again
@@ -161,11 +208,14 @@ def copied(tree: Path, directory: Path) -> Path:
 def main() -> None:
     """Draw a sample, or try one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("draw", "try"))
+    parser.add_argument("what", choices=("draw", "try", "serve"))
     parser.add_argument("--tree", type=Path, default=ROOT, help="whose code and tests (default: this one)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once (default: 2)")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the tests (default: this one)")
     given = parser.parse_args()
+    if given.what == "serve":
+        serve()
+        return
     if given.what == "draw":
         for place in PLACES:
             every = list(mutants(given.tree, place))
@@ -176,19 +226,22 @@ def main() -> None:
     sample = [Mutant(path, operator, int(k), line) for path, operator, k, line in map(fields, sys.stdin)]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(given.jobs) as pool:
         trees = [copied(given.tree, Path(scratch, str(k))) for k in range(given.jobs)]
+        free = [Tests(tree, given.python) for tree in trees]
         fates: Counter[str] = Counter()
 
         def tried(mutant: Mutant) -> str:
-            tree = trees.pop()
+            tests = free.pop()
             begun = time.monotonic()
             try:
-                return f"{fate(tree, mutant, given.python)}\t{time.monotonic() - begun:.0f} s"
+                return f"{fate(tests, mutant)}\t{time.monotonic() - begun:.0f} s"
             finally:
-                trees.append(tree)
+                free.append(tests)
 
         for mutant, said in zip(sample, pool.map(tried, sample), strict=True):
             fates[said.partition("\t")[0]] += 1
             print(said, *mutant, sep="\t", flush=True)
+        for tests in free:
+            tests.end()
     print(f"{fates['caught']} of {fates['caught'] + fates['survived']} caught, {fates['gone']} gone")
 
 
