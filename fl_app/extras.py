@@ -20,6 +20,7 @@ EXTRAS = {
     "prometheus_client": "monitoring",
     "optuna": "search",
     "tokenizers": "text",
+    "peft": "peft",
 }
 """The extra in pyproject.toml that installs a package, by the package's import name."""
 

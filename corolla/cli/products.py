@@ -61,10 +61,18 @@ def export(
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Write ONNX, from pixels or rows to predictions (needs corolla[onnx]).")
     ] = False,
+    peft: Annotated[
+        bool, typer.Option("--peft", help="Write the adapter of a model with peft into a folder (needs corolla[peft]).")
+    ] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write a model with peft, its adapter merged into it, into a folder.")
+    ] = False,
     data_path: Annotated[str, typer.Option(help="For dataset node: path of the node's data.")] = "",
     quiet: QuietOption = False,
 ) -> None:
-    """Write one of a run's final models as a PyTorch state dict or ONNX, with its card."""
+    """Write one of a run's final models as a PyTorch state dict, ONNX or an adapter of peft, with its card."""
+    if len(forms := [name for name, asked in (("onnx", onnx), ("peft", peft), ("merged", merged)) if asked]) > 1:
+        raise UserError(f"{' and '.join(f'--{name}' for name in forms)} exclude each other")
     if to is not None and output is not None:
         raise UserError("--to and --output exclude each other")
     if to is not None and data_path and client is None:
@@ -82,14 +90,15 @@ def export(
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
         # imported here because torch takes seconds
+        from corolla.experiments.exported.export import FileForm, export_each, own_files
         from corolla.experiments.exported.export import export as write
-        from corolla.experiments.exported.export import export_each, own_files
 
+        form = FileForm[forms[0]] if forms else FileForm.pytorch
         failed: dict[str, str] = {}
         if to is None:
-            written = [write(run, METHODS, client, output, onnx=onnx, data_path=data_path)]
+            written = [write(run, METHODS, client, output, form=form, data_path=data_path)]
         else:
-            written, failed = export_each(run, METHODS, client, to, onnx=onnx, data_path=data_path)
+            written, failed = export_each(run, METHODS, client, to, form=form, data_path=data_path)
     for path, card in written:
         _show(path, card, own_files(path))
     for name, why in failed.items():
@@ -130,13 +139,13 @@ def node_export(
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
         # imported here because torch takes seconds
-        from corolla.experiments.exported.export import export_each, own_files
+        from corolla.experiments.exported.export import FileForm, export_each, own_files
 
         client = int(last.parent.name.rpartition("-")[2])
         if name:
             entry = {**read_clients(last)[str(client)], NAME: name}
             publish_text(last / CLIENTS, json.dumps({str(client): entry}) + "\n")
-        written, _ = export_each(last, METHODS, client, to, onnx=onnx)
+        written, _ = export_each(last, METHODS, client, to, form=FileForm.onnx if onnx else FileForm.pytorch)
     for path, card in written:
         _show(path, card, own_files(path))
 

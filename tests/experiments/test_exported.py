@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from corolla.experiments.exported import loading, predict
-from corolla.experiments.exported.export import export
+from corolla.experiments.exported.export import FileForm, export
 from fl_app import data, model_card, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -87,7 +87,7 @@ def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) 
         network = own_network(folder.path, client, model, shape)
         with torch.no_grad():
             want = network(inputs(torch.from_numpy(samples)))
-        file, _ = export(folder.path, METHODS, client, tmp_path / f"{client}.onnx", onnx=True)
+        file, _ = export(folder.path, METHODS, client, tmp_path / f"{client}.onnx", form=FileForm.onnx)
         outputs, predictions = answers(file, samples)
         outputs_of[client] = outputs
         np.testing.assert_allclose(outputs, want.numpy(), atol=1e-5, rtol=1e-5)
@@ -135,7 +135,7 @@ def test_predictions_are_measured_by_the_runs_headline(run: Run, tmp_path: Path)
 def test_onnx_of_methods_that_wrap_the_network(run: Run, tmp_path: Path, method: str) -> None:
     pytest.importorskip("onnxruntime")
     folder = run(method=method, collect_personal_models=True, **TINY)
-    files = [export(folder.path, METHODS, 1, tmp_path / f"1{end}", onnx=end == ".onnx")[0] for end in (".pt", ".onnx")]
+    files = [export(folder.path, METHODS, 1, tmp_path / f"1{end}", form=FileForm(end))[0] for end in (".pt", ".onnx")]
     samples = np.random.default_rng(0).integers(0, 256, (9, 1, 8, 8), np.uint8)
     for ours, theirs in zip(*(answers(file, samples) for file in files), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)

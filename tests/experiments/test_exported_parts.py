@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from corolla.api.settings import look_for_plugins
-from corolla.experiments.exported.export import export
+from corolla.experiments.exported.export import FileForm, export
 from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -56,19 +56,21 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("onnx", [False, True], ids=["pt", "onnx"])
-def test_what_did_not_train_is_in_the_file_too(run: Run, tmp_path: Path, adapted: dict[str, Any], onnx: bool) -> None:
-    if onnx:
+@pytest.mark.parametrize("form", [FileForm.pytorch, FileForm.onnx])
+def test_what_did_not_train_is_in_the_file_too(
+    run: Run, tmp_path: Path, adapted: dict[str, Any], form: FileForm
+) -> None:
+    if form is FileForm.onnx:
         pytest.importorskip("onnxruntime")
     folder = run(method="fedavg", **adapted, **TINY)
-    file, _ = export(folder.path, METHODS, None, tmp_path / ("x.onnx" if onnx else "x.pt"), onnx=onnx)
+    file, _ = export(folder.path, METHODS, None, tmp_path / f"x{form.value}", form=form)
     module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=9)
     weights.load_initial(module, adapted["initial_weights"])
     trained, layout = Layout.of(module), weights.names_in(folder.path / "models" / "global.safetensors")
     assert layout == {"adapter.weight", "adapter.bias", "head.weight", "head.bias"}
     part = weights.load_safetensors(folder.path / "models" / "global.safetensors", trained.subset(layout))
     weights.write(module, trained.put(weights.read(module), part, layout))
-    if not onnx:
+    if form is FileForm.pytorch:
         module.load_state_dict(torch.load(file), strict=True)
     samples = np.random.default_rng(0).integers(0, 256, (5, 1, 8, 8), np.uint8)
     with torch.no_grad():
@@ -81,7 +83,7 @@ def test_a_backbone_from_a_file_without_a_head(run: Run, tmp_path: Path, adapted
     save_file({k: v for k, v in tensors.items() if k.startswith("backbone")}, tmp_path / "part.safetensors")
     part = {"initial_weights": str(tmp_path / "part.safetensors"), "initial_weights_partial": True}
     folder = run(method="fedavg", **adapted | part, **TINY)
-    file, _ = export(folder.path, METHODS, None, tmp_path / "x.pt", onnx=False)
+    file, _ = export(folder.path, METHODS, None, tmp_path / "x.pt")
     torch.testing.assert_close(torch.load(file)["backbone.weight"], tensors["backbone.weight"])
 
 
@@ -101,6 +103,6 @@ def test_half_a_model_predicts_nothing(run: Run, tmp_path: Path, keys: dict[str,
         with rejected(
             UserError, "", "leaves classifier.bias", "classifier.weight", "clients", "global cannot predict", "alone"
         ):
-            export(folder.path, METHODS, None, tmp_path / f"g{end}", onnx=end == ".onnx")
+            export(folder.path, METHODS, None, tmp_path / f"g{end}", form=FileForm(end))
     whole, _ = export(folder.path, METHODS, 1, tmp_path / "c.pt")
     assert answers(whole, np.zeros((1, 1, 8, 8), np.uint8))[0].shape == (1, 10)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import corolla
-from corolla.experiments.exported.export import export
+from corolla.experiments.exported.export import FileForm, export
 from corolla.experiments.exported.predict import from_columns
 from fl_app import model_card
 from fl_app.config import parse
@@ -81,7 +81,7 @@ def answers(text: str) -> list[str]:
 def test_columns_go_by_name(trained: Path, command: Command, tmp_path: Path, suffix: str) -> None:
     if suffix == ".onnx":
         pytest.importorskip("onnxruntime")
-    file, _ = export(trained, METHODS, 1, tmp_path / f"model{suffix}", onnx=suffix == ".onnx")
+    file, _ = export(trained, METHODS, 1, tmp_path / f"model{suffix}", form=FileForm(suffix))
     frame = patients()
     right, reverse = (tmp_path / f"{name}.csv" for name in ("right", "reverse"))
     frame.to_csv(right, index=False)

@@ -6,6 +6,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +18,45 @@ from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
 
 
+class FileForm(Enum):
+    """The form of an exported model, with the end of its name. `peft` and `merged` are folders."""
+
+    pytorch = ".pt"
+    onnx = ".onnx"
+    peft = "-adapter"
+    merged = "-merged"
+
+
 def export(
     run: Path,
     methods: Mapping[str, Any],
     client: int | str | None = None,
     output: Path | None = None,
     *,
-    onnx: bool = False,
+    form: FileForm = FileForm.pytorch,
     data_path: str = "",
 ) -> tuple[Path, model_card.Entries]:
     """Write the global model or a client's model, its card, and copies of the run's plugins.
 
     Return the model's path and the card. The model is as in `run_models.load`: for a client that is evaluated with the
-    global model, the global one. The file is a PyTorch state dict that `load_state_dict` accepts strictly, or ONNX. A
-    state dict lacks tensors that clients do not share, unless the run collected personal models; ONNX needs all
+    global model, the global one. The file is a PyTorch state dict that `load_state_dict` accepts strictly, or ONNX. In
+    peft's form it is the adapter's weights in a folder of peft, or the merged model's in a folder of transformers. A
+    state dict lacks tensors that clients do not share, unless the run collected personal models; other forms need all
     tensors.
 
     methods: the registered Methods. output: default RUN-client-K.pt in the current directory. data_path: path of the
     node's data, for dataset `node`. Raises UserError if the run has no such model, if a file cannot be written, and as
     `described` and `write_onnx` do.
     """
-    from corolla.experiments.exported import loading
+    from corolla.experiments.exported import adapter, loading
 
+    onnx = form is FileForm.onnx
     if onnx:
         loading.require_onnx()
     model = run_models.load(run, client, methods)
-    if onnx or model.client is None:
+    if form is not FileForm.pytorch or model.client is None:
         run_models.refuse_parts(model)
-    suffix = ".onnx" if onnx else ".pt"
-    output = output or Path(f"{run.resolve().name}-{model.name}{suffix}")
+    output = output or Path(f"{run.resolve().name}-{model.name}{form.value}")
     if onnx != (output.suffix == ".onnx"):
         raise UserError(
             key="--output", rule=f"{output} must {'end' if onnx else 'not end'} in .onnx; --onnx selects the format"
@@ -55,10 +66,15 @@ def export(
     if model.missing:
         facts["missing"] = list(model.missing)
     try:
-        if onnx:
-            loading.write_onnx(model, facts, output)
-        else:
-            _write_state_dict(model, output)
+        match form:
+            case FileForm.onnx:
+                loading.write_onnx(model, facts, output)
+            case FileForm.pytorch:
+                _write_state_dict(model, output)
+            case FileForm.peft:
+                output = adapter.write_adapter(model, output)
+            case FileForm.merged:
+                output = adapter.write_merged(model, output)
         plugins.write(plugins.read(model.config.plugins), own_files(output))
         return output, model_card.write(output, facts)
     except OSError as error:
@@ -71,7 +87,7 @@ def export_each(
     client: int | str | None,
     directory: Path,
     *,
-    onnx: bool = False,
+    form: FileForm = FileForm.pytorch,
     data_path: str = "",
 ) -> tuple[list[tuple[Path, model_card.Entries]], dict[str, str]]:
     """Write a client's model into a directory, or each client's. Return what was written, and why others were not, by name.
@@ -92,9 +108,9 @@ def export_each(
     make_directory(directory)
     for i in each:
         stem = f"{plain[i]}-{i}" if plain[i].casefold() in twice else plain[i]
-        file = directory / f"{stem}{'.onnx' if onnx else '.pt'}"
+        file = directory / f"{stem}{form.value}"
         try:
-            written.append(export(run, methods, i, file, onnx=onnx, data_path=data_path))
+            written.append(export(run, methods, i, file, form=form, data_path=data_path))
         except UserError as error:
             if client is not None or (not written and i == each[-1]):
                 raise
