@@ -54,6 +54,7 @@ METHODS = Methods(
         "pfedla",
         "fedma",
         "favor",
+        "partialfed",
     )
 )
 

@@ -24,12 +24,6 @@ COLUMNS = {
 """The headings of the columns, by the names of an Overview's fields."""
 ABSENT = (
     (
-        "PartialFed (Sun et al., NeurIPS 2021)",
-        "FedCAC",
-        "A client loads only some layers of the global model. How it learns to choose them was not found: its text was not at "
-        "hand, and no code of its authors.",
-    ),
-    (
         "FedVKD (Tao et al., 2022)",
         "FedDAC",
         "Neither its text nor its authors' code was found. The repository `lmtyy/FedVKD` is another, later method.",

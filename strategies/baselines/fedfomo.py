@@ -252,8 +252,8 @@ def num_held_out(ratio: float, n: int) -> int:
     return min(max(1, round(ratio * n)), n - 1) if ratio else 0
 
 
-def held_out(ctx: RoundContext[FedFomoParams]) -> NDArray[np.int64]:
-    """Return the training samples that a client judges models by, sorted, the same in all rounds.
+def held_out(ctx: RoundContext[Any]) -> NDArray[np.int64]:
+    """Return the training samples that a client judges models by, int64, sorted, the same in all rounds.
 
     It is at least one sample, but none for a client with a single sample or if `validation-ratio` is 0.
     """

@@ -82,7 +82,7 @@ def other(spec: KeySpec) -> Scalar:
         return not spec.default
     if isinstance(spec.default, str):
         return OTHER_WORDS.get(spec.name, "elsewhere")
-    values = [spec.default + 1] if isinstance(spec.default, int) else [spec.default / 2, spec.default + 1, 0.25]
+    values = [spec.default + 1] if isinstance(spec.default, int) else [spec.default / 2, spec.default + 1, 0.25, 0.75]
     return next(v for v in values if v != spec.default and (spec.rule is None or spec.rule.admits(v)))
 
 

@@ -13,12 +13,12 @@ from torch import nn
 
 import corolla.flower
 from corolla.cli.reference import pages_with_tables
-from corolla.flower import FedProx, epochs, objective, pFedHN
+from corolla.flower import FedProx, PartialFed, epochs, objective, pFedHN
 from corolla.flower.abilities import Ability, ability
 from corolla.flower.training_loop import BEYOND_APP
 from fl_app.errors import UserError
 from strategies import METHODS
-from tests.flower.apps import Arrays, Train, app_of, grid_of, initial, record_of
+from tests.flower.apps import Arrays, Train, app_of, drift, grid_of, initial, record_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LR, MU, EPOCHS = 0.1, 0.7, 3
@@ -144,6 +144,23 @@ def test_a_method_that_declares_more_is_refused_at_once(cls: str) -> None:
     with pytest.raises(UserError) as error:
         getattr(corolla.flower, cls)()
     assert error.value.rule == BEYOND_APP
+
+
+def test_fixed_layers_of_partialfed_need_no_line() -> None:
+    """Every client keeps its head, and has the mean of the bodies."""
+    trained = dict[int, Arrays]()
+
+    def train(arrays: Arrays, client: int, round: int) -> Arrays:
+        trained[client] = drift(arrays, client, round)
+        return trained[client]
+
+    app = app_of(train, samples=lambda client: 10)
+    PartialFed(strategy="fix", load="body*, bn*").start(grid_of(app, 2), record_of(initial()), 2)
+    for client in (0, 1):
+        assert (app.seen[client]["head.weight"] == trained[client]["head.weight"].astype(np.float32)).all()
+        mean = (trained[0]["body.weight"] + trained[1]["body.weight"]) / 2
+        np.testing.assert_allclose(app.seen[client]["body.weight"], mean, rtol=1e-6)
+    assert ability("partialfed").beyond
 
 
 def test_a_method_made_for_its_nodes_refuses_later_ones() -> None:

@@ -20,6 +20,7 @@ LEARNED = {
     "apple": ("apple.relations",),
     "fedala": ("fedala.weights",),
     "flute": ("local.params",),
+    "partialfed": ("partialfed.choices",),
 }
 
 

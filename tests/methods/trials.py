@@ -25,7 +25,7 @@ def outcome(run: Run, method: str, **changes: Any) -> tuple[list[Any], bytes]:
 
 
 def _common(value: Any) -> Any:
-    own = ("personal-parameters", "personal-share", "upload-bytes")
+    own = ("personal-parameters", "personal-share", "loaded-share", "upload-bytes")
     return {k: _common(v) for k, v in value.items() if k not in own} if isinstance(value, dict) else value
 
 

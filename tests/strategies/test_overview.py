@@ -50,7 +50,7 @@ def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.Ca
     methods(table=True)
     printed = capsys.readouterr().out
     assert printed == f"{names_table('`{}`')}\n\n{methods_table()}\n\n{absent_table()}\n"
-    assert all(f"| {name} (" in printed for name in ("PartialFed", "FedVKD", "PSPFL", "pFedGF"))
+    assert all(f"| {name} (" in printed for name in ("FedVKD", "PSPFL", "pFedGF"))
 
 
 def test_a_table_is_replaced_where_it_stands() -> None:

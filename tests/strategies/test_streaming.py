@@ -215,7 +215,7 @@ def test_which_methods_add_up() -> None:
     assert adding == {
         "fedavg", "fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme", "fedntd", "moon", "fedbabu",
         "apfl", "fedala", "flute", "feddpa", "feddyn", "scaffold", "fedobp", "fedem", "pfedgate",
-        "perfedavg", "fedrod", "adabest",
+        "perfedavg", "fedrod", "adabest", "partialfed",
     }  # fmt: skip
 
 
