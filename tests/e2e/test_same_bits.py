@@ -30,6 +30,15 @@ CASES = {
     },
     "fedcac-batchnorm": {"method": "fedcac", "model": "resnet8", "fedcac.beta": 2, "local-epochs": 1},
     "fedcac-private": {"method": "fedcac", "private": True, "local-epochs": 1, "num-server-rounds": 3},
+    # by the last round, clients have chosen layers of both models
+    "partialfed": {
+        "method": "partialfed",
+        "model": "resnet8",
+        "partition": "pathological",
+        "partialfed.choice-learning-rate": 30.0,
+        "local-epochs": 1,
+        "num-server-rounds": 3,
+    },
     "own-method": {"method": "prototypes:METHOD", "prototypes.weight": 0.2, "local-epochs": 1},
 }
 
@@ -43,6 +52,7 @@ WHEN = {
     "fedcac-private": pytest.mark.long,
     "fedavg": pytest.mark.nightly,
     "plateau-keep-best": pytest.mark.nightly,
+    "partialfed": pytest.mark.nightly,
     "own-method": pytest.mark.nightly,
 }
 MARKED = [pytest.param(name, marks=WHEN.get(name, ())) for name in CASES]
