@@ -20,11 +20,13 @@ app = typer.Typer(no_args_is_help=True, help="Flower apps of your own with a met
 # in a clone and in a wheel
 _PLACES = APP_DIRECTORY / "examples" / "flower", APP_DIRECTORY / "corolla" / "flower" / "examples"
 _STRATEGY = "FedCAC(beta=3, "
-# where the example has what a method computes with
+# where the example has what a method needs
 _FACTS = {
     "learning_rate": 'float(config["learning-rate"])',
     "batch_size": 'int(config["batch-size"])',
     "local_epochs": 'int(config["local-epochs"])',
+    "validation_ratio": "0",
+    "other_arrays": "[ArrayRecord(Net().state_dict()) for _ in range({others})]",
 }
 # what the lines of a loop replace
 _LINES = {
@@ -67,7 +69,7 @@ def init(
 def _with_method(text: str, name: str, found: Ability) -> str:
     """Return a file of the example with another strategy, and with the lines and arguments that this needs."""
     if name not in _STRATEGY:
-        facts = "".join(f"{fact}={_FACTS[fact]}, " for fact in found.facts)
+        facts = "".join(f"{fact}={_FACTS[fact].format(others=found.others)}, " for fact in found.facts)
         text = text.replace(_STRATEGY, f"{name}({facts}").replace("import FedCAC", f"import {name}")
     for line in found.lines:
         before, after = _LINES[line]

@@ -6,15 +6,15 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.flower.messages import EXTRAS, HEADER, INITIAL, OF_EVERY_RUN, REFUSED, RUN_KEYS, AppForm
-from corolla.flower.training_loop import ENDS_RUN, FACT_KEYS, AppTrainer, Wishes
+from corolla.flower.messages import EXTRAS, HEADER, INITIAL, LOSSES, MODELS, OF_EVERY_RUN, REFUSED, RUN_KEYS, AppForm
+from corolla.flower.training_loop import ENDS_RUN, FACT_KEYS, LACKS_LOSS, AppTrainer, Choice, Wishes
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, describe, listed
 from fl_app.keys import Scalar, specs, table_of
@@ -23,6 +23,7 @@ from fl_app.transport import wire
 from fl_app.transport.flower import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import LocalUpdate, RoundContext
+from strategies.baselines import components
 
 log = logging.getLogger("flwr")
 
@@ -56,19 +57,11 @@ class AppState:
 
 
 @functools.lru_cache(maxsize=4)
-def _run(text: str) -> tuple[Any, Any, AppForm, frozenset[str], str, str, str]:
-    """Return what all messages of a run say: config, method, form, what travels, the keys of the records, the state's prefix."""
+def _run(text: str) -> tuple[Any, Any, AppForm, frozenset[str], Mapping[str, Any]]:
+    """Return what all messages of a run say: config, method, form, what travels; and the rest, among it the records' keys."""
     said = json.loads(text)
     config, form = _config(dict(said["keys"])), AppForm.from_json(said["form"])
-    return (
-        config,
-        METHODS[config.method],
-        form,
-        frozenset(said["travels"]),
-        said["arrays"],
-        said["weight"],
-        said["state"],
-    )
+    return config, METHODS[config.method], form, frozenset(said["travels"]), said
 
 
 def _config(keys: Mapping[str, Scalar]) -> RunConfig:
@@ -104,8 +97,7 @@ def personalize(message: Message, context: Context, call_next: App) -> Message:
 
     own: list[Exception] = []
     try:
-        turn = ClientTurn(message, context, app)
-        return turn.train() if message.metadata.message_type.partition(".")[0] == "train" else turn.evaluate()
+        return ClientTurn(message, context, app).answer()
     except Exception as error:
         if error in own:
             raise
@@ -133,10 +125,18 @@ class ClientTurn:
         self.message, self.context, self.call_next = message, context, call_next
         content = message.content
         header: Any = content.pop(HEADER)
-        self.config, method, self.form, shared, self.key, self.weight, own = _run(str(header["run"]))
-        self.layout: Layout = self.form.layout
+        self.config, method, self.form, shared, run = _run(str(header["run"]))
+        self.key, self.weight, self.loss = run["arrays"], run["weight"], run["loss"]
+        self.trains = message.metadata.message_type.partition(".")[0] == "train"
+        # a message that only asks for the losses by which the next one's model is made; the losses so far
+        self.judges, self.losses = LOSSES in header and not self.trains, list[float]()
+        self.told: Iterator[float] = iter(header[LOSSES] if self.trains and LOSSES in header else ())
+        self.copies: int = run["copies"]
+        self.choice = Choice()
+        one = self.form.layout
+        self.layout: Layout = components.side_by_side(one, self.copies) if self.copies else one
         self.update: LocalUpdate[Any] = method.local_update()
-        self.state = AppState.of(context, own)
+        self.state = AppState.of(context, run["state"])
         extras: Any = content.pop(EXTRAS, {})
         initial: Any = content.pop(INITIAL, None)
         sent: Any = content[self.key]
@@ -144,7 +144,9 @@ class ClientTurn:
         travelling = self.layout.subset(shared)
         self.constants = {name: sent[name] for name in self.form.constants if name in sent}
         self.received = NOTHING
-        if travelling.names and travelling.names <= set(sent):
+        if self.copies:
+            self.received = Model(*(extras[name].numpy() for name in MODELS))
+        elif travelling.names and travelling.names <= set(sent):
             self.received = self.form.read(travelling, sent, "download")
         self.stays = self.layout.subset(self.layout.names - shared)
         if initial is not None and _FIRST[0] not in self.state.arrays:
@@ -153,7 +155,8 @@ class ClientTurn:
         # the records that the user's functions are given besides the arrays
         self.given = {name: record for name, record in content.items() if name != self.key}
         self.reply: Message | None = None
-        self.trainer = AppTrainer(self.config, int(header["round"]), self._train)
+        module = self.choice if self.copies else None
+        self.trainer = AppTrainer(self.config, int(header["round"]), self._train, self._loss_of, module)
         self.ctx = AppContext(
             config=self.config,
             params=self.config.params,
@@ -164,8 +167,14 @@ class ClientTurn:
             initial=self._initial,
             trainer=self.trainer,
             num_samples=_UNKNOWN,
-            extras={name: array.numpy() for name, array in extras.items()},
+            extras={name: array.numpy() for name, array in extras.items() if name not in MODELS},
         )
+
+    def answer(self) -> Message:
+        """Do what the message asks, and return the reply."""
+        if self.trains:
+            return self.train()
+        return self.judge() if self.judges else self.evaluate()
 
     def train(self) -> Message:
         """Merge, let the user's function train, and reply with the upload."""
@@ -190,6 +199,11 @@ class ClientTurn:
         reply.content = RecordDict({**records, **wire.encode_upload(upload)})
         return reply
 
+    def judge(self) -> Message:
+        """Reply with the losses that the method asks for before it trains."""
+        self.update.merge(self.received, self.state, self.ctx)
+        return Message(RecordDict({HEADER: ConfigRecord({LOSSES: self.losses})}), reply_to=self.message)
+
     def evaluate(self) -> Message:
         """Let the user's function evaluate the model that the client would use."""
         start = self.update.merge(self.received, self.state, self.ctx)
@@ -209,8 +223,12 @@ class ClientTurn:
     def _call(self, model: Model) -> Message:
         """Call the user's function with a model, and return its reply."""
         # where nothing stays on the client, a method may train from just what was sent
-        unchanged = model is self.received and not self.stays.names
-        arrays = ArrayRecord(dict(self.sent)) if unchanged else self.form.record(self.layout, model, self.constants)
+        unchanged = model is self.received and not self.stays.names and not self.copies
+        if self.copies:
+            model = self.layout.take(model, self._chosen)
+        arrays = (
+            ArrayRecord(dict(self.sent)) if unchanged else self.form.record(self.form.layout, model, self.constants)
+        )
         # the function may change what it is given, and a method may call it twice
         given = {
             name: ConfigRecord(dict(record)) if isinstance(record, ConfigRecord) else record
@@ -221,7 +239,10 @@ class ClientTurn:
 
     def _train(self, start: Model, wishes: Wishes) -> Model:
         """Return the model that the user's function makes of another one. After its error: the same model."""
-        wishes.names = [slot.name for slot in self.layout.params]
+        wishes.names = [slot.name for slot in self.form.layout.params]
+        if self.copies:
+            # the user's function sees none of the others
+            wishes.frozen &= self._chosen
         with wishes.told():
             reply = self.reply = self._call(start)
         if reply.has_error():
@@ -234,7 +255,33 @@ class ClientTurn:
                 key="reply", rule=f"must have an ArrayRecord {self.key!r}", value=listed(list(reply.content))
             )
         # what stays here leaves the rest to be copied out for the upload
-        return self.form.read(self.layout, own, "reply", sent_on=not self.stays.names)
+        model = self.form.read(self.form.layout, own, "reply", sent_on=not self.stays.names and not self.copies)
+        return self.layout.put(start, model, self._chosen) if self.copies else model
+
+    def _loss_of(self, model: Model) -> float:
+        """Return the loss that the user's evaluate function finds of a model. To train, the message before it has found it."""
+        if self.trains:
+            if (told := next(self.told, None)) is None:
+                raise UserError(key="losses", rule="must come with the message, one for each model to judge")
+            return float(told)
+        reply = self._call(model)
+        if reply.has_error():
+            raise UserError(f"the app's evaluate function: {wire.one_line(reply.error.reason)}")
+        records = (record for record in reply.content.values() if isinstance(record, MetricRecord))
+        loss = next((record[self.loss] for record in records if self.loss in record), None)
+        if not isinstance(loss, int | float):
+            text = (
+                f"method {self.config.method}: the evaluate function's MetricRecord must have {self.loss!r}, the mean loss "
+                "(argument loss_key)"
+            )
+            raise UserError(text, key=self.loss, rule=LACKS_LOSS, value=loss)
+        self.losses.append(float(loss))
+        return float(loss)
+
+    @property
+    def _chosen(self) -> frozenset[str]:
+        """The names of the tensors of the chosen one of the models side by side."""
+        return components.tensors_of(self.layout, self.choice.chosen)
 
     def _initial(self) -> Model:
         """Return a model with the initial values of the tensors that stay. The others are zero: they are always sent."""

@@ -3,6 +3,9 @@
 A download has the user's ArrayRecord, with the tensors that travel, and the user's ConfigRecord. `HEADER` says what the mod needs.
 `EXTRAS` has the method's further arrays, and `INITIAL` the tensors that stay on a client, for a client that has none yet. An
 upload has the user's metrics and Corolla's own upload (fl_app/transport/wire.py).
+
+If a method judges models by their losses before it trains, an evaluate message with the same download comes first. The train
+message has the losses of its reply.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from fl_app.transport.flower import ArrayRecord
 from fl_app.transport.wire import joined, named_record, viewed
 
 HEADER, EXTRAS, INITIAL = "corolla", "corolla-extras", "corolla-initial"
+# Entry of the header: the losses of the models that a client judges before it trains. A message without any asks for them.
+LOSSES = "losses"
+# Arrays among the extras: several models side by side, in place of the user's one.
+MODELS = ("models.params", "models.buffers")
 # Metric beside an error: no client of the app can run the method.
 REFUSED = "refused"
 # kinds of dtypes: floats, and what is sent as it was at the start

@@ -14,13 +14,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from corolla.flower.messages import EXTRAS, HEADER, INITIAL, REFUSED, RUN_KEYS, STATISTICS, AppForm
-from corolla.flower.training_loop import FACT_KEYS, LACKS_FACTS, LOOP_FACTS, beyond_app, computes_with_steps
+from corolla.flower.messages import EXTRAS, HEADER, INITIAL, LOSSES, MODELS, REFUSED, RUN_KEYS, STATISTICS, AppForm
+from corolla.flower.training_loop import (
+    FACT_KEYS,
+    LACKS_FACTS,
+    LOOP_FACTS,
+    beyond_app,
+    computes_with_steps,
+    judges_models,
+)
 from fl_app.config import RunConfig, parse
 from fl_app.errors import MethodFault, UserError, listed
 from fl_app.keys import Scalar, specs, table_of
 from fl_app.known_names import CLIENT_NAME
-from fl_app.layout import Model
+from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.metrics import MAX_NUMBER
 from fl_app.privacy.secure_random import secret
 from fl_app.server.record import check_count, known
@@ -39,6 +46,7 @@ from fl_app.transport.flower import (
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import AnyMethod, State
 from strategies.base.server_half import ServerHalf
+from strategies.baselines import components
 from strategies.engine.attempt import RoundAttempt, failure_lines
 from strategies.engine.plain import PlainRounds
 
@@ -48,6 +56,7 @@ _NO_SECAGG = (
     "Flower's secure aggregation is among the mods: it hides single models, and no strategy runs its rounds; `corolla run` has "
     "private runs"
 )
+_OWN_NETWORK = "trains a network of its own making"
 _UNKNOWN = -1
 OF_FLOWER = tuple(inspect.signature(FedAvg.__init__).parameters)[1:]
 log = logging.getLogger("flwr")
@@ -60,6 +69,8 @@ class MethodStrategy(FedAvg):
 
     - `classifier`: names or patterns of the classifier's arrays. Default: the last module with a weight of two or more dimensions.
     - `statistics`: those of arrays that are no parameters. Default: BatchNorm's running statistics in PyTorch.
+    - `loss_key`: the evaluate function's metric by which some methods judge models.
+    - `other_arrays`: the initial arrays of the further models of methods with several.
 
     Raises UserError for arguments that the method does not have or cannot combine.
     """
@@ -67,12 +78,19 @@ class MethodStrategy(FedAvg):
     method: ClassVar[str]
 
     def __init__(
-        self, *, classifier: Sequence[str] = (), statistics: Sequence[str] = STATISTICS, **arguments: Any
+        self,
+        *,
+        classifier: Sequence[str] = (),
+        statistics: Sequence[str] = STATISTICS,
+        loss_key: str = "eval_loss",
+        other_arrays: Sequence[ArrayRecord] = (),
+        **arguments: Any,
     ) -> None:
         if why := beyond(METHODS[self.method]):
             raise beyond_app(self.method, why)
         super().__init__(**{name: arguments.pop(name) for name in OF_FLOWER if name in arguments})
         self.classifier, self.statistics = classifier, statistics
+        self.loss_key, self.other_arrays = loss_key, other_arrays
         self.keys = _keys(self.method, arguments)
         self.numbers: dict[int, int] = {}
         self._prefix = f"{secret(4).hex()}/"
@@ -83,7 +101,13 @@ class MethodStrategy(FedAvg):
         self._last: tuple[Model, ArrayRecord] | None = None
         self._server: ServerHalf[Any] | None = None
         # rules that hold whatever the federation
-        METHODS[self.method].check(self._config(2**31, 2**31))
+        METHODS[self.method].check(config := self._config(2**31, 2**31))
+        self._copies = _copies(METHODS[self.method], config, len(other_arrays))
+        self._judges = judges_models(METHODS[self.method])
+        if self._judges and (ratio := getattr(config.params, "validation_ratio", 0)):
+            rule = "must be 0 in an app: the data of its evaluate function judge models"
+            raise UserError(key="validation_ratio", rule=rule, value=ratio)
+        self._evaluation: tuple[ConfigRecord, float] = ConfigRecord(), 0.0
 
     # Flower's hooks
 
@@ -107,6 +131,7 @@ class MethodStrategy(FedAvg):
             # a second call goes on from the first
             self._loaded, self._server = self.state_dict(), None
         self._rounds = num_rounds
+        self._evaluation = evaluate_config or ConfigRecord(), timeout
         self._begin(initial_arrays)
         try:
             return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
@@ -123,8 +148,9 @@ class MethodStrategy(FedAvg):
         turn = RoundAttempt(self.config, self._before + server_round, connected=ids, declared=self._declared)
         self.server.begin(turn)
         turn.buffer = self.protocol.open(turn, ids)
-        self.turn = turn
-        return self._messages(messages, "train")
+        self.turn, self._refused = turn, False
+        messages = self._messages(messages, "train")
+        return self._judged(messages, server_round, grid) if self._judges else messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -133,7 +159,7 @@ class MethodStrategy(FedAvg):
 
         Return the global model, None if the method has none, and the aggregated metrics. Raises UserError if no node has the mod.
         """
-        turn, told, refused, from_mod = self.turn, dict[int, RecordDict](), False, False
+        turn, told, from_mod = self.turn, dict[int, RecordDict](), False
         for message in replies:
             client_id = self._client_of(message)
             try:
@@ -144,18 +170,14 @@ class MethodStrategy(FedAvg):
             except MethodFault:
                 raise
             except Exception as error:
-                refused |= isinstance(error, AppRefusal)
                 from_mod |= wire.RESULT in message.content if message.has_content() else False
-                # it may have lost what it kept
-                self._with_state.discard(client_id)
-                turn.buffer.skip(client_id)
-                turn.fail(client_id, f"round {turn.round}", "dropped", error)
+                self._drop(client_id, error)
         log.info("aggregate_train: Received %s results and %s failures", len(told), len(turn.failures))
         if not told:
-            if turn.failures and (refused or not self.server.state.round):
+            if turn.failures and (self._refused or not self.server.state.round):
                 advice = (
                     ""
-                    if refused or from_mod
+                    if self._refused or from_mod
                     else f"; the client app needs the line {MOD}, with other mods behind personalize"
                 )
                 told_by = "\n  ".join(failure_lines([turn]))
@@ -173,7 +195,7 @@ class MethodStrategy(FedAvg):
         alike = [told[i] for i in sorted(told.keys() - others)]
         metrics_of_all = self.train_metrics_aggr_fn(alike, self.weighted_by_key)
         shared = self.server.exported()
-        return None if shared is None else self._record(shared), metrics_of_all
+        return None if shared is None or self._copies else self._record(shared), metrics_of_all
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -245,6 +267,12 @@ class MethodStrategy(FedAvg):
         model = self.server.exported(self.numbers[node_id])
         return ArrayRecord() if model is None else self._record(model)
 
+    def models(self) -> list[ArrayRecord]:
+        """Return the models of a method that has several, in order. Other methods have none."""
+        layout, state = self.server.layout, self.server.state
+        own = [layout.take(state.model, components.tensors_of(layout, k)) for k in range(self._copies)]
+        return [self.form.record(self.form.layout, model, self.constants) for model in own]
+
     @property
     def server(self) -> ServerHalf[Any]:
         """The method's server half. Raises UserError before `start`."""
@@ -271,23 +299,28 @@ class MethodStrategy(FedAvg):
         self.constants = {name: arrays[name] for name in form.constants}
         self._before = int(state.get("round", 0))
         self.config = self._config(1, self._before + self._rounds)
-        shared = method.travelling(self.config, form.layout)
-        initial = form.read(form.layout, arrays, "initial_arrays")
-        for slot_name, tensor in form.layout.tensors(initial).items():
-            if not np.isfinite(tensor).all():
-                raise UserError(key=f"initial_arrays: {slot_name}", rule="must be finite as float32")
+        initial, layout = self._read_initial(arrays), form.layout
+        if self._copies:
+            models = [initial, *(self._read_initial(more, "other_arrays") for more in self.other_arrays)]
+            if len({model.params.tobytes() for model in models}) < len(models):
+                raise UserError(key="other_arrays", rule="must be models that differ, also from initial_arrays")
+            layout = components.side_by_side(layout, self._copies)
+            initial = Model(*(np.concatenate([getattr(m, part) for m in models]) for part in ("params", "buffers")))
+        shared = method.travelling(self.config, layout)
         self._directory = tempfile.TemporaryDirectory(prefix="corolla-")
         folder = RunFolder(Path(self._directory.name), "flower-app")
-        self._server = server = method.server(self.config, form.layout, initial, shared, folder)
+        self._server = server = method.server(self.config, layout, initial, shared, folder)
         self.protocol = PlainRounds(server)
-        stays = form.layout.subset(form.layout.names - shared)
-        self.initial = form.record(stays, form.layout.take(initial, stays.names), {}) if stays.names else None
+        stays = layout.subset(layout.names - shared)
+        self.initial = form.record(stays, layout.take(initial, stays.names), {}) if stays.names else None
         self.run = {
             "keys": {},
             "form": form.to_json(),
             "travels": sorted(shared),
             "arrays": self.arrayrecord_key,
             "weight": self.weighted_by_key,
+            "loss": self.loss_key,
+            "copies": self._copies,
             "state": self._prefix,
         }
         if state:
@@ -299,6 +332,49 @@ class MethodStrategy(FedAvg):
                 raise UserError(key="state", rule=rule, value=model.params.size)
             server.state = State(model, clients, dict(state["memory"]), self._before)
             self.protocol.restore(state["screening"])
+
+    def _read_initial(self, arrays: ArrayRecord, whose: str = "initial_arrays") -> Model:
+        """Return a model of the user's arrays. Raises UserError if they do not fit the form, or are not finite."""
+        model = self.form.read(self.form.layout, arrays, whose)
+        for slot_name, tensor in self.form.layout.tensors(model).items():
+            if not np.isfinite(tensor).all():
+                raise UserError(key=f"{whose}: {slot_name}", rule="must be finite as float32")
+        return model
+
+    def _judged(self, messages: list[Message], server_round: int, grid: Grid) -> list[Message]:
+        """Let the nodes judge the models of their messages by their evaluate functions. Return the messages with the losses.
+
+        Nodes without losses are dropped by name.
+        """
+        config, timeout = self._evaluation
+        config["server-round"] = server_round
+        asked = []
+        for message in messages:
+            content = RecordDict({**message.content, self.configrecord_key: config})
+            content[HEADER] = ConfigRecord({**message.content[HEADER], LOSSES: list[float]()})  # type: ignore[dict-item]
+            asked.append(Message(content, message.metadata.dst_node_id, "evaluate"))
+        self._asked = [message.metadata for message in asked]
+        losses = dict[int, list[float]]()
+        for reply in grid.send_and_receive(asked, timeout=timeout):
+            client_id = self._client_of(reply)
+            try:
+                losses[client_id] = _losses_in(reply)
+            except wire.WireError as error:
+                self._drop(client_id, error)
+        found = [message for message in messages if self.numbers[message.metadata.dst_node_id] in losses]
+        for message in found:
+            header: Any = message.content[HEADER]
+            header[LOSSES] = losses[self.numbers[message.metadata.dst_node_id]]
+        self._asked = [message.metadata for message in found]
+        return found
+
+    def _drop(self, client_id: int, error: Exception) -> None:
+        """Leave a client out of the round, and name it."""
+        self._refused |= isinstance(error, AppRefusal)
+        # it may have lost what it kept
+        self._with_state.discard(client_id)
+        self.turn.buffer.skip(client_id)
+        self.turn.fail(client_id, f"round {self.turn.round}", "dropped", error)
 
     def _meet(self, node_ids: Iterable[int]) -> list[int]:
         """Return the numbers of nodes, sorted. New nodes get the next ones, in the order of their ids."""
@@ -362,9 +438,13 @@ class MethodStrategy(FedAvg):
                     rule="connected in the first round",
                     value=node,
                 ) from None
-            content = RecordDict({**message.content, self.arrayrecord_key: self._record(download.model)})
+            extras, model = dict(download.extras), download.model
+            if self._copies:
+                extras |= zip(MODELS, (model.params, model.buffers), strict=True)
+            arrays = self.form.record(NO_TENSORS, NOTHING, self.constants) if self._copies else self._record(model)
+            content = RecordDict({**message.content, self.arrayrecord_key: arrays})
             content[HEADER] = ConfigRecord({"run": self.header, "round": self.turn.round, "client": client_id})
-            if extras := dict(download.extras):
+            if extras:
                 content[EXTRAS] = wire.named_record(extras)
             if self.initial is not None and client_id not in self._with_state:
                 content[INITIAL] = self.initial
@@ -421,11 +501,40 @@ def _of_other_form(told: Mapping[int, RecordDict]) -> set[int]:
 
 def beyond(method: AnyMethod) -> str:
     """Return what a method declares to need beyond an app of a user's; "" if it is nothing."""
-    if method.wrap or method.compose or (method.submodel and method.submodel.sent):
-        return "trains a network of its own making"
+    composed = method.compose and not method.side_by_side
+    if method.wrap or composed or (method.submodel and method.submodel.sent):
+        return _OWN_NETWORK
     if method.strategy.sample_clients is not ServerHalf.sample_clients:
         return "chooses the clients itself"
     return "needs facts about all clients' data" if method.needs_all else ""
+
+
+def _copies(method: AnyMethod, config: RunConfig, others: int) -> int:
+    """Return the number of models side by side, 0 for methods with one. Raises UserError if it is not one more than `others`."""
+    copies = method.side_by_side(config.params) if method.side_by_side else 0
+    if method.side_by_side and not copies:
+        raise beyond_app(config.method, _OWN_NETWORK)
+    if others != (needed := max(0, copies - 1)):
+        rule = (
+            f"must have the initial arrays of {needed} further models"
+            if needed
+            else "must not be given: it has one model"
+        )
+        raise UserError(key="other_arrays", rule=f"method {config.method}: {rule}", value=f"{others} models")
+    return copies
+
+
+def _losses_in(reply: Message) -> list[float]:
+    """Return the losses that a client has found. Raises WireError if there are none."""
+    if reply.has_error():
+        raise wire.WireError(_error_of(reply))
+    if (result := reply.content.get(wire.RESULT)) is not None:
+        raise (AppRefusal if REFUSED in result else wire.WireError)(_error_of(reply))  # type: ignore[operator]
+    header = reply.content.get(HEADER)
+    losses: Any = header.get(LOSSES) if isinstance(header, ConfigRecord) else None
+    if not isinstance(losses, list) or not all(isinstance(loss, float) for loss in losses):
+        raise wire.WireError(f"its reply has no losses of models: the client app needs the line {MOD}")
+    return [*losses]
 
 
 class AppRefusal(wire.WireError):

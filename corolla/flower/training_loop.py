@@ -43,17 +43,32 @@ LOOP_FACTS = ("learning_rate", "batch_size", "local_epochs")
 FACT_KEYS = {spec.field: spec for spec in specs(RunConfig) if spec.field in (*LOOP_FACTS, "momentum")}
 """Their keys of a run, by argument."""
 LACKS_FACTS = "as in the training loop"
-LACKS_LINE, BEYOND_APP = "called", "any-loop"
-ENDS_RUN = (LACKS_LINE, BEYOND_APP)
+LACKS_LINE, BEYOND_APP, LACKS_LOSS = "called", "any-loop", "told"
+ENDS_RUN = (LACKS_LINE, BEYOND_APP, LACKS_LOSS)
 """Rules of errors that every client of an app would have."""
 
 
 def computes_with_steps(method: AnyMethod) -> bool:
     """Return whether a method computes with `LOOP_FACTS`: it asks for the learning rate, and for nothing in `NEEDS`."""
+    names = _names_in(method)
+    return "learning_rate" in names and not names & NEEDS.keys()
+
+
+def judges_models(method: AnyMethod) -> bool:
+    """Return whether a client judges models by their losses before it trains, and asks for nothing else in `NEEDS`.
+
+    Every app gives this. The losses are those of its evaluate function.
+    """
+    given = {"sample_losses", "leave_out", *(("module",) if method.side_by_side else ())}
+    names = _names_in(method)
+    return "sample_losses" in names and not names & NEEDS.keys() - given
+
+
+def _names_in(method: AnyMethod) -> set[str]:
+    """Return the attributes that the hooks of a method's client half read."""
     half: type = get_origin(method.local_update) or method.local_update
     classes = [cls for cls in half.__mro__ if cls not in LocalUpdate.__mro__]
-    names = set[str]().union(*(attributes.names_in(hook.__code__) for hook in attributes.functions_of(classes)))
-    return "learning_rate" in names and not names & NEEDS.keys()
+    return set[str]().union(*(attributes.names_in(hook.__code__) for hook in attributes.functions_of(classes)))
 
 
 def beyond_app(method: str, why: str) -> UserError:
@@ -148,15 +163,37 @@ def epochs(own: int) -> int:
     return wishes.epochs or own
 
 
+class Choice:
+    """Stands for a network of several models side by side. chosen: the position of the one that trains and is evaluated."""
+
+    chosen = 0
+
+    def modules(self) -> Iterator[Choice]:
+        """Yield itself, the part that has `chosen`."""
+        yield self
+
+
 class AppTrainer:
     """The trainer of a client half (strategies/base/local_update.py) whose training is the user's own function.
 
-    run(start, wishes): trains. Everything else that a Trainer has would need the user's data and network, and is refused by name.
+    run(start, wishes): trains. judge(model): returns the loss that the user's evaluate function finds. module: of methods with
+    models side by side. Everything else that a Trainer has would need the user's data and network, and is refused by name.
     """
 
-    def __init__(self, config: RunConfig, round: int, run: Callable[[Model, Wishes], Model]) -> None:
-        self._config, self._round, self._run = config, round, run
+    module: Any
+
+    def __init__(
+        self,
+        config: RunConfig,
+        round: int,
+        run: Callable[[Model, Wishes], Model],
+        judge: Callable[[Model], float],
+        module: Choice | None = None,
+    ) -> None:
+        self._config, self._round, self._run, self._judge = config, round, run, judge
         self._wishes = Wishes()
+        if module is not None:
+            self.module = module
 
     def train(
         self,
@@ -186,6 +223,17 @@ class AppTrainer:
     def learning_rate(self) -> float:
         """The training loop's learning rate, an argument of the strategy."""
         return self._config.learning_rate * self._config.rate_factor(self._round)
+
+    def sample_losses(self, model: Model, samples: object = None, module: object = None) -> NDArray[Any]:
+        """Return the mean loss of a model by the user's evaluate function, float64 [1]. Losses of single samples are refused."""
+        if samples is not None or module is not None:
+            raise self.refusal(NEEDS["sample_losses"])
+        return np.array([self._judge(model)])
+
+    def leave_out(self, samples: NDArray[np.int64]) -> None:
+        """Refuse to leave samples out of training, unless there are none."""
+        if len(samples):
+            raise self.refusal(NEEDS["leave_out"])
 
     def tensor(self, vector: Vector) -> Tensor:
         """Return a vector as the tensor that corrections compute with."""

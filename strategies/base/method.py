@@ -92,6 +92,8 @@ class Method(Generic[P]):
     - `wrap(module, params, seed)`: returns the network to train in place of the run's model.
     - `compose(factory, params)`: the same, for a network made of several models from the factory, or of more than
       the model.
+    - `side_by_side(params)`: the number of models from the factory, if `compose` puts them side by side and a client trains
+      the one that it chooses (`components.chosen_of`). 0: it composes another network.
     - `exported`: how the models leave the run, if the network is not the user's.
     - `submodel`: the part of the travelling tensors that each client holds, if not all.
     - `reports`: numbers that `upload` adds to its metrics. A `Metric` declares how the round's record, trackers and
@@ -126,6 +128,7 @@ class Method(Generic[P]):
     shared: Callable[[Layout, P], frozenset[str]]
     wrap: Callable[[nn.Module, P, int], nn.Module] | None = None
     compose: Callable[[ModelFactory, P], nn.Module] | None = None
+    side_by_side: Callable[[P], int] | None = None
     exported: Exported = Exported()
     submodel: Submodel | None = None
     reports: tuple[str | metrics.Metric, ...] = ()

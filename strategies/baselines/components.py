@@ -147,6 +147,18 @@ def alone(layout: Layout, k: int) -> Layout:
     )
 
 
+def side_by_side(layout: Layout, count: int) -> Layout:
+    """Return the layout of the network that `chosen_of` makes of `count` models, given the layout of one."""
+
+    def each(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        return packed((f"components.{k}.{slot.name}", slot.shape) for k in range(count) for slot in slots)
+
+    def named(names: frozenset[str]) -> frozenset[str]:
+        return frozenset(f"components.{k}.{name}" for k in range(count) for name in names)
+
+    return Layout(each(layout.params), each(layout.buffers), named(layout.classifier), named(layout.batchnorm))
+
+
 def part(layout: Layout, prefix: str) -> Layout:
     """Return the layout of the tensors with names that begin with `prefix`, as a separate model, without the prefix."""
     bare = layout.subset(frozenset(name for name in layout.names if name.startswith(prefix)))

@@ -202,7 +202,7 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
             for which in ("start", "own")
         )
         others = [ctx.layout.put(own, other, ctx.shared) for other in others_sent(received, ctx)]
-        judged = held if len(held) else np.arange(ctx.num_samples)
+        judged = held if len(held) else None
         loss, *losses = (
             float(ctx.trainer.sample_losses(m, judged).mean(dtype=np.float64)) for m in (baseline, own, *others)
         )
@@ -257,6 +257,8 @@ def held_out(ctx: RoundContext[Any]) -> NDArray[np.int64]:
 
     It is at least one sample, but none for a client with a single sample or if `validation-ratio` is 0.
     """
+    if not ctx.params.validation_ratio:
+        return np.zeros(0, np.int64)
     n = ctx.num_samples
     count = num_held_out(ctx.params.validation_ratio, n)
     return np.sort(rng.generator(ctx.config.seed, "fedfomo-held-out", 0, ctx.client_id).choice(n, count, replace=False))

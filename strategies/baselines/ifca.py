@@ -200,6 +200,7 @@ METHOD = Method(
     IFCAUpdate,
     all_tensors,
     compose=network,
+    side_by_side=lambda params: 0 if params.share_body else params.clusters,
     figures=FIGURES,
     not_private="its clients upload the number of the model that they train",
     needs=lambda params: FEATURES if params.share_body else "",

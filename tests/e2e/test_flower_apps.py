@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 def accuracies(printed: str) -> list[float]:
     """The mean accuracy of each round, from what a run has printed."""
-    return [float(found) for found in re.findall(r"Aggregated MetricRecord: \{'accuracy': ([\d.e-]+)\}", printed)]
+    return [float(found) for found in re.findall(r"Aggregated MetricRecord: \{'accuracy': ([\d.e-]+)[,}]", printed)]
 
 
 @pytest.mark.parametrize("app", ["pytorch", pytest.param("sklearn", marks=pytest.mark.nightly)])

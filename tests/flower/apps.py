@@ -57,8 +57,12 @@ def app_of(
     mods: Any = (personalize,),
     samples: Callable[[int], int] = lambda client: 10 + client,
     train_mods: Any = None,
+    loss: Callable[[Arrays, int], float] | None = None,
 ) -> Any:
-    """A client app with the train function around it that Flower's quickstart has. `seen`: the arrays it evaluated, by client."""
+    """A client app with the train function around it that Flower's quickstart has. `seen`: the arrays it evaluated, by client.
+
+    loss: (arrays, client) -> the loss that its evaluate function reports.
+    """
     app = ClientApp(mods=list(mods))
     seen: dict[int, Arrays] = {}
 
@@ -75,7 +79,10 @@ def app_of(
     def _evaluate(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])  # type: ignore[arg-type]
         seen[client] = read(message.content["arrays"])
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 5, "accuracy": 0.5})}), reply_to=message)
+        metrics = MetricRecord({"num-examples": 5, "accuracy": 0.5})
+        if loss is not None:
+            metrics["eval_loss"] = loss(seen[client], client)
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     app.seen = seen  # type: ignore[attr-defined]
     return app

@@ -82,6 +82,49 @@ def test_five_rounds(run: Run, raw_config: dict[str, Any], method: str, model: s
             assert result.arrays[name].numpy().tobytes() == tensor.tobytes()
 
 
+@pytest.mark.parametrize("method", ["ifca", "fedfomo"])
+def test_what_judges_models_by_the_losses_of_the_app(run: Run, raw_config: dict[str, Any], method: str) -> None:
+    """An evaluate function that reports the mean training loss gives the numbers of Corolla's own run."""
+    table: dict[str, Any] = {"clusters": 3} if method == "ifca" else {"validation_ratio": 0.0, "models": 2}
+    keys = {"method": method, "num_clients": CLIENTS, "num_server_rounds": ROUNDS, "model": "mlp", method: table}
+    folder = run(**keys)
+    own = Session.of(raw_config | flat(keys), CLIENTS, run=10**6 + 2)
+    one = Session.of(
+        raw_config | flat({**keys, "method": "fedavg", method: {}}), CLIENTS, run=10**6 + 3
+    )  # the app's model is a single one
+
+    def trainer(client: int, round: int) -> LocalTrainer:
+        data = one.opened("").client(client)
+        return LocalTrainer(one.network(data.info, "").module, one.config, data, round, client)
+
+    def train(arrays: Arrays, client: int, round: int) -> Arrays:
+        mine = trainer(client, round)
+        layout = Layout.of(mine.module)
+        return {**arrays, **layout.tensors(mine.train(layout.model(arrays)))}
+
+    def loss(arrays: Arrays, client: int) -> float:
+        mine = trainer(client, 0)
+        return float(mine.sample_losses(Layout.of(mine.module).model(arrays)).mean(dtype=np.float64))
+
+    module = own.network(own.opened("").client(0).info, "").module
+    parts = getattr(module, "components", [module])
+    start, *more = (record_of({k: v.numpy().copy() for k, v in part.state_dict().items()}) for part in parts)
+    strategy = getattr(corolla.flower, name_of(method))(**table, **({"other_arrays": more} if more else {}))
+    app = app_of(train, samples=lambda client: one.opened("").client(client).num_train, loss=loss)
+    strategy.start(grid_of(app, CLIENTS), start, ROUNDS)
+
+    saved, state = checkpoint.load_latest(folder.path).arrays, strategy.state_dict()
+    assert state["model"]["params"].tobytes() == saved["global.params"].tobytes()
+    for client, arrays in state["clients"].items():
+        for name, array in arrays.items():
+            assert array.tobytes() == saved[f"client.{client}.{name}"].tobytes(), (client, name)
+    assert len(state["clients"]) == (CLIENTS if method == "fedfomo" else 0)
+    if more:
+        own_layout = strategy.server.layout
+        sizes = [sum(array.numpy().size for array in model.values()) for model in strategy.models()]
+        assert len(sizes) == 3 and sum(sizes) == own_layout.d + own_layout.b
+
+
 def test_scaffold_counts_the_steps_of_the_app_s_loop(run: Run, raw_config: dict[str, Any]) -> None:
     """Its correction comes through `objective`: the numbers of Corolla's own run, up to rounding."""
     keys = {"method": "scaffold", "num_clients": CLIENTS, "num_server_rounds": 3, "model": "mlp"}

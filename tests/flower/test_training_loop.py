@@ -133,13 +133,13 @@ def test_a_missing_line_is_named(cls: str, lacks: str) -> None:
         getattr(corolla.flower, cls)().start(grid_of(app_of(train)), record_of(start()), 2)
 
 
-@pytest.mark.parametrize("cls", ["pFedMe", "MOON", "FedFomo"])
+@pytest.mark.parametrize("cls", ["pFedMe", "MOON"])
 def test_a_method_that_needs_more_ends_the_run(cls: str) -> None:
     with pytest.raises(UserError, match="corolla run"):
         getattr(corolla.flower, cls)().start(grid_of(app_of()), record_of(start()), 3)
 
 
-@pytest.mark.parametrize("cls", ["IFCA", "HeteroFL", "FAVOR", "APPLE"])
+@pytest.mark.parametrize("cls", ["FedEM", "FedConcat", "HeteroFL", "FAVOR", "APPLE"])
 def test_a_method_that_declares_more_is_refused_at_once(cls: str) -> None:
     with pytest.raises(UserError) as error:
         getattr(corolla.flower, cls)()
@@ -188,6 +188,7 @@ def test_abilities_are_found_by_trying() -> None:
     ]
     assert {ability(method) for method in any_loop} == {Ability()}
     assert ability("fedrep").lines == {"objective", "epochs"}
+    assert [method for method in METHODS if ability(method).judges] == ["fedfomo", "ifca"]
     assert sum(not ability(method).beyond for method in METHODS) >= 22
 
 

@@ -26,7 +26,8 @@ def evaluate_model(message: Message, context: Context) -> Message:
     net = Net()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     _, data = load_data(*place(context))
-    metrics = MetricRecord({"accuracy": test(net, data), "num-examples": len(data.dataset)})
+    loss, accuracy = test(net, data)
+    metrics = MetricRecord({"accuracy": accuracy, "eval_loss": loss, "num-examples": len(data.dataset)})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 

@@ -58,12 +58,15 @@ def train(net: nn.Module, data: DataLoader, epochs: int, learning_rate: float) -
     return total / max(1, len(data))
 
 
-def test(net: nn.Module, data: DataLoader) -> float:
-    """Return the network's accuracy."""
+def test(net: nn.Module, data: DataLoader) -> tuple[float, float]:
+    """Return the network's mean loss and its accuracy."""
     net.eval()
-    right = seen = 0
+    loss_of = nn.CrossEntropyLoss(reduction="sum")
+    total, right, seen = 0.0, 0, 0
     with torch.no_grad():
         for x, y in data:
-            right += int((net(x).argmax(1) == y).sum())
+            outputs = net(x)
+            total += loss_of(outputs, y).item()
+            right += int((outputs.argmax(1) == y).sum())
             seen += len(y)
-    return right / max(1, seen)
+    return total / max(1, seen), right / max(1, seen)
