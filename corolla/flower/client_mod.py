@@ -155,6 +155,8 @@ class ClientTurn:
         # the records that the user's functions are given besides the arrays
         self.given = {name: record for name, record in content.items() if name != self.key}
         self.reply: Message | None = None
+        # the last model that the user's function has returned, and its arrays
+        self.trained = NOTHING, ArrayRecord()
         module = self.choice if self.copies else None
         self.trainer = AppTrainer(self.config, int(header["round"]), self._train, self._loss_of, module)
         self.ctx = AppContext(
@@ -189,13 +191,17 @@ class ClientTurn:
         ctx = dataclasses.replace(ctx, num_samples=self.num_samples)
         update.keep_local(trained, state, ctx)
         upload = update.upload(start, trained, state, ctx)
-        try:
-            wire.check_finite({"params": upload.model.params, "buffers": upload.model.buffers, **upload.extras})
-        except wire.WireError as error:
-            raise UserError(f"the trained model: {error}") from None
-        # only now: a round that failed must leave no trace
-        state.keep(self.context)
+        if state.arrays:
+            try:
+                wire.check_finite({"params": upload.model.params, "buffers": upload.model.buffers, **upload.extras})
+            except wire.WireError as error:
+                raise UserError(f"the trained model: {error}") from None
+            # only now: a round that failed must leave no trace
+            state.keep(self.context)
         records = {name: record for name, record in reply.content.items() if not isinstance(record, ArrayRecord)}
+        if upload.model is self.trained[0] and not self.copies:
+            upload = dataclasses.replace(upload, model=NOTHING)
+            records[self.key] = self.trained[1]
         reply.content = RecordDict({**records, **wire.encode_upload(upload)})
         return reply
 
@@ -254,8 +260,11 @@ class ClientTurn:
             raise UserError(
                 key="reply", rule=f"must have an ArrayRecord {self.key!r}", value=listed(list(reply.content))
             )
-        # what stays here leaves the rest to be copied out for the upload
-        model = self.form.read(self.form.layout, own, "reply", sent_on=not self.stays.names and not self.copies)
+        model = self.form.read(self.form.layout, own, "reply")
+        self.trained = (
+            model,
+            ArrayRecord({name: own[name] for name in self.form.dtypes if name in self.form.layout.names}),
+        )
         return self.layout.put(start, model, self._chosen) if self.copies else model
 
     def _loss_of(self, model: Model) -> float:

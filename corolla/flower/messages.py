@@ -2,7 +2,8 @@
 
 A download has the user's ArrayRecord, with the tensors that travel, and the user's ConfigRecord. `HEADER` says what the mod needs.
 `EXTRAS` has the method's further arrays, and `INITIAL` the tensors that stay on a client, for a client that has none yet. An
-upload has the user's metrics and Corolla's own upload (fl_app/transport/wire.py).
+upload has the user's metrics and Corolla's own upload (fl_app/transport/wire.py). A trained model that the method uploads as it is
+stays in the user's own ArrayRecord, and is not copied.
 
 If a method judges models by their losses before it trains, an evaluate message with the same download comes first. The train
 message has the losses of its reply.
@@ -20,13 +21,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.keys import specs
-from fl_app.layout import Layout, Model, Slot, Split, packed
+from fl_app.layout import Layout, Model, Slot, Split, Vector, packed
 from fl_app.transport.flower import ArrayRecord
-from fl_app.transport.wire import joined, named_record, viewed
+from fl_app.transport.wire import named_record, viewed
 
 HEADER, EXTRAS, INITIAL = "corolla", "corolla-extras", "corolla-initial"
 # Entry of the header: the losses of the models that a client judges before it trains. A message without any asks for them.
@@ -61,6 +63,40 @@ RUN_KEYS = {
     )
 }
 """The keys of a run that a strategy takes besides those of its method, by argument."""
+
+
+class ReadModel(Model):
+    """A model in the arrays of a record. Its vectors are made when one is read: many a method only passes its model on."""
+
+    def __init__(self, arrays: Sequence[NDArray[Any]], layout: Layout, into: Model | None) -> None:
+        # the parent is frozen, and its fields stay unset
+        vars(self).update(_arrays=arrays, _layout=layout, _into=into)
+
+    @cached_property
+    def _made(self) -> Model:
+        arrays, count = self.__dict__["_arrays"], len(self.__dict__["_layout"].params)
+        into = self.__dict__["_into"] or Model(*(np.empty(n, np.float32) for n in self._lengths))
+        # a value beyond float32 becomes infinite, and is refused as that
+        with np.errstate(over="ignore"):
+            for vector, parts in ((into.params, arrays[:count]), (into.buffers, arrays[count:])):
+                if parts:
+                    np.concatenate([part.reshape(-1) for part in parts], out=vector, casting="unsafe")
+        return into
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        layout: Layout = self.__dict__["_layout"]
+        return layout.d, layout.b
+
+    @property
+    def params(self) -> Vector:  # type: ignore[override]
+        """Return the parameters, float32 [d]."""
+        return self._made.params
+
+    @property
+    def buffers(self) -> Vector:  # type: ignore[override]
+        """Return the buffers, float32 [b]."""
+        return self._made.buffers
 
 
 @dataclass(frozen=True)
@@ -121,10 +157,10 @@ class AppForm:
         made = {**named_record(arrays), **constants}
         return ArrayRecord({name: made[name] for name in self.dtypes if name in made})
 
-    def read(self, layout: Layout, record: ArrayRecord, whose: str, sent_on: bool = False) -> Model:
+    def read(self, layout: Layout, record: ArrayRecord, whose: str, into: Model | None = None) -> Model:
         """Return the model in a record. Raises UserError unless all tensors of the layout are there, in their shapes.
 
-        sent_on: the model is made for a message, which takes it without another copy. Making it takes longer, and it is read-only.
+        Its vectors are made when one is read. into: a model whose vectors take them.
         """
         slots = (*layout.params, *layout.buffers)
         if lacking := [slot.name for slot in slots if slot.name not in record]:
@@ -135,11 +171,7 @@ class AppForm:
                 raise UserError(key=f"{whose}: {slot.name}", rule=f"must have shape {slot.shape}", value=array.shape)
             if array.dtype.kind not in _NUMBERS:
                 raise UserError(key=f"{whose}: {slot.name}", rule="must have real numbers", value=array.dtype)
-        if not sent_on:
-            with np.errstate(over="ignore"):  # a value beyond float32 becomes infinite, and is refused as that
-                return layout.model({slot.name: array for slot, array in zip(slots, found, strict=True)})
-        count = len(layout.params)
-        return Model(joined(found[:count]), joined(found[count:]))
+        return ReadModel(found, layout, into)
 
     def to_json(self) -> str:
         """Return the form as JSON, for the mod."""

@@ -325,9 +325,7 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
             raise WireError(f"mask has {ones} ones, expected {expected.num_selected}")
     params = np.asarray(arrays.pop("params", ()), np.float32)
     buffers = np.asarray(arrays.pop("buffers", ()), np.float32)
-    for start, stop in expected.variances:
-        if negative := np.count_nonzero(buffers[start:stop] < 0):
-            raise WireError(f"array buffers has {negative} negative variances")
+    check_variances(buffers, expected)
     return Upload(Model(params, buffers), mask, arrays, metrics, num_examples)  # type: ignore[arg-type]
 
 
@@ -565,21 +563,9 @@ def named_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     return fill(ArrayRecord(), {name: _sent(array, str(array.dtype), array.shape) for name, array in arrays.items()})
 
 
-def joined(arrays: Sequence[Array]) -> NDArray[np.float32]:
-    """Return the elements of float32 arrays one after the other, [n], as a view of bytes that a message can take without a copy."""
-    # a value beyond float32 becomes infinite, and is refused as that
-    with np.errstate(over="ignore"):
-        pieces = [np.ascontiguousarray(array, np.float32) for array in arrays]
-    start = _header_of(np.dtype(np.float32), (sum(piece.size for piece in pieces),))
-    return np.frombuffer(b"".join([start, *(piece.data for piece in pieces)]), np.float32, offset=len(start))
-
-
 def _sent(array: Array, dtype: str = "", shape: tuple[int, ...] = ()) -> FlowerArray:
-    """Return an array as Flower's, with its bytes. Those of `joined` are not copied."""
-    start = _header_of(array.dtype, array.shape)
-    data = array.base if isinstance(array.base, bytes) else b""
-    if not (len(data) == len(start) + array.nbytes and data.startswith(start) and array.flags.c_contiguous):
-        data = b"".join([start, np.ascontiguousarray(array).data])
+    """Return an array as Flower's, with its bytes."""
+    data = b"".join([_header_of(array.dtype, array.shape), np.ascontiguousarray(array).data])
     return FlowerArray(dtype=dtype, shape=shape, stype="numpy.ndarray", data=data)
 
 
@@ -631,6 +617,13 @@ def check_finite(arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise WireError(f"array {name} has {np.count_nonzero(~np.isfinite(array))} non-finite values")
+
+
+def check_variances(buffers: NDArray[np.float32], expected: Expected) -> None:
+    """Raise WireError if a variance of BatchNorm is negative. buffers: float32 [b], of an upload of this form."""
+    for start, stop in expected.variances:
+        if negative := np.count_nonzero(buffers[start:stop] < 0):
+            raise WireError(f"array buffers has {negative} negative variances")
 
 
 def _received(sent: FlowerArray) -> tuple[Sequence[memoryview], bytes]:

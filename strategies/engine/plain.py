@@ -27,14 +27,14 @@ class PlainRounds:
     """The steps of rounds in which single models arrive. Private rounds (private.py) differ in these: the buffer, and what is
     asked beside it.
 
-    turn: the round whose uploads are collected.
+    turn: the round whose uploads are collected. warns: whether far uploads are named also if none is dropped.
     """
 
-    def __init__(self, server: ServerHalf[Any]) -> None:
+    def __init__(self, server: ServerHalf[Any], warns: bool = True) -> None:
         self.server, self.config = server, server.config
         self.turn = Turn(server.config)
         self._moves = steps.after(server.config)
-        self.outliers, self.steps = OutlierStep(server), steps.before(self.config)
+        self.outliers, self.steps = OutlierStep(server, warns), steps.before(self.config)
 
     @cached_property
     def _streams(self) -> bool:

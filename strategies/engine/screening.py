@@ -297,10 +297,11 @@ class OutlierStep:
 
     - `screening`: the distances of the run's uploads so far, which a checkpoint has.
     - `used`: far uploads of the last round that were used.
+    - `warns`: whether uploads are compared also if no far one is dropped.
     """
 
-    def __init__(self, server: ServerHalf[Any]) -> None:
-        self.server, self.screening = server, Screening()
+    def __init__(self, server: ServerHalf[Any], warns: bool = True) -> None:
+        self.server, self.screening, self.warns = server, Screening(), warns
         self.used: list[Outlier] = []
 
     def references(self, turn: Turn) -> Reference | None:
@@ -308,7 +309,7 @@ class OutlierStep:
 
         Values on the disk are read again when needed.
         """
-        if math.isinf(self.server.outliers.tolerance):
+        if math.isinf(self.server.outliers.tolerance) or not (self.warns or self.server.config.max_update_norm):
             return None
 
         def of(client_id: int) -> Mapping[str, NDArray[Any]]:

@@ -6,7 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +207,10 @@ def test_a_number_of_samples_that_is_none_drops_its_reply(count: Any, caplog: py
 def masks_of(client: int, reply: Message, bits: int) -> None:
     record: Any = reply.content["fitres.parameters"]
     if client == 1:
-        mask = np.zeros(len(np.frombuffer(record["2"].data, np.uint8)) - 128, np.uint8)
+        (name,) = record
+        mask = np.zeros(len(np.frombuffer(record[name].data, np.uint8)) - 128, np.uint8)
         mask[0] = bits
-        record["2"] = wire.named_record({"2": mask})["2"]
+        record[name] = wire.named_record({name: mask})[name]
 
 
 @pytest.mark.parametrize("bits", [0, 255])
@@ -218,6 +219,58 @@ def test_a_wrong_mask_is_dropped(bits: int) -> None:
     strategy = FedCAC()
     strategy.start(grid_of(app_of(mods=[outside, personalize])), record_of(initial()), 1)
     assert sorted(strategy.server.state.clients) == [0, 2, 3]
+
+
+CHANGED: dict[str, Callable[[Arrays], object]] = {
+    "nan": lambda arrays: arrays.update({"body.weight": np.full((3, 4), np.nan, np.float32)}),
+    "beyond float32": lambda arrays: arrays.update({"head.weight": np.full((2, 3), 1e300)}),
+    "missing": lambda arrays: arrays.pop("head.bias"),
+    "shape": lambda arrays: arrays.update({"head.bias": np.zeros((2, 1), np.float32)}),
+    "text": lambda arrays: arrays.update({"head.bias": np.array(["a", "b"])}),
+    "variance": lambda arrays: arrays.update({"bn.running_var": np.full(3, -1, np.float32)}),
+}
+
+
+@pytest.mark.parametrize("cls", [FedCAC, FedDAC])
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_model_that_was_changed_behind_the_mod_is_dropped(cls: Any, change: Callable[[Arrays], object]) -> None:
+    """The trained model is in the app's own record, which the server checks as it checks Corolla's uploads."""
+
+    def changing(client: int, reply: Message) -> None:
+        if client == 1:
+            arrays = read(reply.content["arrays"])
+            change(arrays)
+            reply.content["arrays"] = record_of(arrays)
+
+    strategy = cls()
+    strategy.start(grid_of(app_of(mods=[Seen(changing), personalize])), record_of(initial()), 1)
+    assert sorted(strategy.server.state.clients) == [0, 2, 3]
+
+
+class Reordered(InProcessGrid):
+    """A grid whose replies come in another order, without those of some nodes."""
+
+    lost: frozenset[int] = frozenset()
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        replies = list(super().send_and_receive(messages))[::-1]
+        return [reply for reply in replies if reply.metadata.src_node_id not in self.lost]
+
+
+@pytest.mark.parametrize("cls", [FedAvg, FedCAC])
+@pytest.mark.parametrize("lost", [(), (1,), (2, 4)])
+def test_the_order_of_replies_changes_no_bit(cls: Any, lost: tuple[int, ...]) -> None:
+    def left(messages: Iterable[Message]) -> list[Message]:
+        return [message for message in messages if message.metadata.dst_node_id not in lost]
+
+    class Fewer(InProcessGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            return super().send_and_receive(left(messages))
+
+    one, other = Fewer(app_of(), {}, 4), Reordered(app_of(), {}, 4)
+    other.lost = frozenset(lost)
+    ours, theirs = (cls().start(grid, record_of(initial()), 3).arrays for grid in (one, other))
+    assert same(ours, theirs)
 
 
 def test_an_app_without_the_mod_is_named_with_the_line_to_add() -> None:
