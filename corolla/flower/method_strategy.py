@@ -172,7 +172,8 @@ class MethodStrategy(FedAvg):
                 upload, metrics = self._uploaded(client_id, message)
                 turn.buffer.add(client_id, upload, known(upload.metrics, own=self.server.reports))
                 self._with_state.add(client_id)
-                told[client_id] = metrics
+                # its arrays are in the round's sums or stacks now
+                told[client_id] = message.content = metrics
             except MethodFault:
                 raise
             except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,12 @@ def accuracies(printed: str) -> list[float]:
     return [float(found) for found in re.findall(r"Aggregated MetricRecord: \{'accuracy': ([\d.e-]+)[,}]", printed)]
 
 
-@pytest.mark.parametrize("app", ["pytorch", pytest.param("sklearn", marks=pytest.mark.nightly)])
+NEEDS_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="the example needs jax: pip install jax")
+
+
+@pytest.mark.parametrize(
+    "app", ["pytorch", pytest.param("sklearn", marks=pytest.mark.nightly), pytest.param("jax", marks=NEEDS_JAX)]
+)
 def test_in_simulation(app: str) -> None:
     with SimulationSuperLink() as link:
         done = subprocess.run(

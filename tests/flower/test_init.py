@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fl_app.processes import script
+from strategies.baselines.ifca import IFCAParams
 from tests.conftest import Command
 from tests.facts import mentions
 
@@ -51,6 +52,17 @@ def test_another_method(command: Command, tmp_path: Path) -> None:
         for text in (server, loop):
             ast.parse(text)
     assert subprocess.run([sys.executable, "-c", IMPORT, *map(str, places)], cwd=tmp_path).returncode == 0
+
+
+def test_a_method_that_needs_arguments_is_given_them(command: Command, tmp_path: Path) -> None:
+    others = IFCAParams().clusters - 1
+    for method, call in (
+        ("scaffold", 'SCAFFOLD(learning_rate=float(config["learning-rate"]), batch_size='),
+        ("ifca", f"IFCA(other_arrays=[ArrayRecord(Net().state_dict()) for _ in range({others})], fraction_train="),
+        ("fedfomo", "FedFomo(validation_ratio=0, fraction_train="),
+    ):
+        assert command("flower", "init", tmp_path / method, "--method", method)[0] == 0
+        assert f"strategy = {call}" in files(tmp_path / method)["pytorch_app/server_app.py"]
 
 
 @pytest.mark.parametrize(

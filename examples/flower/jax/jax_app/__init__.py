@@ -1,0 +1,1 @@
+"""A Flower app in JAX with a personalized method of Corolla."""
