@@ -89,12 +89,12 @@ class ReadModel(Model):
         return layout.d, layout.b
 
     @property
-    def params(self) -> Vector:  # type: ignore[override]
+    def params(self) -> Vector:
         """Return the parameters, float32 [d]."""
         return self._made.params
 
     @property
-    def buffers(self) -> Vector:  # type: ignore[override]
+    def buffers(self) -> Vector:
         """Return the buffers, float32 [b]."""
         return self._made.buffers
 

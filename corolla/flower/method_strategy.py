@@ -51,6 +51,7 @@ from strategies.base.server_half import ServerHalf
 from strategies.baselines import components
 from strategies.engine.attempt import RoundAttempt, failure_lines
 from strategies.engine.plain import PlainRounds
+from strategies.engine.streaming import RunningMean
 
 MOD = "app = ClientApp(mods=[personalize])  # from corolla.flower import personalize"
 """The line of a client app that the strategies need."""
@@ -101,6 +102,7 @@ class MethodStrategy(FedAvg):
         self._rounds = self._before = 0
         self._asked: list[Any] = []
         self._last: tuple[Model, ArrayRecord] | None = None
+        self._read: Model | None = None
         self._server: ServerHalf[Any] | None = None
         # rules that hold whatever the federation
         METHODS[self.method].check(config := self._config(2**31, 2**31))
@@ -166,7 +168,6 @@ class MethodStrategy(FedAvg):
         answers = sorted(((self._client_of(message), message) for message in replies), key=operator.itemgetter(0))
         for client_id in set(turn.buffer.ids) - {client_id for client_id, _ in answers}:
             turn.buffer.skip(client_id)
-        self._read = Model(*(np.empty(n, np.float32) for n in (self.server.layout.d, self.server.layout.b)))
         for client_id, message in answers:
             try:
                 upload, metrics = self._uploaded(client_id, message)
@@ -179,7 +180,7 @@ class MethodStrategy(FedAvg):
             except Exception as error:
                 from_mod |= wire.RESULT in message.content if message.has_content() else False
                 self._drop(client_id, error)
-        del self._read
+        self._read = None
         log.info("aggregate_train: Received %s results and %s failures", len(told), len(turn.failures))
         if not told:
             if turn.failures and (self._refused or not self.server.state.round):
@@ -476,7 +477,7 @@ class MethodStrategy(FedAvg):
         expected = self.protocol.expected_from(client_id)
         if isinstance(trained := content.get(self.arrayrecord_key), ArrayRecord) and not self._copies:
             upload = wire.decode_upload(content, dataclasses.replace(expected, d=0, b=0, variances=()))
-            upload = dataclasses.replace(upload, model=self._model_in(trained, expected))
+            upload = dataclasses.replace(upload, model=self._model_in(client_id, trained, expected))
         else:
             upload = wire.decode_upload(content, expected)
         check_count(upload)
@@ -489,10 +490,19 @@ class MethodStrategy(FedAvg):
             )
         return self.protocol.check(client_id, upload), own
 
-    def _model_in(self, arrays: ArrayRecord, expected: wire.Expected) -> Model:
-        """Return the trained model of a reply, in vectors that the next reply's takes over. Raises WireError to drop it."""
+    def _place(self, client_id: int) -> Model:
+        """Return where the model of a reply is read into: its row of the round's stacks, or for sums a model for all."""
+        if not isinstance(self.turn.buffer, RunningMean):
+            return self.turn.buffer.row(client_id)
+        if self._read is None:
+            layout = self.server.layout
+            self._read = Model(np.empty(layout.d, np.float32), np.empty(layout.b, np.float32))
+        return self._read
+
+    def _model_in(self, client_id: int, arrays: ArrayRecord, expected: wire.Expected) -> Model:
+        """Return the trained model of a reply. Raises WireError to drop it."""
         try:
-            model = self.form.read(self.server.layout, arrays, "upload", into=self._read)
+            model = self.form.read(self.server.layout, arrays, "upload", into=self._place(client_id))
         except UserError as error:
             raise wire.WireError(str(error)) from None
         wire.check_finite({"params": model.params, "buffers": model.buffers})

@@ -237,10 +237,16 @@ class UploadBuffer:
         W, B, bits = (stacks.pop(name) for name in ("W", "B", "bits"))
         return cls(ids, expected, W, B, bits if mask_bytes else None, stacks, np.zeros(n))
 
-    def add(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
-        """Copy an upload into its client's row. nbytes: the size of the message."""
+    def row(self, client_id: int) -> Model:
+        """Return a client's row, for a model that is read into it before `add`."""
         row = self.row_of[client_id]
-        self.W[row], self.B[row] = upload.model.params, upload.model.buffers
+        return Model(self.W[row], self.B[row])
+
+    def add(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
+        """Copy an upload into its client's row, unless it was read into it. nbytes: the size of the message."""
+        row = self.row_of[client_id]
+        if not np.may_share_memory(self.W[row], upload.model.params):
+            self.W[row], self.B[row] = upload.model.params, upload.model.buffers
         self.sizes[row] = upload.num_examples
         if self.bits is not None and upload.mask is not None:
             self.bits[row] = upload.mask
