@@ -211,12 +211,18 @@ def small_width(columns: int) -> int:
     return (WIDTH - 46 * (columns - 1)) // columns
 
 
+def columns_of(parts: Sequence[str]) -> int:
+    """Return the number of charts in a row: at most IN_A_ROW, and no title is wider than its chart."""
+    longest = LETTER * max(map(len, parts))
+    return max(n for n in range(1, min(len(parts), IN_A_ROW) + 1) if n == 1 or longest <= small_width(n))
+
+
 def faceted(chart: Chart, frame: Frame, width: int = 0, height: int = 0, independent: Sequence[str] = ()) -> Chart:
-    """Return a chart once for each `part` of its frame, in rows of at most IN_A_ROW. independent: scales of their own."""
+    """Return a chart once for each `part` of its frame, in rows (see `columns_of`). independent: scales of their own."""
     parts = frame["part"].drop_duplicates().tolist()
-    columns = min(len(parts), IN_A_ROW)
+    columns = columns_of(parts)
     sized = chart.properties(
-        width=width or small_width(columns), height=height or (250 if len(parts) <= IN_A_ROW else 170)
+        width=width or small_width(columns), height=height or (250 if len(parts) <= columns else 170)
     )
     several = sized.facet(facet=alt.Facet("part:N").sort(parts).title(None), columns=columns)
     return several.resolve_scale(**dict.fromkeys(independent, "independent"))
@@ -582,7 +588,8 @@ def against(frame: Frame, x: Axis, y: Axis) -> Chart:
         opacity=when(alt.OpacityValue, NO_OTHER, 0.85, 0.15),
         tooltip=tooltips(frame, y),
     )
-    return faceted(alt.layer(points, diagonal, data=inline(frame)), frame, 270, 270)
+    side = min(270, small_width(columns_of(frame["part"].unique())))
+    return faceted(alt.layer(points, diagonal, data=inline(frame)), frame, side, side)
 
 
 def local_values(frame: Frame, marks: Frame) -> Chart:
