@@ -51,8 +51,6 @@ Limits = tuple[float, float] | None
 QUARTILES = "the middle half of the clients (quartiles)"
 OUTER = "; paler: the middle 90 % (5 % to 95 % quantiles)"
 BINS = 20
-# most departures of clients that a caption names
-MANY_TOLD = 5
 # y of losses is logarithmic if the means differ by this factor, and x of bytes if the runs' bytes do
 DECADES, DIFFERENT = 100, 30
 
@@ -161,9 +159,13 @@ def _caption(shown: Sequence[Group], known: Mapping[str, Curves], titles: Mappin
     title = shown[0].first.headline.title
     notes = undefined_notes(run for group in shown for run in group.runs)
     told += [f"{note}." for note in notes if note.startswith(f"{title}: ")]
-    gone = [f"{one.number}: {what} from round {t} on" for one in shown for t, what in groups.departures(one).items()]
+    gone = [
+        f"{f'{one.number}: ' * (len(shown) > 1)}{what} from round {t} on"
+        for one in shown
+        for t, what in groups.departures(one).items()
+    ]
     if gone:
-        told.append(f"Dotted: fewer clients than in the round before ({'; '.join(gone[:MANY_TOLD])}).")
+        told.append(f"Dotted: fewer clients than in the round before ({'; '.join(gone)}).")
     return " ".join(filter(None, told))
 
 

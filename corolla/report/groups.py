@@ -37,8 +37,8 @@ from fl_app.keys import Scalar, show, specs
 from fl_app.metrics import Metric
 
 LABEL_LENGTH = 40
-# most points of a line, and of a line whose points are clients
-MOST_POINTS, MOST_CLIENTS = 400, 300
+# most points of a line, and of a line whose points are clients; most rounds in which clients left
+MOST_POINTS, MOST_CLIENTS, MOST_DEPARTURES = 400, 300, 5
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
 DATA_KEYS = frozenset([DATA_SHA256, *(key.name for key in specs(RunConfig) if key.about == "data")])
 
@@ -231,7 +231,10 @@ def curves(groups: Sequence[Group], parts: Mapping[str, Mapping[int, Frame]], ba
 
 
 def departures(group: Group) -> dict[int, str]:
-    """Return the rounds from which on fewer clients are in the means, each with `4 of 6 clients`; {} for sampled clients."""
+    """Return the rounds from which on fewer clients are in the means, each with `4 of 6 clients`.
+
+    Return {} if clients are sampled, or if their number falls more than MOST_DEPARTURES times: then it varies anyway.
+    """
     found: dict[int, str] = {}
     for run in group.runs:
         if run.settings.get("fraction-train", 1.0) == 1.0:
@@ -239,7 +242,7 @@ def departures(group: Group) -> dict[int, str]:
             for before, t in itertools.pairwise(counts):
                 if counts[t] < counts[before]:
                     found.setdefault(t, f"{counts[t]} of {max(counts.values())} clients")
-    return found
+    return found if len(found) <= MOST_DEPARTURES else {}
 
 
 def line(group: Group, turn: int = 0, **columns: Any) -> Frame:

@@ -32,6 +32,23 @@ def two_rounds(first: float, second: float) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("present", "told"),
+    [
+        ([4, 4, 3, 3], {3: "3 of 4 clients"}),
+        ([4, 3, 4, 2], {2: "3 of 4 clients", 4: "2 of 4 clients"}),
+        # rounds that close early: what is there changes from round to round
+        ([4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3], {}),
+    ],
+)
+def test_rounds_from_which_on_clients_are_gone(tmp_path: Path, present: list[int], told: dict[int, str]) -> None:
+    rounds = [
+        record(t, {str(i): {"accuracy-before": 0.5} for i in range(count)}) for t, count in enumerate(present, start=1)
+    ]
+    (group,) = groups.grouped(read_runs([folder(tmp_path / "run", rounds)]))
+    assert groups.departures(group) == told
+
+
 def test_runs_that_differ_in_the_seed_alone_are_together() -> None:
     runs: list[dict[str, Any]] = [
         {"method": "a", "seed": 1},
