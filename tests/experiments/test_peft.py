@@ -19,6 +19,7 @@ from torch import nn
 import corolla
 from corolla.experiments.exported import adapter, run_models
 from corolla.experiments.exported.export import FileForm, export, export_each
+from corolla.experiments.runs import RecordedRun
 from fl_app import model_card, plugins
 from fl_app.errors import UserError
 from strategies import METHODS
@@ -150,7 +151,7 @@ def test_a_network_of_peft_is_shared_with_workers(
     example: Any, directory: Path, fedcac: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handed_on, "_RECEIVED", [])
-    recorded = run_models.RecordedRun(fedcac, {name: method.params for name, method in METHODS.items()})
+    recorded = RecordedRun(fedcac, {name: method.params for name, method in METHODS.items()})
     shape = run_models.shape_of(recorded)
     module = METHODS["fedcac"].network(recorded.config, **shape)
     expected = module.state_dict()
