@@ -424,19 +424,19 @@ def known_classes(ctx: RoundContext[Any]) -> Objective:
 def shared(layout: Layout, params: HeteroFLParams) -> frozenset[str]:
     """Return the names of all tensors.
 
-    Raises UserError for a model that cannot be narrowed, and for constants in a network that would be narrowed. Raises
-    UserError also for tensors of layers that cannot be narrowed, as of attention.
+    Raises UserError for constants in a network that would be narrowed, and for a model that cannot be. Raises UserError
+    also for tensors of layers that cannot be narrowed, as of attention.
     """
-    width_slices(layout, min(params.widths()))
-    # attention and recurrent layers hold several layers' weights in one tensor; normalised weights do not grow with theirs
-    other = [slot.name for slot in layout.params if len(slot.shape) > 1 and not slot.name.endswith(".weight")]
-    if other and min(params.widths()) < 1:
-        raise unfit("layers with one tensor `weight`, such as Linear layers and convolutions", f"it has {other[0]}")
     if layout.constants and min(params.widths()) < 1:
         raise MethodError(
             key="train",
             rule="heterofl narrows all layers, so all must train; leave the key unset, or set heterofl.rates = 1",
         )
+    width_slices(layout, min(params.widths()))
+    # attention and recurrent layers hold several layers' weights in one tensor; normalised weights do not grow with theirs
+    other = [slot.name for slot in layout.params if len(slot.shape) > 1 and not slot.name.endswith(".weight")]
+    if other and min(params.widths()) < 1:
+        raise unfit("layers with one tensor `weight`, such as Linear layers and convolutions", f"it has {other[0]}")
     return layout.names
 
 
