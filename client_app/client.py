@@ -302,6 +302,8 @@ class CorollaClient(MessageClient):
                 resolve_device(self.config.device)
         with reasons.stage("capability", "task", "installed"):
             tasks.require_packages(self.config)
+        with reasons.stage("capability", "initial-weights", "available"):
+            self.session.require_weights()
         if self.config.dp_epsilon:
             with reasons.stage("capability", "dp-epsilon", "installed"):
                 extras.require("opacus", "dp-epsilon")
@@ -542,8 +544,7 @@ class CorollaClient(MessageClient):
         if (drops := download.method.get(wire.DROPS)) is not None:
             config = dataclasses.replace(config, drops=max(0, int(drops)))
         state = self._state_of(download)
-        # With `train` or `share`, tensors that never travel start from the file too: the server does not send them.
-        weights_file = config.initial_weights if config.train or config.share else ""
+        weights_file = session.weights_file
         data, lane = self.data, at_once.current()
         with reasons.stage("capability", "model", "available"):
             # opacus leaves its marks on a network

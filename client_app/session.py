@@ -29,7 +29,7 @@ from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
 from fl_app.sources import NODE
-from fl_app.weight_files import stamps_of
+from fl_app.weight_files import refuse_missing, stamps_of
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base.method import AnyMethod
 
@@ -80,6 +80,7 @@ class Session:
         self._refreshed: set[str] = set()
         # shapes of samples for which the network was checked
         self._checked: set[tuple[int, ...]] = set()
+        self._has_weights = False
 
     @classmethod
     def of(cls, run_config: Mapping[str, Scalar], num_clients: int, run: int) -> Session:
@@ -158,6 +159,17 @@ class Session:
             raise ConfigurationError(key="train", rule=rule, value=name)
         if not self.config.dp_epsilon and flat.is_restorable:
             self._left = {network.key: network._replace(module=flat)}
+
+    @property
+    def weights_file(self) -> str:
+        """File with the first values of tensors that the server does not send, "" if it sends all or they come from the seed."""
+        return self.config.initial_weights if self.config.train or self.config.share else ""
+
+    def require_weights(self) -> None:
+        """Raise UserError, at a client's first request, if the file of `weights_file` or one of its shards is missing."""
+        if self.weights_file and not self._has_weights:
+            refuse_missing(Path(self.weights_file), "initial-weights")
+            self._has_weights = True
 
     @functools.cached_property
     def measured(self) -> tuple[str, ...]:

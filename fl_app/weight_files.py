@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fl_app.checksums import sha256_of, stamp_of
 from fl_app.errors import MALFORMED, UserError, counted, describe, listed
-from fl_app.files import nearest_path
+from fl_app.files import nearest_path, refuse_unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +89,14 @@ def open_weights(path: str | Path, key: str = "") -> dict[str, StoredTensor]:
         }
     file = _within(path, key) if path.is_dir() else path
     return _of_shards(file, key) if file.name.endswith(_INDEX) else _of_file(file, key)
+
+
+def refuse_missing(path: Path, key: str) -> None:
+    """Raise UserError, naming the file, if weights are missing or unreadable. Of safetensors only the headers are read."""
+    for file in files_of(path):
+        refuse_unreadable(key, file)
+    if path.suffix not in PYTORCH:
+        open_weights(path, key)
 
 
 def _named(key: str, path: Path) -> str:

@@ -20,7 +20,7 @@ from fl_app.errors import UserError
 from fl_app.server.run_folder import check_unchanged, read_about
 from strategies import METHOD_PARAMS
 from tests.conftest import Run, config, flat
-from tests.facts import rejected
+from tests.facts import mentions, rejected
 from tests.fl_app.test_models import same, small
 from tests.fl_app.test_weights import initial_model
 
@@ -176,6 +176,15 @@ def test_a_missing_folder_is_refused_before_a_run(tmp_path: Path) -> None:
     check_files(config(initial_weights=str(folder)))
     with rejected(UserError, "initial-weights", "modle", "did you mean"):
         check_files(config(initial_weights=str(tmp_path / "modle")))
+
+
+def test_a_client_that_lacks_a_shard_says_so_before_the_run(run: Run, tmp_path: Path) -> None:
+    folder = in_shards(models.build("mlp", in_channels=1, num_classes=10, image_size=8), tmp_path / "model")
+    (folder / SHARDS[1]).unlink()
+    with pytest.raises(UserError) as caught:
+        run(method="fedavg", num_clients=2, model="mlp", train="classifier.*", initial_weights=str(folder))
+    assert mentions(str(caught.value), "client 0", INDEX, "lacks 1 of 3 shards", SHARDS[1])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_from_shards_is_one_from_the_whole_file_and_notices_a_change(
