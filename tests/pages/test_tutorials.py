@@ -146,6 +146,14 @@ def test_a_method(tutorial: Tutorial) -> None:
     assert digests["off"] in outputs["corolla summary off"]
 
 
+@of("adapters")
+def test_adapters(tutorial: Tutorial) -> None:
+    pytest.importorskip("peft")
+    tutorial.run()
+    assert final("own") > final("one") + 20
+    assert Path("room-1/adapter_config.json").is_file() and Path("merged/config.json").is_file()
+
+
 @of("two-machines")
 def test_two_machines(tutorial: Tutorial) -> None:
     """Commands that start nothing run; the others are parsed. `tests/e2e/test_cluster.py` starts a cluster of two clients."""
@@ -179,7 +187,7 @@ def parsed(words: list[str]) -> str:
 
 def test_every_tutorial_is_short_and_in_the_navigation() -> None:
     navigation = (DOCS.parents[1] / "mkdocs.yml").read_text(encoding="utf-8")
-    tested = {"first-run", "your-table", "your-images", "your-method", "two-machines"}
+    tested = {"first-run", "your-table", "your-images", "your-method", "adapters", "two-machines"}
     assert set(PAGES) == tested | {"index"}
     for page in PAGES:
         assert f"- tutorials/{page}.md" in navigation
