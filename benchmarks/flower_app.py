@@ -3,14 +3,15 @@
 python -m benchmarks.flower_app [--rounds 3] [--samples 100] [--clients 10]
 
 The app is one file with ResNet-18 (11.2 million parameters). A client trains one epoch on random images. The same app runs with
-Flower's FedAvg, whose messages pass the mod unchanged, and with two methods. The first round, in which workers start, does not
-count. Of the others the middle one does. On a machine that others use too, compare the seconds of processors: those
-of all processes of the simulation.
+Flower's FedAvg, whose messages pass the mod unchanged, and with two methods. They take turns, a round each, so that other work on
+the machine slows all of them. The first round of each, in which workers start, does not count. Of the others the middle one does.
+The seconds of processors are those of all processes of the simulation. The rise is from a round's start to its peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import subprocess
@@ -36,15 +37,16 @@ fab-include = ["*.py"]
 serverapp = "overhead:server"
 clientapp = "overhead:client"
 [tool.flwr.app.config]
-strategy = "stock"
+strategies = "stock"
 rounds = 3
 samples = 100
 """
 
 APP = """
+import json
 import os
-import resource
 import time
+from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -65,21 +67,40 @@ def used():
     return sum(sum(process.cpu_times()[:2]) for process in processes_with(f"{LAUNCH}={os.environ[LAUNCH]}"))
 
 
+def memory(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1e3
+
+
 @server.main()
 def main(grid, context):
-    config = context.run_config
-    cls = FedAvg if config["strategy"] == "stock" else getattr(corolla.flower, config["strategy"])
-    began = []
+    config, told = context.run_config, {}
+    names = config["strategies"].split(",")
 
-    class Timed(cls):
-        def configure_train(self, *arguments):
-            began.append((time.time(), used()))
-            return super().configure_train(*arguments)
+    def timed(name):
+        cls = FedAvg if name == "stock" else getattr(corolla.flower, name)
 
-    Timed(fraction_evaluate=0.0).start(grid, ArrayRecord(resnet18(num_classes=10).state_dict()), config["rounds"])
-    began.append((time.time(), used()))
-    wall, cpu = ([f"{after - before:.2f}" for before, after in zip(of, of[1:])] for of in zip(*began))
-    print("SECONDS", *wall, "CPU", *cpu, "PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, flush=True)
+        class Timed(cls):
+            def configure_train(self, *arguments):
+                self.began = time.time(), used(), memory("VmRSS")
+                # from here on the peak is this round's
+                Path("/proc/self/clear_refs").write_text("5")
+                return super().configure_train(*arguments)
+
+            def aggregate_train(self, *arguments):
+                made = super().aggregate_train(*arguments)
+                ended = time.time(), used(), memory("VmHWM")
+                told.setdefault(name, []).append([after - before for before, after in zip(self.began, ended)])
+                return made
+
+        return Timed(fraction_evaluate=0.0)
+
+    strategies = {name: timed(name) for name in names}
+    arrays = dict.fromkeys(names, ArrayRecord(resnet18(num_classes=10).state_dict()))
+    for _ in range(config["rounds"]):
+        for name, strategy in strategies.items():
+            arrays[name] = strategy.start(grid, arrays[name], 1).arrays
+    print("FOUND", json.dumps(told), flush=True)
 
 
 @client.train()
@@ -105,11 +126,9 @@ def write_app(directory: Path) -> Path:
     return directory
 
 
-def measured(
-    link: SimulationSuperLink, app: Path, strategy: str, arguments: argparse.Namespace
-) -> tuple[float, float, float]:
-    """Return the seconds of the middle round after the first, those of processors, and the ServerApp's peak memory in MB."""
-    config = f"strategy='{strategy}' rounds={arguments.rounds + 1} samples={arguments.samples}"
+def measured(link: SimulationSuperLink, app: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return by strategy the middle round's seconds, seconds of processors, and rise of the ServerApp's memory in MB."""
+    config = f"strategies='{','.join(STRATEGIES)}' rounds={arguments.rounds + 1} samples={arguments.samples}"
     federation = f"num-supernodes={arguments.clients} client-resources-num-cpus=1 client-resources-num-gpus=0.0"
     words = ["run", str(app), link.name, "--stream", "--run-config", config, "--federation-config", federation]
     done = subprocess.run(
@@ -119,11 +138,11 @@ def measured(
         capture_output=True,
         text=True,
     )
-    found = re.search(r"SECONDS ([\d. ]+) CPU ([\d. ]+) PEAK ([\d.]+)", done.stdout)
+    found = re.search(r"FOUND (.*)", done.stdout)
     if found is None:
         raise SystemExit(done.stdout + done.stderr)
-    wall, cpu = (statistics.median([float(word) for word in part.split()[1:]]) for part in found.groups()[:2])
-    return wall, cpu, float(found[3])
+    rounds = json.loads(found[1])
+    return {name: [statistics.median(of) for of in zip(*rounds[name][1:], strict=True)] for name in STRATEGIES}
 
 
 def main() -> None:
@@ -133,15 +152,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, SimulationSuperLink() as link:
-        app = write_app(Path(directory))
-        stock: tuple[float, ...] = ()
-        for strategy in STRATEGIES:
-            found = measured(link, app, strategy, arguments)
-            stock = stock or found
-            wall, cpu, peak = (
-                f"{mine:.1f} {unit} ({mine / its:.2f})" for mine, its, unit in zip(found, stock, UNITS, strict=True)
-            )
-            print(f"{strategy}: a round takes {wall}, {cpu} of processors; ServerApp's peak {peak}", flush=True)
+        found = measured(link, write_app(Path(directory)), arguments)
+    for name, own in found.items():
+        wall, cpu, rise = (
+            f"{mine:.1f} {unit} ({mine / its:.2f})" for mine, its, unit in zip(own, found["stock"], UNITS, strict=True)
+        )
+        print(f"{name}: a round takes {wall}, {cpu} of processors; the ServerApp's memory rises by {rise}", flush=True)
 
 
 if __name__ == "__main__":
