@@ -356,6 +356,11 @@ def check_free(config: RunConfig) -> None:
     if config.overwrite and not config.run_name:
         raise UserError(key="overwrite", rule="needs the run-name of the run to remove")
     path = folder_of(config, config.run_name)
+    root = folder_of(config, "")
+    place = next(each for each in (root, *root.parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        rule = f"{place} is {'a directory that this account cannot write' if place.is_dir() else 'no directory'}"
+        raise UserError(key="output-dir", rule=rule, value=config.output_dir)
     if not config.run_name or not path.exists() and not path.is_symlink():
         return
     if not config.overwrite:
@@ -405,7 +410,7 @@ def _replaced(config: RunConfig) -> Iterator[None]:
         path.rename(aside)
         try:
             yield
-        except _Taken:
+        except RunExists:
             raise UserError(
                 key="run-name",
                 rule=f"another process has made {path} meanwhile; the run that it should replace is in {aside}",
@@ -419,12 +424,12 @@ def _replaced(config: RunConfig) -> Iterator[None]:
     log.info("%s was overwritten: the earlier run is removed%s", path, state)
 
 
-class _Taken(UserError):
+class RunExists(UserError):
     """A run of this name exists."""
 
 
-def _taken(path: Path) -> _Taken:
-    return _Taken(
+def _taken(path: Path) -> RunExists:
+    return RunExists(
         f"run-name: {path} exists already; choose another name or remove it; overwrite = true replaces it (--overwrite)"
     )
 

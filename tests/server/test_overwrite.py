@@ -56,6 +56,14 @@ def test_the_old_run_stays_until_the_new_one_is_about_to_start(
     assert unchanged() and [path.name for path in old.path.parent.iterdir()] == ["run"]
 
 
+def test_a_place_that_cannot_have_runs_is_told_before_they_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/runs"):
+        with rejected(UserError, "output-dir", "file is no directory", place):
+            check_free(parse({"output-dir": str(tmp_path / place)}, METHOD_PARAMS))
+    check_free(parse({"output-dir": str(tmp_path / "new" / "runs")}, METHOD_PARAMS))
+
+
 def test_what_is_no_run_is_never_removed(tmp_path: Path, run: Run) -> None:
     runs = tmp_path / "runs"
 
