@@ -42,8 +42,8 @@ pairs: clients that both rows have, each averaged over its seeds
 over clients: Student's 95 % interval of the clients' averages
 Wilcoxon: two-sided p of the signed-rank test of these averages; five pairs give at least 0.062, six 0.031
 {holm}over seeds: Student's 95 % interval of the seeds' means
-better, worse: both intervals on one side of 0{also}, with three or more seeds
-n: number of seeds that would decide, if further seeds differed like these"""
+better, worse: both intervals on one side of 0{also}, with three or more seeds{n}"""
+SEEDS_TOLD = "\nn: number of seeds that would decide, if further seeds differed like these"
 # of a table with several comparisons
 HOLM = {
     "holm": "Holm: the same p, corrected for all comparisons of the table\n",
@@ -382,9 +382,11 @@ def caption(groups: Sequence[Sequence[RecordedRun]]) -> str:
     notes = {
         m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics
     }
-    several = sum(one is not None for one in compared(groups)) > 1
+    found = [one for one in compared(groups) if one is not None]
+    holm = HOLM if len(found) > 1 else dict.fromkeys(HOLM, "")
+    n = SEEDS_TOLD * any("(n = " in one.verdict for one in found)
     named = " or ".join(f"{m.name} ({', '.join(said)})" if said else m.name for m, said in notes.items())
-    return CAPTION.format(metrics=named, **(HOLM if several else dict.fromkeys(HOLM, "")))
+    return CAPTION.format(metrics=named, n=n, **holm)
 
 
 def _show(interval: Interval | None, metric: Metric) -> str:

@@ -246,7 +246,12 @@ def test_several_comparisons_are_corrected_together(tmp_path: Path) -> None:
     assert (
         header[header.index("Wilcoxon") + 1] == "Holm" and "Holm" not in significance.differences_table([one, other])[0]
     )
-    assert "Holm" in significance.caption([one, other, *rest]) and "Holm" not in significance.caption([one, other])
+    caption = significance.caption([one, other, *rest])
+    assert ("\nn: " in caption) == any(
+        "(n = " in one.verdict for one in significance.compared([one, other, *rest]) if one
+    )
+    assert "\nn: " not in significance.caption([one, other])
+    assert "Holm" in caption and "Holm" not in significance.caption([one, other])
 
 
 def test_rows_are_compared_within_their_data(tmp_path: Path) -> None:
