@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from corolla.api.settings import look_for_plugins
-from corolla.experiments.exported.export import FileForm, export
+from corolla.experiments.exported.export import FileForm, export, export_each
 from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -54,6 +54,13 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "train": "adapter.*,head.*",
         "initial_weights": str(tmp_path / "backbone.safetensors"),
     }
+
+
+def test_a_refused_export_makes_no_directory(run: Run, tmp_path: Path) -> None:
+    folder = run(method="local", **TINY)
+    with rejected(UserError, "", "collect-personal-models"):
+        export_each(folder.path, METHODS, None, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
 
 
 @pytest.mark.parametrize("form", [FileForm.pytorch, FileForm.onnx])

@@ -66,6 +66,7 @@ def export(
     if model.missing:
         facts["missing"] = list(model.missing)
     try:
+        make_directory(output.parent)
         match form:
             case FileForm.onnx:
                 loading.write_onnx(model, facts, output)
@@ -105,7 +106,6 @@ def export_each(
     gone = ids_in(recorded.settings.get("without", ""))
     written: list[tuple[Path, model_card.Entries]] = []
     failed: dict[str, str] = {}
-    make_directory(directory)
     for i in each:
         stem = f"{plain[i]}-{i}" if plain[i].casefold() in twice else plain[i]
         file = directory / f"{stem}{form.value}"
