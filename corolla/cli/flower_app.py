@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from corolla.api.console import console
 from corolla.cli.options import QuietOption
-from fl_app.errors import UserError, listed
+from fl_app.errors import UserError
+from fl_app.keys import nearest
 from fl_app.transport.app_bundle import APP_DIRECTORY
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def init(
     from strategies import METHODS
 
     if method not in METHODS:
-        raise UserError(key="method", rule=f"must be one of {listed(list(METHODS), most=len(METHODS))}", value=method)
+        rule = "must be a method of `corolla methods`"
+        raise UserError(key="method", rule=rule, value=method, hint=nearest(method, METHODS))
     found = ability(method)
     if found.beyond:
         raise beyond_app(method, found.beyond)
@@ -60,7 +62,8 @@ def init(
             target = directory / path.relative_to(place)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(_with_method(path.read_text("utf-8"), name_of(method), found), "utf-8")
-    lines = ["export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", f"flwr run {directory} --stream"]
+    start = f"flwr run {directory} --stream --federation-config 'num-supernodes=10'"
+    lines = ["export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", start]
     console.print(
         escape("\n".join([f"{directory}: a Flower app with {name_of(method)}; start it by", *lines])), soft_wrap=True
     )
