@@ -19,7 +19,7 @@ from corolla.api.settings import Backend, Scale, look_for_plugins
 from corolla.experiments.runs import named
 from fl_app import rng
 from fl_app.config.earlier_keys import current
-from fl_app.errors import RunFailed, UserError
+from fl_app.errors import ConfigurationError, RunFailed, UserError
 from fl_app.keys import Scalar, table_of
 from strategies import METHODS
 
@@ -87,7 +87,7 @@ def checked(options: Mapping[str, Any]) -> None:
         try:
             kind.convert(str(value), None, None)
         except click.BadParameter as error:
-            raise UserError(key=name, rule=error.message) from None
+            raise ConfigurationError(key=name, rule=error.message) from None
 
 
 def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:

@@ -20,7 +20,7 @@ import torch
 import corolla
 from corolla import cli
 from corolla.api import starting
-from fl_app.errors import UserError
+from fl_app.errors import ConfigurationError, UserError
 from fl_app.server.run_folder import read_metrics, read_summary
 from tests.api.conftest import Start
 from tests.conftest import Run as RunHere
@@ -138,6 +138,8 @@ def test_what_only_python_can_get_wrong(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         with pytest.raises(UserError, match=message):
             corolla.run(**keywords)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError):
+        corolla.run(clients=0)
     for call in (lambda: corolla.load(None), lambda: corolla.compare([5]), lambda: corolla.compare(5)):  # type: ignore
         with rejected(UserError, "", "Run", "path of its"):
             call()
