@@ -726,9 +726,9 @@ def test_methods_lists_every_method_and_key(corolla) -> None:  # type: ignore[no
 
 
 def test_generated_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_page(METHOD_PARAMS)
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert pyproject_with_defaults(text, METHOD_PARAMS) == text
+    config, project = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/config.md", "pyproject.toml"))
+    assert config == config_page(METHOD_PARAMS), "run `corolla reference`"
+    assert project == pyproject_with_defaults(project, METHOD_PARAMS), "run `corolla reference`"
 
 
 @pytest.mark.parametrize("text", [None, "[project]\nname = 'another'\n"])

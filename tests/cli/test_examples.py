@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+from corolla import cli
 from corolla.cli import app, build_command
 
 
@@ -30,6 +31,13 @@ def test_each_command_has_an_example_and_a_heading() -> None:
     assert lacking == [], "the decorator's `epilog` gives an example (corolla/cli/__init__.py)"
     top = build_command().commands.items()  # type: ignore[attr-defined]
     assert [name for name, command in top if not command.hidden and not command.rich_help_panel] == []
+
+
+def test_each_command_has_a_help_text_and_each_file_its_commands() -> None:
+    lacking = [words for words, command in commands(build_command()) if not command.help]
+    assert lacking == [], "the function's docstring is the help"
+    files = Path(cli.__file__).parent.glob("[a-z]*.py")
+    assert {file.stem for file in files} - set(vars(cli)) == set(), "import the file in corolla/cli/__init__.py"
 
 
 @pytest.mark.parametrize("words", sorted(EXAMPLES))

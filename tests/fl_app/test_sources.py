@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,14 @@ def test_every_source_has_a_function_that_takes_a_request(source: Source) -> Non
     signature = inspect.signature(getattr(importlib.import_module(module), name))
     assert [parameter.annotation for parameter in signature.parameters.values()] == ["DataRequest"]
     assert signature.return_annotation == "Prepared"
+
+
+def test_every_function_that_prepares_data_is_registered() -> None:
+    files = Path(__file__).parents[2].joinpath("fl_app", "data").glob("[a-z]*.py")
+    prepare = re.compile(r"^def ([a-z]\w*)\(request: DataRequest\) -> Prepared:$", re.MULTILINE)
+    found = {f"fl_app.data.{file.stem}:{name}" for file in files for name in prepare.findall(file.read_text("utf-8"))}
+    registered = {source.prepare for source in SOURCES.values()}
+    assert found - registered == set(), "add a line to REGISTERED in fl_app/sources.py"
 
 
 def test_paths_in_values() -> None:

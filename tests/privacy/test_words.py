@@ -475,4 +475,4 @@ def test_modes(config: dict[str, Scalar], modes: set[Mode]) -> None:
 
 def test_the_page_has_the_table() -> None:
     page = Path(outgoing.__file__).with_name("entries.md").read_text(encoding="utf-8")
-    assert "\n".join(outgoing.table()) in page
+    assert "\n".join(outgoing.table()) in page, "run `corolla reference`"

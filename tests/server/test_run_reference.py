@@ -130,7 +130,7 @@ def phases(seconds: Mapping[str, float]) -> Iterator[str]:
     ids=["plain", "validation", "global", "private", "dp", "buffers"],
 )
 def test_every_field_of_a_run_is_on_the_page(run: Run, keys: dict[str, Any]) -> None:
-    assert sorted(set(unlisted(run(**keys)))) == []
+    assert sorted(set(unlisted(run(**keys)))) == [], "describe it in docs/runs.md"
 
 
 def test_dropped_and_far_uploads_are_on_the_page(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +147,14 @@ def test_dropped_and_far_uploads_are_on_the_page(run: Run, monkeypatch: pytest.M
 
     monkeypatch.setattr(client_app.client.CorollaClient, "_train", train)
     folder = run(num_clients=4, min_results=0.6, num_server_rounds=1)
-    assert sorted(set(unlisted(folder))) == []
+    assert sorted(set(unlisted(folder))) == [], "describe it in docs/runs.md"
     (first, *_) = map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines())
     assert set(first["failures"][0]) == {"attempt", "client", "cause"} and first["far"]
 
 
 def test_columns_of_many_clients_are_on_the_page(run: Run) -> None:
     folder = run(num_clients=201, fraction_train=0.02, num_server_rounds=1)
-    assert sorted(set(unlisted(folder))) == []
+    assert sorted(set(unlisted(folder))) == [], "describe it in docs/runs.md"
     columns = {name for name in pandas.read_parquet(folder.path / DIRECTORY) if not name.startswith("seconds-")}
     entries = ("A client's entry", "A client's entry in an evaluation")
     either = [set(missing(dict.fromkeys(columns), entry, ["accuracy"])) for entry in entries]

@@ -18,6 +18,12 @@ from tests.facts import rejected
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_every_file_of_a_method_is_registered() -> None:
+    files = (ROOT / "strategies" / "baselines").glob("*.py")
+    methods = {file.stem.replace("_", "-") for file in files if "\nMETHOD = " in file.read_text("utf-8")}
+    assert methods - set(METHODS) == set(), "add the name to METHODS in strategies/__init__.py"
+
+
 def test_every_method_has_its_page_and_tests() -> None:
     tests = [path.read_text("utf-8") for path in (ROOT / "tests" / "methods").glob("test_*.py")]
     lacks: list[str] = []
@@ -46,7 +52,8 @@ def test_every_method_is_in_one_group() -> None:
 def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     pages = pages_with_tables(ROOT)
     assert len(pages) == 5
-    assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
+    stale = [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run `corolla reference`"
     methods(table=True)
     printed = capsys.readouterr().out
     assert printed == f"{names_table('`{}`')}\n\n{methods_table()}\n\n{absent_table()}\n"
