@@ -57,9 +57,11 @@ def files_of(path: Path) -> list[Path]:
     The result for an index is that of its folder. A path where nothing is stands for itself.
     """
     folder = path.parent if path.name.endswith(_INDEX) else path
-    if not folder.is_dir():
+    try:
+        return sorted(file for file in folder.iterdir() if file.name.endswith((_SAFETENSORS, _INDEX)))
+    # a file, or a folder that this account must not read
+    except OSError:
         return [path]
-    return sorted(file for file in folder.iterdir() if file.name.endswith((_SAFETENSORS, _INDEX)))
 
 
 def stamps_of(path: Path) -> Hashable:

@@ -107,12 +107,12 @@ def refuse_scaling(config: RunConfig, names: ModelNames, dtype: np.dtype[Any]) -
 
 def check_files(config: RunConfig) -> None:
     """Raise UserError, naming the key, for a file that a key names and that cannot be opened, apart from the data."""
-    for key, path in (
-        ("partition", path_in("partition", config.partition)),
-        ("initial-weights", config.initial_weights),
-    ):
-        for file in files_of(Path(path)) if path else ():
-            refuse_unreadable(key, file)
+    if path := path_in("partition", config.partition):
+        refuse_unreadable("partition", Path(path))
+    if config.initial_weights:
+        # an empty folder stands for itself
+        for file in files_of(weights := Path(config.initial_weights)) or [weights]:
+            refuse_unreadable("initial-weights", file)
 
 
 def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:

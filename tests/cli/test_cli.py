@@ -183,7 +183,7 @@ BAD = {
     "a module as a file": (["model=badmodel.py:wrong"], "did you mean badmodel:wrong?"),
     "no initial weights": (
         ["initial-weights=none.pt"],
-        "no such file or directory; expected a safetensors file or a PyTorch state dict",
+        "no such file or directory; expected a safetensors file, a folder of shards",
     ),
     "weights that are neither": (
         ["initial-weights=badmodel.py"],
