@@ -219,9 +219,9 @@ def layer_lines(names: Sequence[str], rounds: Sequence[int], grid: Floats, axis:
     found = []
     for k, (name, row) in enumerate(zip(names, grid, strict=True)):
         found.append(marked(pandas.DataFrame({"run": name, "round": rounds, "mean": row}).dropna(), k))
-    return charts.lines(
-        pandas.concat(found, ignore_index=True), ROUNDS, axis, legend="layer", right=True, width=WIDTH - 160
-    )
+    # the legend is beside the lines
+    width = WIDTH - charts.SYMBOL - min(charts.LETTER * max(map(len, names)), 400)
+    return charts.lines(pandas.concat(found, ignore_index=True), ROUNDS, axis, legend="layer", right=True, width=width)
 
 
 def _side_by_side(found: list[Part]) -> Chart:

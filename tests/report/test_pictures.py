@@ -91,7 +91,7 @@ def test_every_picture_is_valid_and_has_its_place(tmp_path: Path, num_runs: int,
 
 
 def assert_drawn_within(panel: Panel) -> None:
-    """Something is drawn, and the picture is no wider than the page, where its legend is not beside it."""
+    """Something is drawn, and the picture is no wider than the page."""
     width = float(re.findall(r'<svg[^>]* width="([\d.]+)"', panel.svg)[0])
     assert 200 < width <= 1104 and panel.svg.count("<path") > 3, panel.name
     assert not re.search("NaN|undefined", panel.svg), panel.name
