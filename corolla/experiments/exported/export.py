@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from collections import Counter
@@ -66,7 +67,6 @@ def export(
     if model.missing:
         facts["missing"] = list(model.missing)
     try:
-        make_directory(output.parent)
         match form:
             case FileForm.onnx:
                 loading.write_onnx(model, facts, output)
@@ -106,6 +106,8 @@ def export_each(
     gone = ids_in(recorded.settings.get("without", ""))
     written: list[tuple[Path, model_card.Entries]] = []
     failed: dict[str, str] = {}
+    made = not directory.exists()
+    make_directory(directory)
     for i in each:
         stem = f"{plain[i]}-{i}" if plain[i].casefold() in twice else plain[i]
         file = directory / f"{stem}{form.value}"
@@ -113,6 +115,9 @@ def export_each(
             written.append(export(run, methods, i, file, form=form, data_path=data_path))
         except UserError as error:
             if client is not None or (not written and i == each[-1]):
+                if made:
+                    with contextlib.suppress(OSError):
+                        directory.rmdir()
                 raise
             # a client that the run went on without has a model only if the server holds an earlier one
             if i not in gone:
