@@ -51,8 +51,8 @@ def test_every_extra_brings_its_packages() -> None:
         assert distribution in names
         assert not any(re.split(r"[<>=!\[ ]", word)[0] == distribution for word in declared["dependencies"])
     (everything,) = declared["optional-dependencies"]["all"]
-    # whoever searches with Optuna installs it: it brings a database
-    assert {*extras.EXTRAS.values()} - {"search"} == set(
+    # whoever searches with Optuna installs it, which brings a database; so does who exports peft's adapters
+    assert {*extras.EXTRAS.values()} - {"search", "peft"} == set(
         everything.removeprefix("corolla[").removesuffix("]").split(",")
     )
 
