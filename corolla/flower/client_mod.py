@@ -198,7 +198,9 @@ class ClientTurn:
                 raise UserError(f"the trained model: {error}") from None
             # only now: a round that failed must leave no trace
             state.keep(self.context)
-        records = {name: record for name, record in reply.content.items() if not isinstance(record, ArrayRecord)}
+        records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {
+            name: record for name, record in reply.content.items() if not isinstance(record, ArrayRecord)
+        }
         if upload.model is self.trained[0] and not self.copies:
             upload = dataclasses.replace(upload, model=NOTHING)
             records[self.key] = self.trained[1]
