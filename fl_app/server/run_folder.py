@@ -357,7 +357,8 @@ def check_free(config: RunConfig) -> None:
         raise UserError(key="overwrite", rule="needs the run-name of the run to remove")
     path = folder_of(config, config.run_name)
     root = folder_of(config, "")
-    place = next(each for each in (root, *root.parents) if each.exists())
+    # False also below a directory that this account must not enter
+    place = next(each for each in (root, *root.parents) if os.path.exists(each))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         rule = f"{place} is {'a directory that this account cannot write' if place.is_dir() else 'no directory'}"
         raise UserError(key="output-dir", rule=rule, value=config.output_dir)
