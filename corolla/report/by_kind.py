@@ -28,6 +28,7 @@ from corolla.report.charts import IN_TIME, LATE, LOST, ROUNDS, WIDTH, WORKING, A
 from corolla.report.groups import grid as cells_of
 from corolla.report.groups import marked
 from corolla.report.heat_maps import matrix_panel
+from corolla.report.theme import CONFIG
 from fl_app import figures
 from fl_app.errors import UserError
 from fl_app.server import arrivals
@@ -220,7 +221,7 @@ def layer_lines(names: Sequence[str], rounds: Sequence[int], grid: Floats, axis:
     for k, (name, row) in enumerate(zip(names, grid, strict=True)):
         found.append(marked(pandas.DataFrame({"run": name, "round": rounds, "mean": row}).dropna(), k))
     # the legend is beside the lines
-    width = WIDTH - charts.SYMBOL - min(charts.LETTER * max(map(len, names)), 400)
+    width = WIDTH - charts.SYMBOL - min(charts.LETTER * max(map(len, names)), CONFIG["legend"]["labelLimit"])
     return charts.lines(pandas.concat(found, ignore_index=True), ROUNDS, axis, legend="layer", right=True, width=width)
 
 
