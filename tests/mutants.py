@@ -3,11 +3,12 @@
 python -m tests.mutants draw > tests/mutants.txt     # needs `pip install cosmic-ray`, here and below
 python -m tests.mutants try [--tree DIRECTORY] [--jobs 2] [--python PYTHON] < tests/mutants.txt
 
-`draw` prints a seeded sample of mutants, as many of each: kernels, engine, wire, data, configuration. A line has the file,
-cosmic-ray's operator, its occurrence, and the code. A mutant that changes only annotations is none. `try` puts each
-into a copy of a tree and runs the test files that import its module, those of fewest lines first, until a test fails or
-`SECONDS` are over. It prints the fate of each, and the share that was caught. Nothing in the tree itself changes. The
-tests of each mutant run in a fork of a process that has imported the libraries of the tests, but nothing of the tree.
+`draw` prints a seeded sample of mutants, as many of each: kernels, engine, wire, data, configuration. A line has the
+file, cosmic-ray's operator, its occurrence, and the code. A mutant that changes only annotations is none. `try` puts
+each into a copy of a tree and runs the test files that import its module, those of fewest lines first, until a test
+fails or `SECONDS` of processor time are over. It prints the fate of each, and the share that was caught. Nothing in
+the tree itself changes. The tests of each mutant run in a fork of a process that has imported the libraries of the
+tests, but nothing of the tree.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import importlib
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -33,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COUNT, SEED, SECONDS = 400, 1, 60
+COUNT, SEED, SECONDS = 400, 1, 30
 PLACES = ("strategies/kernels", "strategies/engine", "fl_app/transport/wire.py", "fl_app/data", "fl_app/config")
 BINARY = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_Mul", "BitAnd_BitOr", "BitXor_BitAnd")
 OPERATORS = (
@@ -153,7 +155,7 @@ def libraries() -> list[str]:
 
 
 def serve() -> None:
-    """Run pytest on the files of each line of the standard input, and print its exit status; -9 if it took too long."""
+    """Run pytest on the files of each line of the standard input, and print its exit status; negative if it took too long."""
     sys.path[0] = os.getcwd()
     for name in libraries():
         # some modules exist only while another one is imported
@@ -164,11 +166,13 @@ def serve() -> None:
         child = os.fork()
         if not child:
             os.setsid()
+            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in range(3):
                 os.dup2(nothing, descriptor)
             os._exit(importlib.import_module("pytest").main(["-xq", "-n0", "-p", "no:cacheprovider", *files]))
-        timer = threading.Timer(float(seconds), os.killpg, (child, signal.SIGKILL))
+        # for tests that wait for ever
+        timer = threading.Timer(10 * float(seconds), os.killpg, (child, signal.SIGKILL))
         timer.start()
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         timer.cancel()
