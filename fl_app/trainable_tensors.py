@@ -6,12 +6,12 @@ outside of the layout. They never travel. Every node checks that its constants e
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
@@ -19,8 +19,10 @@ from fl_app.errors import ConfigurationError, listed
 from fl_app.layout import Layout
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+# the open contexts of mixed precision, of this thread
+_mixed = threading.local()
 # Scalar in every download of a run that has constants.
 HASH = "frozen-sha256"
 
@@ -42,8 +44,14 @@ def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(found) if patterns else frozenset(every)
 
 
-def freeze(module: nn.Module, patterns: str) -> None:
-    """Turn all tensors that no pattern matches into constants. Raises UserError if no parameter is left."""
+def freeze(module: nn.Module, patterns: str, dtype: str = "float32") -> None:
+    """Turn all tensors that no pattern matches into constants. Raises UserError if no parameter is left.
+
+    dtype: of the matrices among them (`frozen-dtype`), "float32" or "bfloat16". Vectors, such as a norm's, stay float32.
+    With "bfloat16" all calls of the module are in mixed precision (autocast).
+    """
+    import torch
+
     layout = Layout.of(module)
     still = layout.names - matching("train", patterns, [slot.name for slot in (*layout.params, *layout.buffers)])
     if still >= {slot.name for slot in layout.params}:
@@ -53,17 +61,53 @@ def freeze(module: nn.Module, patterns: str) -> None:
     still |= {
         name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)
     }  # tied to one
+    numbers, stored = {name: id(tensor) for name, tensor in tensors.items()}, dict[int, torch.Tensor]()
     for name in sorted(still):
+        # let go of each before the next one is converted
+        tensor = tensors.pop(name).detach()
+        if dtype != "float32" and tensor.is_floating_point() and tensor.dim() > 1:
+            tensor = stored.setdefault(numbers[name], tensor.to(getattr(torch, dtype)))
         digest.update(name.encode())
         # as bytes without a copy
-        digest.update(tensors[name].detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8))
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         path, _, own = name.rpartition(".")
         owner = module.get_submodule(path)
-        if own in owner._parameters:
-            value: Any = owner._parameters.pop(own)
-            owner.register_buffer(own, value.detach())
+        if owner._parameters.pop(own, None) is not None:
+            owner.register_buffer(own, tensor)
+        elif tensor.dtype != owner.get_buffer(own).dtype:
+            owner._buffers[own] = tensor
+    if stored:
+        module.register_forward_pre_hook(_begin_mixed)
+        module.register_forward_hook(_end_mixed, always_call=True)
     module.frozen_names = still  # type: ignore[assignment]
     module.frozen_sha256 = digest.hexdigest() if still else ""  # type: ignore[assignment]
+
+
+def _begin_mixed(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    import torch
+
+    context = contextlib.ExitStack()
+    context.enter_context(torch.autocast(inputs[0].device.type, torch.bfloat16))
+    vars(_mixed).setdefault("contexts", []).append(context)
+
+
+def _end_mixed(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    vars(_mixed)["contexts"].pop().close()
+
+
+def widen(module: nn.Module) -> None:
+    """Turn constants that are bfloat16 into float32, for use outside of a run. Their hash stays that of the run."""
+    import torch
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if hook in (_begin_mixed, _end_mixed)]:
+            del hooks[number]
+            module._forward_hooks_always_called.pop(number, None)
+    names: frozenset[str] = getattr(module, "frozen_names", frozenset())
+    for path, owner in module.named_modules():
+        for own, buffer in owner._buffers.items():
+            if buffer is not None and buffer.dtype == torch.bfloat16 and f"{path}.{own}".lstrip(".") in names:
+                owner._buffers[own] = buffer.float()
 
 
 def travelling(config: RunConfig, layout: Layout, shared: frozenset[str]) -> frozenset[str]:

@@ -307,6 +307,10 @@ class ExperimentKeys:
         "Patterns over tensor names, separated by commas, such as `*.adapter.*`: only these tensors train. All others never travel "
         "and must be the same on every node; the node checks this. Empty: all train.",
     )
+    frozen_dtype: Literal["float32", "bfloat16"] = key(
+        "float32",
+        "Type of the matrices that do not train (`train`). `bfloat16` takes half the memory, and needs `precision = bfloat16`.",
+    )
     classifier: str = key(
         "",
         "Patterns over tensor names, separated by commas: the tensors of the classifier, for methods that split the model into "

@@ -205,6 +205,10 @@ def check_together(values: Mapping[str, Any], problems: list[UserError]) -> None
         refuse("momentum", f"{values['optimizer']} has its own moments; leave it 0", values["momentum"])
     if values["precision"] == "float16" and values["dp-epsilon"]:
         refuse("precision", "each record's gradient is clipped, and float16 scales them; take bfloat16", "float16")
+    if values["frozen-dtype"] == "bfloat16" and not values["train"]:
+        refuse("frozen-dtype", "needs train, the patterns of what trains", "bfloat16")
+    if values["frozen-dtype"] == "bfloat16" and values["precision"] != "bfloat16":
+        refuse("frozen-dtype", f"needs precision = bfloat16, not {values['precision']}", "bfloat16")
     if values["local-steps"] and values["dp-epsilon"]:
         refuse("local-steps", "a privacy budget is planned for local-epochs; leave it 0", values["local-steps"])
     if str(values["schedule"]).startswith((STEP, PLATEAU)) and values["learning-rate-decay"] == 1:

@@ -363,7 +363,7 @@ class Method(Generic[P]):
 
         module = self.around(ModelFactory(drawn, shape, config.seed), config)
         if config.train:
-            trainable_tensors.freeze(module, config.train)
+            trainable_tensors.freeze(module, config.train, config.frozen_dtype)
         handed_on.made(module, wanted, said)
         for line in said:
             told(line)

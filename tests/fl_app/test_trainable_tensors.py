@@ -10,6 +10,7 @@ import torch
 from safetensors.numpy import load_file
 
 from client_app.client import CorollaClient
+from corolla.experiments.exported import run_models
 from fl_app import trainable_tensors
 from fl_app.errors import ConfigurationError, MethodError, RoundFailed, UserError
 from fl_app.layout import Layout
@@ -120,3 +121,46 @@ def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(CorollaClient, "_prepare", from_another)
     with rejected(RoundFailed, "", "train", "frozen tensors", "model mlp differ", "server's"):
         run(train="classifier.*", round_retries=0)
+
+
+def test_frozen_matrices_are_stored_in_half_the_memory() -> None:
+    whole, module = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)) for _ in range(2)
+    )
+    module.load_state_dict(whole.state_dict())
+    module[1].weight = module[0].weight
+    trainable_tensors.freeze(module, "2.*", "bfloat16")
+    assert module[0].weight is module[1].weight and module[0].weight.dtype == torch.bfloat16
+    assert torch.equal(module[0].weight, whole[0].weight.bfloat16())
+    # a vector is small, and layers of normalisation need float32
+    assert module[0].bias.dtype == module[2].weight.dtype == torch.float32
+    said = Layout.of(module).constants
+    x = torch.randn(3, 4)
+    assert module(x).dtype == torch.bfloat16
+    trainable_tensors.widen(module)
+    assert module(x).dtype == torch.float32
+    assert module[1].weight.dtype == torch.float32 and torch.equal(module[1].weight, whole[0].weight.bfloat16().float())
+    assert Layout.of(module).constants == said != ""
+
+
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [("mlp", "classifier.*"), ("tests.small_models:batchnorm", "8.*"), ("tests.small_models:group", "5.*")],
+)
+def test_a_run_with_frozen_matrices_of_16_bits(run: Run, model: str, train: str) -> None:
+    folder = run(frozen_dtype="bfloat16", precision="bfloat16", model=model, train=train, method="fedcac")
+    assert len(list(read_metrics(folder.path))) == 2
+    trained = run_models.load(folder.path, 0, METHODS)
+    assert {tensor.dtype for tensor in trained.module.state_dict().values() if tensor.is_floating_point()} == {
+        torch.float32
+    }
+
+
+def test_what_frozen_matrices_of_16_bits_need() -> None:
+    for more in (
+        {"precision": "bfloat16"},
+        {"train": "classifier.*"},
+        {"train": "classifier.*", "precision": "float16"},
+    ):
+        with rejected(ConfigurationError, "frozen-dtype", "needs", "bfloat16"):
+            config(frozen_dtype="bfloat16", **more)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corolla.experiments.runs import RecordedRun
-from fl_app import tasks
+from fl_app import tasks, trainable_tensors
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, plain
 from fl_app.keys import nearest
@@ -207,6 +207,7 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
             rule=f"the frozen tensors of model {config.model} differ from the run's (sha256 "
             f"{layout.constants[:12] or 'of none'}, the run's {frozen[:12] or 'of none'})",
         )
+    trainable_tensors.widen(module)
     part = weights.load_safetensors(file, layout.subset(names))
     weights.write(module, layout.put(weights.read(module), part, names))
     return Trained(run, client, config, shape, module.eval(), tuple(sorted(layout.names - names)), wire.hashes(part))
@@ -257,7 +258,7 @@ def networks(
     """
     import torch
 
-    from fl_app import trainable_tensors, weights
+    from fl_app import weights
 
     # frozen tensors get their values from these weights
     initial = config.initial_weights if config.train else ""
@@ -272,7 +273,7 @@ def networks(
             example=torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype)),
         )
     if config.train:
-        trainable_tensors.freeze(module, config.train)
+        trainable_tensors.freeze(module, config.train, config.frozen_dtype)
     yield module
     method = methods[config.method]
     yield method.network(config, **shape, initial_weights=initial, names=of_data, tried=True)
