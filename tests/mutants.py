@@ -148,7 +148,7 @@ class Tests:
 
 def libraries() -> list[str]:
     """Return the modules that the tests' fixtures import, in order, without those of the tree in the working directory."""
-    script = "import sys, tests.conftest; print(*(name for name, module in sys.modules.items() if module.__spec__))"
+    script = "import sys, tests.conftest; print(*(name for name, module in sys.modules.items() if getattr(module, '__spec__', 0)))"
     named = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
     own = {path.stem for path in Path.cwd().iterdir()} | {"__main__"}
     return [name for name in named if name.partition(".")[0] not in own]
