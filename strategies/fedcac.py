@@ -92,8 +92,8 @@ class FedCACParams:
     )
     neighbours: int = key(
         0,
-        "Limit on a client's collaborators when `collaboration = time-varying`; those of highest overlap stay. 0: all "
-        "that reach the threshold, as in the paper. A small limit saves time where 256 clients or more take part.",
+        "Limit on a client's collaborators when `collaboration = time-varying`; those of highest overlap stay. 0: "
+        "all that reach the threshold, as in the paper.",
         NOT_NEGATIVE,
     )
     num_collaborators: int = key(1, "Collaborators per client when `collaboration = top`.", AT_LEAST_ONE)

@@ -157,8 +157,8 @@ class FedPakeParams(GlobalModelParams):
     )
     similarity_over: Literal["high", "all", "printed"] = key(
         "high",
-        "Parameters that SIM (Eq. 8) counts: those of high dispersion, or `all` of the layer. `printed`: all in the numerator and "
-        "those of high dispersion in the denominator, so that SIM can be negative.",
+        "Parameters that SIM (Eq. 8) counts: those of high dispersion, or `all` of the layer. `printed`: all in the "
+        "numerator, those of high dispersion in the denominator.",
     )
     linkage: Literal["average", "single", "complete"] = key(
         "average",

@@ -113,9 +113,10 @@ def compare(
     - `clients`, such as `4 of 6 clients`, only if final figures of a row lack clients;
     - figures of the metrics: mean over the runs, as ratios, and standard deviation (`-std`);
     - the paired difference to the runs of the first row. A pair is a client, with its difference averaged over seeds:
-      `pairs`, `seeds`, `difference`, `low` and `high` (95 % interval over clients), p of the `wilcoxon` test,
-      `low-over-seeds` and `high-over-seeds` (95 % interval over seeds), `clients-better` (a share), `by-client` (all
-      differences by client), `client-names` (only if clients have names), `verdict`.
+      `pairs`, `seeds`, `difference`, `low` and `high` (95 % interval over clients), p of the `wilcoxon` test, `holm` (the
+      same p, corrected for all comparisons of the table), `low-over-seeds` and `high-over-seeds` (95 % interval over
+      seeds), `clients-better` (a share), `by-client` (all differences by client), `client-names` (only if clients have
+      names), `verdict`.
 
     Printed, it leaves out columns without values and names them below.
 

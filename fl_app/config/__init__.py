@@ -75,8 +75,8 @@ class RunConfig(ExperimentKeys):
     # privacy
     private: bool = key(
         False,
-        "The server receives sums of at least three clients' models, and pairwise overlaps of masks, but no single client's "
-        "model or mask ([what this hides](privacy.md)). Some methods do not support it. `report-class-counts` is off.",
+        "The server receives sums of at least three clients' models, and pairwise overlaps of masks, but no single "
+        "client's model or mask ([what this hides, and the methods](privacy.md)). `report-class-counts` is off.",
         compared=False,
         checked=True,
     )
@@ -88,8 +88,8 @@ class RunConfig(ExperimentKeys):
     )
     private_range: float = key(
         8.0,
-        "Largest absolute weight that a client can send in a private run; BatchNorm statistics may be 64 times larger. Larger "
-        "values are clipped; the log names such clients at the end.",
+        "Largest absolute weight that a client can send in a private run; BatchNorm statistics may be 64 times "
+        "larger. Larger values are clipped.",
         Rule(low=0, high=LARGEST_PRIVATE_RANGE, low_open=True),
         compared=False,
     )
@@ -102,9 +102,8 @@ class RunConfig(ExperimentKeys):
     )
     private_left_out: Literal["client", "group"] = key(
         "group",
-        "Clients left out of a private run's sums when a client is away. `group`: an aggregation group with this client, of at "
-        "least three ([what this hides](privacy.md#aggregation-groups)). `client`: this client; the difference between rounds "
-        "roughly reveals its model.",
+        "Clients left out of a private run's sums when a client is away: an aggregation group with this client, of "
+        "at least three, or this client alone ([what each hides](privacy.md#aggregation-groups)).",
         compared=False,
     )
     report_accuracy: bool = key(
@@ -199,8 +198,8 @@ class RunConfig(ExperimentKeys):
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
     local_steps: int = key(
         0,
-        "Batches per round and client, in place of `local-epochs`; epochs follow each other until there are as many. Fine-tuning "
-        "and phases that a method counts in epochs stay in epochs. 0: `local-epochs`.",
+        "Batches per round and client, in place of `local-epochs`. Fine-tuning and phases that a method counts in "
+        "epochs stay in epochs. 0: `local-epochs`.",
         NOT_NEGATIVE,
         headline=True,
         trains_on=lambda steps, n, size: min(n, steps * size) if steps else n,
@@ -214,8 +213,8 @@ class RunConfig(ExperimentKeys):
     )
     drop_single: bool = key(
         False,
-        "Skip the last batch of an epoch if it is a single sample, unless it is the only batch. If off, models with BatchNorm "
-        "add this sample to the batch before.",
+        "Skip the last batch of an epoch if it is a single sample, unless it is the only one. If off, models with "
+        "BatchNorm add it to the batch before.",
         trains_on=lambda drop, n, size: n - 1 if drop and n % size == 1 < size < n else n,
     )
     optimizer: Literal["sgd", "adam", "adamw"] = key(
@@ -242,8 +241,8 @@ class RunConfig(ExperimentKeys):
     )
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = key(
         "float32",
-        "`tf32`: a GPU multiplies with 10 mantissa bits instead of 23; a CPU is not affected. `bfloat16`, `float16`: forward "
-        "and backward passes in mixed precision (autocast); `float16` scales the loss. Weights stay float32.",
+        "`tf32`: a GPU multiplies with 10 mantissa bits instead of 23. `bfloat16`, `float16`: forward and backward "
+        "passes in mixed precision (autocast). Weights stay float32.",
     )
     device: str = key(
         "auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.", compared=False, checked=True
@@ -273,9 +272,8 @@ class RunConfig(ExperimentKeys):
     )
     discover: Literal["auto", "all", "sampled"] = key(
         "auto",
-        "When the server asks clients for their properties. `all`: before the first round. `sampled`: when a client is first "
-        "sampled or evaluated. `auto`: `sampled` above 1000 clients, else `all`. Where `sampled` is impossible (several processes, "
-        "`private`, `node`, FedConcat), `all`, and the log states it.",
+        "When the server asks clients for their properties. `all`: before the first round. `sampled`: when a client "
+        "is first sampled or evaluated. `auto`: `sampled` above 1000 clients where that is possible, else `all`.",
         about="running",
     )
     round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE, about="running")
@@ -296,8 +294,8 @@ class RunConfig(ExperimentKeys):
     )
     max_size_weight: float = key(
         0.0,
-        "Limit of a client's weight (its training samples) in means, as a multiple of the median client's weight. 0: no limit. "
-        "The server of a private run is told the clients' numbers of samples only for this limit.",
+        "Limit of a client's weight (its training samples) in means, as a multiple of the median client's weight. 0: "
+        "no limit. In a private run the server is told numbers of samples only for this limit.",
         NOT_NEGATIVE,
         compared=False,
     )
@@ -332,8 +330,8 @@ class RunConfig(ExperimentKeys):
     )
     server_memory_limit: float = key(
         2.0,
-        "Gigabytes of memory for the server's per-client arrays between rounds, and for a round's uploads. Larger amounts go to "
-        "memory-mapped files in the run folder. It is lowered if a simulation's machine has less memory left. 0: no limit.",
+        "Gigabytes of memory for the server's per-client arrays between rounds, and for a round's uploads. Larger "
+        "amounts go to memory-mapped files in the run folder. 0: no limit.",
         NOT_NEGATIVE,
         about="running",
     )
@@ -350,8 +348,8 @@ class RunConfig(ExperimentKeys):
     )
     keep_uploads: str = key(
         "",
-        "Keeps uploaded models on the server's disk: `every 10` keeps those of rounds 1, 10, 20, ... and of the last round, for "
-        "[pictures](results-guide.md#uploads). `--dry-run` prints the size. Empty: none. Private runs cannot keep uploads.",
+        "Keeps uploaded models on the server's disk: `every 10` keeps those of rounds 1, 10, 20, ... and of the last "
+        "round, for [pictures](results-guide.md#uploads). Empty: none. Private runs cannot keep uploads.",
         about="running",
         checked=True,
     )
@@ -368,8 +366,8 @@ class RunConfig(ExperimentKeys):
     )
     finetune_epochs: int = key(
         0,
-        "Local epochs of fine-tuning in evaluations: every client is also measured after its personal model trained for these "
-        "epochs. The result is not kept. 0: none.",
+        "Local epochs of fine-tuning in evaluations: every client is also measured after its personal model trained "
+        "for these epochs. 0: none.",
         NOT_NEGATIVE,
         compared=False,
     )
@@ -413,15 +411,14 @@ class RunConfig(ExperimentKeys):
     )
     from_run: str = key(
         "",
-        "Run folder with the models and states that a new run goes on from; set by `corolla run --from`. Its clients must have "
-        "kept their state (`keep-state`), if the method has any.",
+        "Run folder that a new run goes on from; set by `corolla run --from` ([rules](models.md#the-next-month)).",
         compared=False,
         path=File(at_site=False),
     )
     strict: bool = key(
         False,
-        "A resumed run is refused if its checkpoint was written by other code, or other versions of Flower, NumPy or PyTorch; "
-        "set by `corolla run --strict`.",
+        "Refuse to resume a run with other code, or other versions of Flower, NumPy or PyTorch; set by `corolla run "
+        "--strict`.",
         about="place",
     )
     collect_personal_models: bool = key(

@@ -185,10 +185,10 @@ class ExperimentKeys:
     )
     pathological_assignment: Literal["balanced", "random", "blocks", "blocks-unbalanced"] = key(
         "balanced",
-        "Clients' classes in the `pathological` partition. `balanced`: numbers of clients per class differ by at most one. "
-        "`random`: each client draws its own classes, so some clients share them (as FedCAC's authors). `blocks`: "
-        "consecutive blocks of clients get the same classes (as PFLlib). `blocks-unbalanced`: the same, and the clients of a class "
-        "get unequal numbers of its samples; it needs `train-samples = 0` and `test-samples = -1`.",
+        "Clients' classes in the `pathological` partition. `balanced`: numbers of clients per class differ by at "
+        "most one. `random`: each client draws its own classes (as FedCAC's authors). `blocks`: consecutive blocks "
+        "of clients get the same classes (as PFLlib). `blocks-unbalanced`: the same, with unequal numbers of "
+        "samples; it needs `train-samples = 0` and `test-samples = -1`.",
         about="data",
         partitions=("pathological",),
     )
@@ -239,9 +239,9 @@ class ExperimentKeys:
     )
     validation_ratio: float = key(
         0.0,
-        "Part of each client's training data kept out of training for validation, at least one sample; drawn by `seed` and "
-        "stratified by class. `validation-*` metrics are measured on it; `best`, `stop-when` and sweeps choose by them. 0: "
-        "choices are made on test data, and tables state this.",
+        "Part of each client's training data kept out of training [for "
+        "validation](experiments.md#validation-data-and-early-stopping), at least one sample; drawn by `seed` and "
+        "stratified by class. 0: choices are made on test data, and tables state this.",
         BELOW_ONE,
     )
     normalize: Literal["auto", "unit", "mean-std", "symmetric"] = key(
@@ -277,8 +277,8 @@ class ExperimentKeys:
     )
     metrics: str = key(
         "",
-        "Metrics of the task that clients measure beside the headline, separated by commas, or `all`. Each is a column of all "
-        "tables. Empty: all; for `classification` only accuracy.",
+        "Metrics of the task that clients measure beside the headline, separated by commas, or `all`. Empty: all; "
+        "for `classification` only accuracy.",
         compared=False,
         checked=True,
     )

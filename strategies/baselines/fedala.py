@@ -75,8 +75,8 @@ class FedALAParams:
     weight_learning_rate: float = key(1.0, "Step size of A (eta); never decays. 0 is FedAvg.", NOT_NEGATIVE)
     threshold: float = key(
         0.1,
-        "A client's first learning of A ends when the standard deviation of the last ten epochs' losses is below this. 0.1 is from "
-        "the authors' code; they state that the paper used 0.01.",
+        "A client's first learning of A ends when the standard deviation of the last ten epochs' losses is below "
+        "this (authors' code; the paper used 0.01).",
         POSITIVE,
     )
     max_epochs: int = key(100, "Most epochs of a client's first learning of A (ours).", AT_LEAST_ONE)

@@ -91,8 +91,7 @@ class FedAMPParams:
     )
     neighbours: int = key(
         0,
-        "Number of other clients in each cloud model, those with the most attention; 0: all, as in the paper. With 256 clients and "
-        "more a small number saves time.",
+        "Number of other clients in each cloud model, those with the most attention; 0: all, as in the paper.",
         NOT_NEGATIVE,
     )
     scaling: Literal["none", "convex"] = key(
