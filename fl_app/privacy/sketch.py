@@ -4,8 +4,9 @@ Overlaps do not change.
 
 Client i sends z_i = (M_i o pi)[0:m] xor r. The permutation pi and the pad r follow from a key that all clients share,
 for one attempt at one round. With m = d, z_i xor z_j has as many ones, H_ij, as M_i xor M_j. So for masks with K ones
-each, the server gets |M_i and M_j| = K - H_ij / 2 exactly. With m < d it gets an estimate; docs/privacy.md gives its
-standard deviation.
+each, the server gets |M_i and M_j| = K - H_ij / 2 exactly. With m < d it gets an estimate. For an overlap O and a share
+tau of ones its standard deviation is sqrt(h (1 - h) / m) sqrt(1 - m / d) / (2 tau), h = 2 tau (1 - O): 0.003 for m = 16,384,
+tau = 0.5 and O = 0.8.
 """
 
 from __future__ import annotations
