@@ -296,8 +296,8 @@ def layers(run: ReportedRun, figure: Layers) -> tuple[list[str], Floats] | None:
     for t, entry in run.rounds.items():
         whole = entry.get(figure.record)
         tables = [whole] if isinstance(whole, dict) else _noted(entry, figure.record).values()
-        known = [pandas.Series(table, dtype=object).map(number) for table in tables if isinstance(table, dict)]
-        values = pandas.DataFrame(known).dropna(how="all", axis=1)
+        known = [{name: number(v) for name, v in table.items()} for table in tables if isinstance(table, dict)]
+        values = pandas.DataFrame(known, dtype=np.float64).dropna(how="all", axis=1)
         rows[t] = values.mean()
         if figure.shares and not values.empty:
             sums = values.sum()

@@ -156,7 +156,7 @@ const show = async (figure, choice, kept) => {
   for (const side of ["x", "y"]) walk(spec, node => Object.assign(node[side] ?? {}, changes[node[side]?.field]));
   fit(spec);
   spec.datasets = Object.fromEntries(spec.datasets.map(key => [key, datasets[key]]));
-  spec.config.params = Object.entries(state).map(([name, value]) => ({name, value}));
+  for (const param of spec.config.params) param.value = state[param.name] ?? param.value;
   const options = {mode: "vega-lite", actions: false, renderer: "canvas", tooltip: {theme: "custom"}};
   const {view} = await vegaEmbed(figure.querySelector(".picture"), spec, options);
   if (kept) view.setState(kept);

@@ -28,6 +28,7 @@ from corolla.report.theme import (
     EMPTY,
     INK,
     SOFT,
+    STILL,
     VERMILLION,
     looks,
     of_colour,
@@ -136,7 +137,7 @@ class Panel:
         return re.sub(
             r'(id="|url\(#)([a-z_]+)(\d+)',
             lambda part: f"{part[1]}{part[2]}{numbers.setdefault(part[2] + part[3], len(numbers))}",
-            vl_convert.vegalite_to_svg(self.spec),
+            vl_convert.vegalite_to_svg({**self.spec, "config": STILL}),
         )
 
     def render(self, kind: str = "png") -> bytes:
@@ -246,23 +247,25 @@ def lines(
     )
     style, across = series(frame, legend, "right" if right else "bottom"), x.on(alt.X, "x" if "x" in frame else "round")
     base, layers = alt.Chart(), []
+    # nothing stands outside other axes until a reader moves them, and cutting off takes most of the time of a file
+    clip = y.limits is not None or alt.ExprRef("moves")
     if "other" in frame:
         layers.append(
             alt.Chart(inline(frame.drop(columns="part")))
-            .mark_line(strokeWidth=1, stroke=SOFT, opacity=0.4, clip=True)
+            .mark_line(strokeWidth=1, stroke=SOFT, opacity=0.4, clip=clip)
             .encode(x=across, y=y.on(alt.Y, "mean"), detail="other:N")
         )
     for low, high, opacity in (("lowest", "highest", 0.1), ("low", "high", 0.18)):
         if low in frame and frame[low].notna().any():
-            band = base.mark_area(clip=True).encode(x=across, y=y.on(alt.Y, low), y2=high, color=style["color"])
+            band = base.mark_area(clip=clip).encode(x=across, y=y.on(alt.Y, low), y2=high, color=style["color"])
             layers.append(band.encode(opacity=when(alt.OpacityValue, PICKED, opacity, 0)))
     if "left" in frame:
         layers.append(
             base.transform_filter("datum.left")
-            .mark_rule(strokeDash=[1.3, 1.4], clip=True)
+            .mark_rule(strokeDash=[1.3, 1.4], clip=clip)
             .encode(x=across, color=style["color"], tooltip=["run:N", "round:Q", "left:N"])
         )
-    line = base.mark_line(clip=True).encode(
+    line = base.mark_line(clip=clip).encode(
         x=across,
         y=y.on(alt.Y, "mean"),
         color=style["color"],

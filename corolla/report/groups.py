@@ -326,9 +326,8 @@ def facts(run: ReportedRun, ids: Sequence[str]) -> dict[str, Any]:
 def class_text(counts: Sequence[int], names: Sequence[str]) -> str:
     """Return the most frequent classes of a client, as `cat 30, dog 4`."""
     called = names or [f"{k}:" for k in range(len(counts))]
-    most = pandas.Series(counts, called[: len(counts)], np.int64).sort_values(ascending=False, kind="stable")
-    words = [f"{name} {count}" for name, count in most[most > 0].items()]
-    return ", ".join(words[:4]) + (" …" if len(words) > 4 else "")
+    most = [k for k in np.argsort(np.negative(counts), kind="stable") if counts[k] > 0]
+    return ", ".join(f"{called[k]} {counts[k]}" for k in most[:4]) + " …" * (len(most) > 4)
 
 
 def bins(values: Floats, edges: Floats) -> Frame:

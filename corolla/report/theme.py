@@ -78,8 +78,10 @@ INK, SOFT, FAINT, EMPTY = (
 )
 _TEXT = {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12.5, "titleFontWeight": "normal"}
 CONFIG: dict[str, Any] = {
-    # `client`: the name of the client that is highlighted; empty: none
-    "params": [{"name": "dark", "value": False}, {"name": "client", "value": ""}],
+    # `client`: the name of the client that is highlighted; empty: none. `moves`: a reader can move the axes
+    "params": [{"name": "dark", "value": False}, {"name": "client", "value": ""}, {"name": "moves", "value": True}],
+    # a description of each mark is most of a file
+    "mark": {"aria": False},
     "background": two(PAPER, DARK_PAPER),
     "font": "system-ui, DejaVu Sans, sans-serif",
     "axis": {**_TEXT, "gridColor": FAINT, "domainColor": SOFT, "tickColor": SOFT, "labelLimit": 200, "titleLimit": 900},
@@ -99,6 +101,8 @@ CONFIG: dict[str, Any] = {
     "text": {"color": INK},
     "line": {"strokeWidth": 1.9},
 }
+# of a file
+STILL = {**CONFIG, "params": [*CONFIG["params"][:2], {"name": "moves", "value": False}]}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def marks(panel: Panel, kind: str) -> list[dict[str, Any]]:
     return [
         part["encoding"]
         for part in parts(panel.spec)
-        if isinstance(part.get("mark"), dict) and part["mark"]["type"] == kind
+        if isinstance(part.get("mark"), dict) and part["mark"].get("type") == kind
     ]
 
 
