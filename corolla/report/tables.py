@@ -49,6 +49,9 @@ TEMPLATES.globals.update(
     short=short,
     plain=plain,
     counted=counted,
+    chosen=chosen,
+    undefined_notes=undefined_notes,
+    sent_version=SENT_DIGEST_VERSION,
     show=show,
     size=size,
     costs=list(COSTS),
@@ -101,30 +104,7 @@ def results_table(groups: Sequence[Group]) -> str:
         "seeds": len(runs) > len(groups),
         "swatches": swatches(groups),
     }
-    return str(PARTS.results(shown, _results_text(groups, runs, "global" in known)))
-
-
-def _results_text(groups: Sequence[Group], runs: Sequence[ReportedRun], has_global: bool) -> str:
-    metrics = dict.fromkeys(group.first.headline for group in groups)
-    names = ", ".join(metric.title[:1].upper() + metric.title[1:] for metric in metrics)
-    versions = {run.outcome["digest-version"] for run in runs if run.finished}
-    everybody = "all clients" + " that train (unseen: over those that never do)" * any(run.has_unseen for run in runs)
-    text = (
-        f"{names}{' (ratios in per cent)' * (len(metrics) > 1)} on test data. final: mean over {everybody}, each on its own test "
-        "data, after the last round; pooled: over all samples; best: best mean over a round's clients, before local training, "
-        f"so it can be below final, {chosen(runs)}. upload, download: all clients together. digest: its first 8 digits; equal "
-        "digests mean the same final models, bit for bit."
-    )
-    if has_global:
-        text += " global: the global model in place of the clients' personal ones, after the last round."
-    text += "".join(f" {note}." for note in undefined_notes(runs))
-    if 1 in versions:
-        text += " Digests of version 1 do not cover BatchNorm statistics, and are not comparable with others."
-    if SENT_DIGEST_VERSION in versions:
-        text += " Digests of version 3 are of the models that the server sent: clients hide the hashes of theirs."
-    if len(runs) > len(groups):
-        text += " Runs that differ only in the seed share a row: mean ± sample standard deviation; bytes and seconds are means."
-    return text
+    return str(PARTS.results(shown, runs))
 
 
 def columns_of_others(groups: Sequence[Group]) -> dict[str, Metric]:
@@ -138,17 +118,7 @@ def columns_of_others(groups: Sequence[Group]) -> dict[str, Metric]:
 def settings_table(groups: Sequence[Group]) -> str:
     """Return the table of keys in which the groups differ; empty if the table of results shows them."""
     keys = list(dict.fromkeys(key for group in groups for key in group.settings))
-    if len(keys) <= BRIEF:
-        return ""
-    lines = []
-    for group in groups:
-        name = (group.name if len(group.runs) > 1 else given_name(group.first)) or group.method
-        found = [group.settings.get(key) for key in keys]
-        lines.append([f"{group.number} {name}", *("–" if value is None else show(value) for value in found)])
-    return str(
-        PARTS.heading("settings", "Settings in which the runs differ")
-        + PARTS.texts(["run", *keys], lines, swatches(groups))
-    )
+    return str(PARTS.settings(groups, keys, swatches(groups))) if len(keys) > BRIEF else ""
 
 
 def differences_section(groups: Sequence[Group]) -> str:
