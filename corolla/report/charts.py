@@ -8,7 +8,6 @@ report: a chart with its title and caption, and its files.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import warnings
@@ -92,17 +91,17 @@ def metric_axis(metric: Metric, limits: tuple[float, float] | None = None) -> Ax
 
 
 ROUNDS = Axis("round", "d", tight=True)
-# other axes of lines over rounds, by the reader's choice, with the frame's column
-COSTS = {
-    "over bytes": ("bytes", Axis("bytes sent and received until then, of all clients", "~s", tight=True)),
-    "over seconds": ("seconds", Axis("seconds until then", tight=True)),
-}
+SPENT = Axis("bytes sent and received until then, of all clients", "~s", tight=True)
+ELAPSED = Axis("seconds until then", tight=True)
 
 
 def by_cost() -> dict[str, dict[str, Any]]:
-    """Return the choices of lines over rounds, as `Panel.switch` takes them."""
-    others = {choice: {"round": axis.on(alt.X, field).to_dict()} for choice, (field, axis) in COSTS.items()}
-    return {"over rounds": {}, **others}
+    """Return the choices of lines over rounds, as `Panel.switch` takes them: other axes, of other columns of the frame."""
+    return {
+        "over rounds": {},
+        "over bytes": {"round": SPENT.on(alt.X, "bytes").to_dict(validate=False)},
+        "over seconds": {"round": ELAPSED.on(alt.X, "seconds").to_dict(validate=False)},
+    }
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Panel:
 def inline(frame: Frame) -> Any:
     """Return a frame as a chart's data: CSV, with each column's type."""
     kinds = {name: "number" if kind.kind in "iuf" else "string" for name, kind in frame.dtypes.items()}
-    text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", quoting=csv.QUOTE_MINIMAL)
+    text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n")
     return alt.InlineData(values=text.replace("\r", ""), format=alt.CsvDataFormat(type="csv", parse=kinds))
 
 

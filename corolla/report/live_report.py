@@ -22,6 +22,7 @@ from fl_app.server.run_folder import METRICS, SUMMARY
 
 # seconds that a page's question waits for news, and between two looks at the run folders
 WAITS, LOOKS = 20.0, 0.5
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 class LiveReport(ThreadingHTTPServer):
@@ -94,10 +95,9 @@ class _Answer(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         status, kind, content = self.server.content(asked.path, asked.query)
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Referrer-Policy", "no-referrer")
+        headers = {"Content-Type": kind, "Content-Length": str(len(content)), **HEADERS}
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 

@@ -16,28 +16,12 @@ import altair as alt
 
 from corolla.experiments import latex
 from corolla.experiments.result_table import caption, text_table
-from corolla.report import assets
-from corolla.report.all_runs import accuracy, costs, losses
+from corolla.report import all_runs, assets, by_kind, csv_files, heat_maps, model_pictures, swept, tables
 from corolla.report.arrays import client_labels, read_runs
-from corolla.report.by_kind import of_run, of_waiting
 from corolla.report.charts import SCALE, Panel
-from corolla.report.csv_files import CLIENTS, ROUNDS, as_csv, client_lines, round_lines
+from corolla.report.csv_files import CLIENTS, ROUNDS
 from corolla.report.groups import Group, grouped
-from corolla.report.heat_maps import partitions
-from corolla.report.model_pictures import of_all_uploads, of_features, of_uploads, spreads_of
-from corolla.report.swept import swept
-from corolla.report.tables import (
-    PICTURES,
-    TEMPLATES,
-    clients_section,
-    differences,
-    differences_section,
-    results_table,
-    settings_table,
-    shared_settings,
-    swatches,
-    warnings,
-)
+from corolla.report.tables import PICTURES
 from corolla.report.theme import CONFIG
 from fl_app import progress
 from fl_app.data.prepared import cache_directory
@@ -69,18 +53,19 @@ class Page:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups, self.runs = groups, [run for group in groups for run in group.runs]
-        spreads = {run.number: spreads_of(run) for run in self.runs}
+        spreads = {run.number: model_pictures.spreads_of(run) for run in self.runs}
         self.shared = [
-            *swept(groups),
-            *accuracy(groups),
-            *losses(groups),
-            *of_all_uploads(groups, spreads),
-            *costs(groups),
-            *partitions(self.runs),
+            *swept.swept(groups),
+            *all_runs.accuracy(groups),
+            *all_runs.losses(groups),
+            *model_pictures.of_all_uploads(groups, spreads),
+            *all_runs.costs(groups),
+            *heat_maps.partitions(self.runs),
         ]
         self.own: dict[str, list[Panel]] = {}
         for run in self.runs:
-            self.own[run.number] = [*of_waiting(run), *of_run(run), *of_uploads(run, spreads[run.number])]
+            uploads = model_pictures.of_uploads(run, spreads[run.number])
+            self.own[run.number] = [*by_kind.of_waiting(run), *by_kind.of_run(run), *uploads]
 
     @property
     def panels(self) -> list[Panel]:
@@ -98,14 +83,12 @@ class Page:
         """What `parts.html` puts on the page, besides its pictures."""
         groups = self.groups
         return {
-            "settings": shared_settings(self.runs),
-            "warnings": warnings(self.runs),
-            "tables": "\n".join(
-                filter(None, (results_table(groups), settings_table(groups), differences_section(groups)))
-            ),
-            "clients": clients_section(groups),
+            "settings": tables.shared_settings(self.runs),
+            "warnings": tables.warnings(self.runs),
+            "tables": tables.of_groups(groups),
+            "clients": tables.clients_section(groups),
             "with_own": [group for group in groups if any(self.own[run.number] or run.failures for run in group.runs)],
-            "swatches": swatches(groups),
+            "swatches": tables.swatches(groups),
         }
 
     def html(self, heights: Mapping[str, int], live: str = "") -> str:
@@ -114,7 +97,7 @@ class Page:
         live: what a page that grows knows already (corolla/report/live_report.py).
         """
         names = dict.fromkeys(name for run in self.runs for name in client_labels(run, map(int, run.clients)))
-        return TEMPLATES.get_template("page.html").render(
+        return tables.TEMPLATES.get_template("page.html").render(
             page=self,
             heights=heights,
             live=live,
@@ -154,7 +137,7 @@ def write_report(
     # fail early: the pictures take long
     if tested:
         for run in report.runs:
-            report.own[run.number] += of_features(run, tested(run.path))
+            report.own[run.number] += model_pictures.of_features(run, tested(run.path))
     with _writing("--output", output):
         make_directory(output / PICTURES)
     drawn = _draw(report.panels, ("png", "svg", "pdf") if figures else ("png",))
@@ -176,7 +159,10 @@ def write_report(
         with _writing("--figures", figures):
             _write_files(figures, drawn)
     if tables:
-        files = {ROUNDS: as_csv(report.runs, round_lines), CLIENTS: as_csv(report.runs, client_lines)}
+        files = {
+            ROUNDS: csv_files.as_csv(report.runs, csv_files.round_lines),
+            CLIENTS: csv_files.as_csv(report.runs, csv_files.client_lines),
+        }
         if title:
             files[LATEX] = _latex(report.groups, title)
         with _writing("--tables", tables):
@@ -201,7 +187,7 @@ def _latex(groups: Sequence[Group], title: Callable[[str], str]) -> str:
     results = latex.results(
         [group.runs for group in groups], rows, latex.titled([[*more, *header], *lines], title), caption(rows)
     )
-    return "\n".join([results, *(latex.tabular(*found) for found in differences(groups, names))])
+    return "\n".join([results, *(latex.tabular(*found) for found in tables.differences(groups, names))])
 
 
 def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> dict[str, bytes]:
@@ -298,7 +284,7 @@ class Plots:
     def __getattr__(self, name: str) -> Any:
         """Return the function that draws a picture. Raises AttributeError if the run has none of this name."""
         if name in OF_MODELS and name not in self._panels:
-            self._panels |= self._named([*of_features(self._run, self._tested(self._run.path))])
+            self._panels |= self._named([*model_pictures.of_features(self._run, self._tested(self._run.path))])
         panel = None if name.startswith("_") else self._panels.get(name)
         if panel is None:
             raise AttributeError(f"the run has no picture {name!r}, only {', '.join(self._panels)}")

@@ -175,7 +175,7 @@ def values_of(lines: Sequence[KeyLine], place: int = 0) -> list[float]:
 
 def _line_panel(metric: Metric, key: str, lines: Sequence[KeyLine], levels: Sequence[KeyLine]) -> Panel:
     drawn = labelled([*(line for line in lines if len(line.means) > 1 and line.known), *levels])
-    scale, told = _scale(values_of(drawn))
+    kind = placed(values_of(drawn))[1]
     sentences = {
         f"{drawn[0].label}.": len(drawn) == 1,
         "Mean over all clients after the last round.": True,
@@ -185,7 +185,7 @@ def _line_panel(metric: Metric, key: str, lines: Sequence[KeyLine], levels: Sequ
         "A line has a gap at runs that are not finished or have no final figure.": any(
             None in line.means.values() for line in drawn
         ),
-        f"The axis is logarithmic{told}.": bool(scale),
+        f"The axis is {kind}.": bool(kind),
     }
     return Panel(
         _name(metric, key),
@@ -197,14 +197,16 @@ def _line_panel(metric: Metric, key: str, lines: Sequence[KeyLine], levels: Sequ
 
 def _over_key(metric: Metric, key: str, lines: Sequence[KeyLine]) -> Chart:
     values = values_of(lines)
-    place = dict(zip(values, places(values), strict=True))
-    first, last = min(place.values()), max(place.values())
+    places, kind = placed(values)
+    place, texts = dict(zip(values, places, strict=True)), dict(zip(values, map(show, values), strict=True))
+    first, last = min(places), max(places)
     margin = 0.05 * (last - first)
-    scale, told = _scale(values)
-    texts = dict(zip(values, map(show, values), strict=True))
-    title = f"{key} (logarithmic{told})" if scale else key
-    ticks = tuple(zip(place.values(), texts.values(), strict=True))
-    axis, found = Axis(title, limits=(first - margin, last + margin), places=ticks), []
+    axis = Axis(
+        f"{key} ({kind})" if kind else key,
+        limits=(first - margin, last + margin),
+        places=tuple(zip(places, texts.values(), strict=True)),
+    )
+    found = []
     for turn, line in enumerate(lines):
         rows = [(*at, *(line.means[at] or (np.nan, None))) for at in sorted(line.means)]
         # a line without values is a level
@@ -223,34 +225,24 @@ def _over_key(metric: Metric, key: str, lines: Sequence[KeyLine]) -> Chart:
     return charts.lines(frame, axis, metric_axis(metric))
 
 
-def _scale(values: Sequence[float]) -> tuple[str, str]:
-    """Return the scale of an axis with these ascending values, and its description; both empty if it is linear.
+def placed(values: Sequence[float]) -> tuple[list[float], str]:
+    """Return where ascending values stand on an axis, and the axis's kind: empty if it is linear, and places are values.
 
-    `log`: the values differ by DECADES. `symlog`: so do those above 0, and others are not. `near-one`: the distances
-    from 1 differ by DECADES.
+    It is logarithmic if the values differ by DECADES, or those above 0 do, or the distances from 1. A place is then in
+    decades.
     """
     above = [value for value in values if value > 0]
     if above and above[-1] >= DECADES * above[0]:
-        return ("log", "") if len(above) == len(values) else ("symlog", f", and linear below {show(above[0])}")
+        if len(above) == len(values):
+            return [math.log10(value) for value in values], "logarithmic"
+        decades = [math.log10(value / above[0]) + 1 if value > 0 else value / above[0] for value in values]
+        return decades, f"logarithmic, and linear below {show(above[0])}"
     below = [1 - value for value in values if value < 1]
     if values and values[0] >= 0 and values[-1] <= 1 and below and below[0] >= DECADES * below[-1]:
-        return "near-one", " in the distance from 1"
-    return "", ""
-
-
-def places(values: Sequence[float]) -> list[float]:
-    """Return where ascending values stand on an axis, in the unit of `_scale`: decades, or the values themselves."""
-    scale, _ = _scale(values)
-    if scale == "log":
-        return [math.log10(value) for value in values]
-    if scale == "symlog":
-        least = min(value for value in values if value > 0)
-        return [math.log10(value / least) + 1 if value > 0 else value / least for value in values]
-    if scale == "near-one":
-        least = min(1 - value for value in values if value < 1)
         # 1 itself stands half a decade beyond the last value below it
-        return [-math.log10(1 - value) if value < 1 else 0.5 - math.log10(least) for value in values]
-    return list(values)
+        decades = [-math.log10(1 - value) if value < 1 else 0.5 - math.log10(below[-1]) for value in values]
+        return decades, "logarithmic in the distance from 1"
+    return list(values), ""
 
 
 # Heat maps over two keys ----------------------------------------------------------------------------------------------

@@ -121,9 +121,10 @@ def settings_table(groups: Sequence[Group]) -> str:
     return str(PARTS.settings(groups, keys, swatches(groups))) if len(keys) > BRIEF else ""
 
 
-def differences_section(groups: Sequence[Group]) -> str:
-    """Return the paired differences of each row from the first, over clients and for each client; empty if there are none."""
-    return str(PARTS.differences(differences(groups, [short(group.label) for group in groups])))
+def of_groups(groups: Sequence[Group]) -> str:
+    """Return the tables of results, of settings, and of each row's paired differences from the first."""
+    paired = PARTS.differences(differences(groups, [short(group.label) for group in groups]))
+    return "\n".join(filter(None, (results_table(groups), settings_table(groups), str(paired))))
 
 
 def differences(groups: Sequence[Group], names: Sequence[str]) -> list[tuple[list[list[str]], str]]:

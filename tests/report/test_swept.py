@@ -15,7 +15,7 @@ import pytest
 from corolla.report.arrays import read_runs
 from corolla.report.charts import Axis, Panel
 from corolla.report.groups import grouped
-from corolla.report.swept import places, swept, swept_keys
+from corolla.report.swept import placed, swept, swept_keys
 from tests.facts import mentions
 from tests.report.builders import folder, record, write
 from tests.report.read import encoding, frame_with, frames_of, marks, parts
@@ -104,11 +104,12 @@ def test_an_axis_is_logarithmic_where_its_values_span_two_decades(
     if beside and key == "quantile":
         rows.append((0.3, {"method": "fedavg"}))
     (panel,) = sweep(tmp_path, rows)
-    np.testing.assert_allclose(np.diff(places(values)), steps)
+    places, _ = placed(values)
+    np.testing.assert_allclose(np.diff(places), steps)
     across = encoding(panel, "x")
-    assert across["title"] == label and np.allclose(across["axis"]["values"], places(values))
+    assert across["title"] == label and np.allclose(across["axis"]["values"], places)
     low, high = across["scale"]["domain"]
-    first, *_, last = places(values)
+    first, *_, last = places
     assert (low, high) == pytest.approx((first - 0.05 * (last - first), last + 0.05 * (last - first)))
     assert (mentions(panel.caption, "axis is logarithmic")) == ("logarithmic" in label)
     assert ("Horizontal lines" in panel.caption) == (beside and key == "quantile")
