@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts Flower's processes comes last."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 600, every: float = 0.02) -> Any:
+    """Return the condition's first true value."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(every)
+    raise AssertionError(f"nothing within {seconds} s")
 
 
 # methods as a user brings them

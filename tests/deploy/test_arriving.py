@@ -10,7 +10,6 @@ import multiprocessing
 import select
 import socket
 import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +35,7 @@ from flwr.supernode.nodestate import NodeStateFactory
 from flwr.supernode.runtime.run_clientapp import push_message
 
 from deploy.unanswered import Answering, Arriving
+from tests.conftest import wait_for
 
 RUN, LIMIT = 7, 1_000_000
 MOST = 32 * LIMIT
@@ -57,8 +57,7 @@ class Node:
         self.server = uvicorn.Server(config(app=app, host="127.0.0.1", port=0, log_level="error"))
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
+        wait_for(lambda: self.server.started, 20)
         self.address = self.server.servers[0].sockets[0].getsockname()
         self.begin()
 
@@ -186,13 +185,6 @@ ATTACKS = [
 ]
 
 
-def assert_soon(holds: Any) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_no_application_fills_its_supernodes_memory(node: Node, attack: Any) -> None:
     """What it sent is dropped when the next message comes, whose reply then arrives."""
@@ -205,7 +197,7 @@ def test_no_application_fills_its_supernodes_memory(node: Node, attack: Any) -> 
         application.join(60)
         assert application.exitcode == 0
         # the server notices later that connections have ended
-        assert_soon(lambda: node.arriving._here == 0)
+        wait_for(lambda: node.arriving._here == 0, 20)
         node.begin()
         gc.collect()
         left.append(tracemalloc.get_traced_memory()[0])
@@ -224,10 +216,10 @@ def test_what_is_half_sent_when_the_next_message_comes_takes_nothing_from_it(nod
     path = b"POST /v1/runtime/push-object HTTP/1.1\r\nhost: a\r\ncontent-length: 3000000\r\n\r\n"
     with socket.create_connection(node.address) as left:
         left.sendall(path + bytes(2_900_000))
-        assert_soon(lambda: node.arriving._here > 2_900_000)
+        wait_for(lambda: node.arriving._here > 2_900_000, 20)
         node.begin()
         # the next application takes seconds to start
-        assert_soon(lambda: node.arriving._here == 0)
+        wait_for(lambda: node.arriving._here == 0, 20)
         node.push(honest := node.reply(LIMIT // 4 - 1000))
         assert node.holds(honest) and not node.arriving.too_much
 

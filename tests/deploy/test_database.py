@@ -8,7 +8,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 
 from deploy import detached, superlink
 from fl_app.errors import DeploymentError
+from tests.conftest import wait_for
 from tests.facts import rejected
 
 SECRET = b"a site's upload " * 4096
@@ -122,10 +122,7 @@ def test_a_runs_uploads_end_with_it(tmp_path: Path, end: str) -> None:
     else:
         (task,) = state.get_tasks(task_ids=[found.primary_task_id])
         state._on_task_tokens_expired([task])
-    until = time.monotonic() + 30
-    while holds(path):
-        assert time.monotonic() < until, [file.name for file in files(path) if SECRET[:512] in file.read_bytes()]
-        time.sleep(0.02)
+    wait_for(lambda: not holds(path), 30)
     assert len(objects) == 0
 
 
@@ -171,9 +168,6 @@ def test_a_process_keeps_its_own_log_small(tmp_path: Path) -> None:
             env=os.environ | {detached.LOG_FILE: str(path)},
         )
         try:
-            until = time.monotonic() + 30
-            while not Path(f"{path}.1").exists() or path.stat().st_size:
-                assert time.monotonic() < until and process.poll() is None
-                time.sleep(0.01)
+            wait_for(lambda: Path(f"{path}.1").exists() and not path.stat().st_size, 30)
         finally:
             process.communicate()

@@ -18,6 +18,7 @@ from deploy import detached, node
 from deploy.inventory import LOCAL
 from fl_app.errors import DeploymentError, UserError
 from fl_app.processes import start_mark
+from tests.conftest import wait_for
 from tests.facts import each_mentions, rejected
 
 
@@ -75,9 +76,7 @@ def test_children_are_ended_also_those_that_left_the_family(directory: Path) -> 
     )
     detached.start(directory, "t", "parent", [sys.executable, "-c", code], {})
     other = detached.start(directory, "t", "other", ["sleep", "60"], {})
-    deadline = time.monotonic() + 30
-    while not (directory / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for((directory / "ready").exists, 30)
     orphan = int((directory / "orphan").read_text())
     record = detached.read_record(directory, "parent")
     assert record is not None
@@ -93,9 +92,7 @@ def test_a_process_that_ignores_sigterm_is_killed(directory: Path) -> None:
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w').close(); time.sleep(60)"
     )
     record = detached.start(directory, "t", "stubborn", [sys.executable, "-c", code], {})
-    deadline = time.monotonic() + 30
-    while not (directory / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for((directory / "ready").exists, 30)
     assert detached.stop(directory, "t", "stubborn", seconds=0.5)
     assert not detached.alive(record)
 
@@ -128,9 +125,7 @@ def test_log_and_environment(directory: Path) -> None:
 def test_a_killed_nodes_log_says_that_it_ended(directory: Path) -> None:
     record = detached.start(directory, "t", "supernode-0", ["sh", "-c", "echo Connection attempt failed; sleep 60"], {})
     logs = {"action": "logs", "cluster": "lab", "token": "t", "name": "supernode-0", "lines": 5}
-    deadline = time.monotonic() + 30
-    while not node.handle(logs)["text"] and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: node.handle(logs)["text"], 30)
     assert [words.partition(":")[0] for words in node.handle(logs)["means"]] == ["not connected"]
     for process in [*psutil.Process(record.pid).children(), psutil.Process(record.pid)]:
         process.kill()

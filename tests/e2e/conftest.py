@@ -7,10 +7,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fl_app.config import parse
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, script
 from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
+from tests.conftest import wait_for as wait_for
 from tests.e2e.browser import find as find_browser
 from tests.e2e.network import network as network
 
@@ -38,16 +38,6 @@ MODELS = Path(__file__).parent
 def browser() -> str:
     """Return the path of a browser; skip the test without one."""
     return find_browser()
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 600, every: float = 0.02) -> Any:
-    """Return the condition's first true value."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(every)
-    raise AssertionError(f"nothing within {seconds} s")
 
 
 def runs(process: psutil.Process, word: str) -> bool:
