@@ -422,7 +422,7 @@ _WORDS = "tests/hostile/test_hostile.py::test_no_name_of_a_client_is_code_anywhe
 _GATE = "tests/deploy/test_gate.py::"
 _INVENTORY = "tests/deploy/test_deploy.py::test_hostile_files_are_refused_in_a_few_words"
 _LIARS = "tests/privacy/test_private_liars.py::"
-_EXTRAS = "tests/server/test_lying_extras.py::test_a_liar_is_dropped_by_name_and_nobody_else"
+_EXTRAS = "tests/server/test_poisoning.py::test_a_liar_is_dropped_by_name_and_nobody_else"
 _WIRE = "tests/fl_app/test_wire.py::"
 
 BESIDE: tuple[Beside, ...] = (

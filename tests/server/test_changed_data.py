@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +275,11 @@ def test_a_sweep_runs_again_what_was_made_of_other_data(
     assert command(*words)[0] == 0
     code, out, _ = command(*words)
     assert code == 0 and mentions(out, "2 finished before", "0 to do")
+    found = [json.loads(path.read_text())["final-accuracy"] for path in (tmp_path / "out").glob("*/summary.json")]
+    (row,) = csv.DictReader((tmp_path / "out" / "results.csv").open())
+    figures = [float(row[f"final-accuracy-{name}"]) for name in ("mean", "std")]
+    assert figures == pytest.approx([statistics.fmean(found), statistics.stdev(found)]) and row["n"] == "2"
+    assert f"{100 * figures[0]:.2f} ± {100 * figures[1]:.2f}" in (tmp_path / "out" / "results.md").read_text()
     write_data(data, 1)
     code, out, _ = command(*words)
     assert code == 0 and mentions(out, "0 finished before", "2 to do")

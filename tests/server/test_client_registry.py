@@ -12,6 +12,8 @@ from fl_app.errors import UserError
 from fl_app.known_names import CLIENT_NAME
 from fl_app.transport import client_registry as registry_module
 from fl_app.transport.exchange import Exchange
+from fl_app.transport.identity import Holders, Identity
+from fl_app.transport.wire import WireError
 from tests.facts import mentions, rejected
 from tests.server.fake_grid import SILENT, UNDELIVERED, exchange, properties, three
 
@@ -33,28 +35,6 @@ def test_clients_are_known_by_their_ids() -> None:
     assert e.registry.client_ids == [0, 1, 2] and e.registry.num_clients == 3
     assert [e.message(i, RecordDict(), "train", 1).metadata.dst_node_id for i in e.registry.client_ids] == [77, 91, 50]
     assert e.registry.properties[2]["client-id"] == 2
-
-
-def test_every_node_is_asked_once() -> None:
-    e = exchange(three())
-    e.registry.wait()
-    e.registry.refresh()
-    e.registry.refresh()
-    assert sorted(e.grid.asked) == [50, 77, 91]  # type: ignore[attr-defined]
-
-
-def test_the_number_of_clients_comes_from_the_nodes_if_not_configured() -> None:
-    e = exchange({1: properties(0, 2), 2: properties(1, 2)}, num_clients=0)
-    e.registry.wait()
-    assert e.registry.num_clients == 2 and e.registry.minimum == 2 and e.registry.client_ids == [0, 1]
-
-
-def test_fewer_clients_than_there_are_may_be_enough() -> None:
-    nodes = three()
-    del nodes[91]
-    e = exchange(nodes, min_available_clients=2)
-    e.registry.wait()
-    assert e.registry.client_ids == [0, 2]
 
 
 def test_too_few_clients_fail_after_the_timeout() -> None:
@@ -263,7 +243,7 @@ def test_a_silent_node_is_named_while_it_waits_to_be_asked_again(
 def test_how_many_clients_there_are_is_what_most_say() -> None:
     e = exchange({20: properties(0, 1)} | three(), num_clients=0)
     e.registry.wait()
-    assert e.registry.num_clients == 3 and e.registry.client_ids == [0, 1, 2]
+    assert e.registry.num_clients == e.registry.minimum == 3 and e.registry.client_ids == [0, 1, 2]
 
 
 def test_a_client_may_come_after_others_were_refused() -> None:
@@ -296,3 +276,53 @@ def test_only_what_was_asked_for_is_kept_of_properties() -> None:
     e = exchange(three() | {91: properties(1, **{"x" * 1000: "y", "class-names": "[]"})})
     e.registry.wait()
     assert set(e.registry.properties[1]) == {*properties(1), "class-names"}
+
+
+# Whose a client id is -------------------------------------------------------------------------------------------------
+
+A, B = Identity(b"a"), Identity(b"b")
+
+
+def refused_claim(holders: Holders, client_id: int, who: Identity, online: bool) -> str:
+    with pytest.raises(WireError) as info:
+        holders.claim(client_id, who, online)
+    return str(info.value)
+
+
+def test_an_id_is_its_first_holders() -> None:
+    holders = Holders()
+    holders.claim(1, A, False)
+    assert mentions(refused_claim(holders, 1, B, True), "two SuperNodes carry", "partition-id")
+    holders.claim(1, A, True)  # itself
+
+
+def test_a_node_is_one_client_for_the_whole_run() -> None:
+    holders = Holders()
+    holders.claim(1, A, False)
+    assert mentions(refused_claim(holders, 2, A, False), "key is", "client 1")
+
+
+def test_a_node_that_nobody_registered_comes_back_with_a_new_key_once_it_is_gone() -> None:
+    holders = Holders()
+    holders.claim(1, A, False)
+    holders.claim(1, B, False)
+    assert mentions(refused_claim(holders, 2, B, False), "key is", "client 1")
+    # a key that is nobody's any more
+    holders.claim(2, A, False)
+
+
+def test_a_registered_key_keeps_its_id_while_its_node_is_away() -> None:
+    holders = Holders()
+    holders.claim(1, Identity(b"a", "hospital"), False)
+    assert mentions(refused_claim(holders, 1, B, False), "partition-id belongs", "key of hospital")
+    assert mentions(refused_claim(holders, 1, Identity(b"c", "bank"), False), "partition-id belongs", "key of hospital")
+    holders.claim(1, Identity(b"new", "hospital"), False)  # its key was renewed
+
+
+def test_who_was_registered_for_an_id_has_the_first_right_to_it() -> None:
+    holders = Holders()
+    holders.claim(1, Identity(b"b", "supernode-2"), False)
+    holders.claim(1, Identity(b"a", "supernode-1"), True)
+    assert mentions(
+        refused_claim(holders, 1, Identity(b"b", "supernode-2"), True), "two SuperNodes carry", "partition-id"
+    )

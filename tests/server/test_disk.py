@@ -1,20 +1,22 @@
-"""Free space under the run folder and the SuperLink's database, against the bytes that a round needs."""
+"""Free space against the bytes that a round needs, and a disk that is full: one line; with room again the run goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sqlite3
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fl_app import server_app
 from fl_app.errors import UserError
 from fl_app.layout import Model
-from fl_app.server import disk
+from fl_app.server import checkpoint, disk
 from fl_app.server.disk import DiskEstimate, Disks
-from fl_app.server.run_folder import RunFolder
+from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.transport import wire
 from strategies import METHODS
 from strategies.engine.estimates import disk_estimate
@@ -148,3 +150,33 @@ def test_a_run_on_a_disk_without_room_for_its_checkpoint_starts_nothing(run: Run
 
 def test_a_file_system_without_a_size_counts_as_empty() -> None:
     assert disk.free(Path("/proc/none/run")) > 1e15
+
+
+# A full disk under the run folder is one line; with room again the run goes on and ends with the same digest ----------
+
+SETTINGS = {"num_server_rounds": 3, "checkpoint_every": 1, "collect_personal_models": True}
+
+
+# nothing, the config, no checkpoint, one, the last models
+@pytest.mark.parametrize("kib", [4, 16, 60, 200, 400])
+def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on(run: Run, tmp_path: Path, kib: int) -> None:
+    with full_disk(tmp_path, free=kib * 1024) as there:
+        full = f"cannot (write under|create) {there}/run: No space left on device"
+        words = f"^output-dir: ({full}|{there}/run: .* are free, and a checkpoint takes about)"
+        with pytest.raises(UserError, match=words) as error:
+            run(output_dir=str(there), **SETTINGS)
+        assert "\n" not in str(error.value)
+        if not checkpoint.rounds(there / "run"):
+            return
+        subprocess.run(["mount", "-o", "remount,size=8m", str(there)], check=True)
+        resumed = run(resume=str(there / "run"), **SETTINGS)
+        assert read_summary(resumed.path)["digest"] == read_summary(run(**SETTINGS).path)["digest"]
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
+    with full_disk(tmp_path, free=300_000) as there:
+        checkpoint.save(there, 1, {"w": np.zeros(30_000, np.float32)}, {"record": {}})
+        with rejected(UserError, "output-dir", "No space left"):
+            checkpoint.save(there, 2, {"w": np.zeros(60_000, np.float32)}, {"record": {}})
+        assert checkpoint.load_latest(there).meta["round"] == 1
+        assert [path.name for path in (there / "checkpoints").glob(".*")] == []

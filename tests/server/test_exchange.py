@@ -60,31 +60,21 @@ def test_progress_is_told_while_none_replies() -> None:
     assert told.count(("round 1", 2, 3)) > 1
 
 
-def test_an_undeliverable_message() -> None:
+@pytest.mark.parametrize(
+    ("node", "answer", "expected"),
+    [
+        (91, UNDELIVERED, Reply(1, None, "the message could not be delivered")),
+        (50, SILENT, Reply(2, None, "no reply within 0.03 s")),
+        (77, Error(5, "node unavailable"), Reply(0, None, "error 5: node unavailable")),
+    ],
+)
+def test_a_message_without_a_reply_is_told_with_its_cause(node: int, answer: object, expected: Reply) -> None:
     nodes = three()
     e = connected(nodes)
-    nodes[91] = UNDELIVERED
+    nodes[node] = answer
     replies = ask(e)
-    assert replies[1] == Reply(1, None, "the message could not be delivered")
-    assert replies[0].content is not None and replies[2].content is not None
-
-
-def test_a_late_reply() -> None:
-    nodes = three()
-    e = connected(nodes)
-    nodes[50] = SILENT
-    replies = ask(e, timeout=0.03)
-    assert replies[2] == Reply(2, None, "no reply within 0.03 s")
-    assert replies[0].content is not None and replies[1].content is not None
-
-
-def test_an_error_reply_is_mapped_by_the_message_it_answers() -> None:
-    nodes = three()
-    e = connected(nodes)
-    nodes[77] = Error(5, "node unavailable")
-    replies = ask(e)
-    assert replies[0] == Reply(0, None, "error 5: node unavailable")
-    assert replies[1].content is not None and replies[2].content is not None
+    assert replies.pop(expected.client_id) == expected
+    assert all(reply.content is not None for reply in replies.values())
 
 
 def weight() -> RecordDict:

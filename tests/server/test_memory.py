@@ -119,48 +119,42 @@ def test_a_stack_that_the_disk_has_no_room_for_is_refused(tmp_path: Path, monkey
         stack((1,), np.dtype(np.float32), tmp_path)
 
 
-@pytest.mark.parametrize("method", ["fedcac", "feddac", "fedamp"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_what_lies_on_disk_does_not_change_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, method: str, fraction: float
-) -> None:
-    spilled: list[int] = []
-    monkeypatch.setattr(
-        "fl_app.server.client_arrays.to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1]
-    )
-    config: dict[str, Any] = {"method": method, "num_server_rounds": 3, "fraction_train": fraction}
-    digests = [
-        read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"]
-        for i, limit in enumerate((0.0, 1e-9, 1e-4))
-    ]
-    assert len(set(digests)) == 1 and spilled
-
-
 @pytest.mark.parametrize(
-    ("method", "own"),
-    [("fedcac", {}), ("feddac", {}), ("fedamp", {}), ("feddwa", {"guidance": "extrapolated"}), ("ifca", {})],
+    ("method", "own", "stacks"),
+    [
+        ("fedcac", {}, False),
+        ("fedamp", {}, False),
+        ("fedcac", {}, True),
+        ("feddac", {}, True),
+        ("feddwa", {"guidance": "extrapolated"}, True),
+        ("ifca", {}, True),
+    ],
 )
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_stacks_on_the_disk_do_not_change_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, method: str, own: dict[str, Any], fraction: float
+def test_what_lies_on_disk_does_not_change_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, method: str, own: dict[str, Any], stacks: bool, fraction: float
 ) -> None:
-    monkeypatch.setattr("strategies.base.state.SMALL", 0)
-    mapped: list[bool] = []
-    monkeypatch.setattr(
-        "fl_app.server.client_arrays.stack",
-        lambda shape, dtype, place: (mapped.append(place is not None), stack(shape, dtype, place))[1],
-    )
-    config: dict[str, Any] = {
-        "method": method,
-        "num_server_rounds": 3,
-        "fraction_train": fraction,
-        method: own,
-    }
-    digests = [
-        read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"]
-        for i, limit in enumerate((0.0, 1e-9))
-    ]
-    assert digests[0] == digests[1] and any(mapped) and not all(mapped)
+    """Clients' arrays, or a round's stacks too."""
+    on_disk: list[bool] = []
+
+    def spilled(arrays: Any, path: Path) -> Any:
+        on_disk.append(not stacks)
+        return to_disk(arrays, path)
+
+    def stacked(shape: tuple[int, ...], dtype: Any, place: Path | None) -> Any:
+        on_disk.append(stacks and place is not None)
+        return stack(shape, dtype, place)
+
+    if stacks:
+        monkeypatch.setattr("strategies.base.state.SMALL", 0)
+    monkeypatch.setattr("fl_app.server.client_arrays.to_disk", spilled)
+    monkeypatch.setattr("fl_app.server.client_arrays.stack", stacked)
+    config: dict[str, Any] = {"method": method, "num_server_rounds": 3, "fraction_train": fraction, method: own}
+    digests = set()
+    for i, limit in enumerate((0.0, 1e-9)):
+        digests.add(read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"])
+        assert any(on_disk) == (limit > 0)
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("mixing", ["collaborate", "as-critical", "mix", "mix_by_mask"])

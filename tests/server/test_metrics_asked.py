@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,17 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 import corolla
-from corolla import cli
 from corolla.cli import output
 from corolla.experiments import compare, result_table, significance, sweep
 from corolla.experiments.collect import collect
 from corolla.experiments.runs import RecordedRun, listing
 from fl_app import plugins
-from fl_app.config import parse
 from fl_app.errors import ConfigurationError, UserError
 from fl_app.metrics import Metric, undefined_note
 from fl_app.server.events import Round, event_of
 from fl_app.server.run_folder import read_metrics
 from strategies import METHOD_PARAMS
-from tests.conftest import Command, Run, config
+from tests.conftest import Command, Run
 from tests.facts import mentions, rejected
 from tests.hospitals import write
 
@@ -78,13 +75,7 @@ def test_it_is_measured_in_every_round(run: Run, hospitals: dict[str, Any]) -> N
         assert "auc-after" in record and "auc-before-pooled" not in record
 
 
-def test_every_table_has_it(
-    run: Run,
-    hospitals: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_table_has_it(run: Run, hospitals: dict[str, Any], tmp_path: Path, command: Command) -> None:
     folders = [run(**hospitals, method=name, metrics="auc", run_name=name).path for name in ("fedavg", "local")]
     one, other = (RecordedRun(path, METHOD_PARAMS) for path in folders)
     shown = f"{100 * one.summary['final-auc']:.2f}"
@@ -102,10 +93,7 @@ def test_every_table_has_it(
     listed = listing([one])
     assert listed[1][listed[0].index("auc")] == f"{shown} % (2 of 3 clients)"
     assert corolla.compare(folders)["final-auc"][0] == one.summary["final-auc"]
-    monkeypatch.setattr(sys, "argv", ["corolla", "compare", *map(str, folders)])
-    with pytest.raises(SystemExit):
-        cli.main()
-    out = capsys.readouterr().out
+    out = command("compare", *folders)[1]
     assert f"{shown} (2 of 3 clients)" in out and NOTE in out and mentions(out, "chosen on test", "data")
 
 
@@ -249,12 +237,6 @@ def test_why_a_client_has_no_number() -> None:
     }
     assert mentions(undefined_note(rows, auc), "1 of 5 clients (1: no", "test samples; 5, 10", "11: it failed")
     assert undefined_note({"0": rows["0"]}, auc) == undefined_note({"5": rows["5"]}, auc) == ""
-
-
-def test_metrics_and_headlines_tell_runs_apart_or_not() -> None:
-    plain = config()
-    assert sweep.identity(config(headline="auc")) != sweep.identity(plain)
-    assert parse({}, METHOD_PARAMS).headline == ""
 
 
 def test_a_round_names_the_clients_that_have_names(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

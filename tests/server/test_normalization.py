@@ -20,6 +20,7 @@ from fl_app.server.record import one_class_line
 from fl_app.server.run_folder import RunFolder, read_about, read_metrics, read_summary
 from fl_app.server_app import run
 from fl_app.transport.inprocess import InProcessGrid
+from fl_app.transport.wire import FEATURES
 from strategies import METHOD_PARAMS
 from tests.facts import mentions, rejected
 from tests.server.fake_grid import exchange, properties
@@ -213,32 +214,25 @@ def test_a_site_of_another_kind_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("told", "columns", "message"),
     [
-        ("nonsense", "property sums: "),
-        (json.dumps({"count": 7, "unit": 1, "totals": [[1, 0]], "squares": [[1, 0]]}), "over its 5 training samples"),
+        ("nonsense", ["a", "b"], "property sums: "),
+        # in another order than the others'
+        ("nonsense", ["b", "a"], "property sums"),
+        (
+            json.dumps({"count": 7, "unit": 1, "totals": [[1, 0]] * 2, "squares": [[1, 0]] * 2}),
+            ["a", "b"],
+            "over its 5 training samples",
+        ),
     ],
 )
-def test_sums_that_cannot_be_are_refused_by_name(told: str, message: str) -> None:
-    honest = json.dumps({"count": 5, "unit": 1, "totals": [[1, 0]], "squares": [[1, 0]]})
-    nodes = {k: properties(k, sums=honest if k else told) for k in range(3)}
+def test_sums_that_cannot_be_are_refused_by_name(told: str, columns: list[str], message: str) -> None:
+    honest = json.dumps({"count": 5, "unit": 1, "totals": [[1, 0]] * 2, "squares": [[1, 0]] * 2})
+    names = [json.dumps(columns), json.dumps(["a", "b"]), json.dumps(["a", "b"])]
+    nodes = {k: properties(k, **{FEATURES: names[k], "sums": honest if k else told}) for k in range(3)}
     asked = exchange(nodes, dataset="node", classes="0,1")
     with pytest.raises(UserError, match=f"client 0: .*{message}"):
         asked.registry.wait()
-
-
-def test_one_class_everywhere_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, _ = hospitals(tmp_path)
-    with caplog.at_level("WARNING", "corolla"):
-        # a step so small that nothing is learned of rows that lie far from 0
-        simulated(tmp_path, file, normalize="unit", learning_rate=1e-9, run_name="flat")
-    assert mentions(caplog.messages, "all 3 clients", "model predicts", "same class for", "every sample")
-    caplog.clear()
-    with caplog.at_level("WARNING", "corolla"):
-        folder = simulated(tmp_path, file, num_server_rounds=8, run_name="learns")
-    *_, last = read_metrics(folder.path)
-    assert [row["one-class"] for row in last["evaluation"]["clients"].values()] == [0, 0, 0]
-    assert not [line for line in caplog.messages if "one class" in line]
 
 
 def test_one_class_of_a_model_worse_than_at_first_names_the_learning_rate() -> None:

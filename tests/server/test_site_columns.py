@@ -17,12 +17,10 @@ from fl_app.data import site_columns
 from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.site_directory import VARIABLE as SITE_DIRECTORY
-from fl_app.transport.wire import FEATURES
 from strategies import METHODS
 from tests.conftest import Command, Run
 from tests.experiments.months import cancer
 from tests.facts import mentions, rejected
-from tests.server.fake_grid import exchange, properties
 
 SETTING: dict[str, Any] = {"dataset": "node", "target": "kind", "classes": "malignant,benign", "learning_rate": 0.05}
 
@@ -184,7 +182,8 @@ def test_every_site_may_have_its_own_order_and_columns(
     run: Run, tables: list[Path], tmp_path: Path, over: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No two sites have the same list: the run's columns are those that most have, in the first client's order."""
-    whole = started(run, tables, "whole", method="fedper", normalize_over=over)
+    more = {"method": "fedper", "normalize_over": over, "validation_ratio": 0.2}
+    whole = started(run, tables, "whole", **more)
     own = [
         tables[0],
         *[sorted_in(tables[k], tmp_path / f"{k}-own.csv", np.random.default_rng(k).permutation(9)) for k in (1, 2)],
@@ -194,22 +193,10 @@ def test_every_site_may_have_its_own_order_and_columns(
         frame.insert(3 * k, f"remark {k}", np.arange(len(frame)) % 3)
         own[k] = tmp_path / f"{k}-more.csv"
         frame.to_csv(own[k], index=False)
-    other = started(run, own, "other", method="fedper", normalize_over=over)
+    other = started(run, own, "other", **more)
     assert read_summary(whole.path)["digest"] == read_summary(other.path)["digest"]
     for k in range(3):
         assert any(f"client {k}" in line and f"remark {k}" in line for line in caplog.messages)
-
-
-@pytest.mark.parametrize("over", ["sites", "site"])
-@pytest.mark.parametrize("method", ["fedavg", "fedper", "fedcac"])
-def test_columns_match_by_name(run: Run, tables: list[Path], tmp_path: Path, method: str, over: str) -> None:
-    """A site with another order of columns, and with one more, trains the same bits."""
-    more = {"method": method, "normalize_over": over, "validation_ratio": 0.2}
-    whole = started(run, tables, "whole", **more)
-    other = started(run, [tables[0], reordered(tables[1], tmp_path / "other.csv"), tables[2]], "other", **more)
-    first, second = (list(read_metrics(folder.path))[-1] for folder in (whole, other))
-    assert first["evaluation"]["accuracy"] == second["evaluation"]["accuracy"] and first["loss"] == second["loss"]
-    assert read_summary(whole.path)["digest"] == read_summary(other.path)["digest"]
 
 
 def test_the_first_clients_columns_are_not_the_runs_if_most_have_others(
@@ -228,13 +215,6 @@ def test_a_site_that_lacks_a_column_is_named(run: Run, tables: list[Path], tmp_p
     pd.read_csv(tables[1]).drop(columns="mean area").to_csv(tmp_path / "less.csv", index=False)
     with rejected(UserError, None, "client 1 (plant-1)", "mean area"):
         started(run, [tables[0], tmp_path / "less.csv", tables[2]], "less")
-
-
-def test_sums_that_cannot_be_are_refused_by_name() -> None:
-    names = [json.dumps(["a", "b"]), json.dumps(["b", "a"])]
-    nodes = {k: properties(k, **{FEATURES: names[k == 0], "sums": "nonsense"}) for k in range(3)}
-    with pytest.raises(UserError, match="client 0: property sums"):
-        exchange(nodes, dataset="node", classes="0,1").registry.wait()
 
 
 OWN = """
