@@ -119,7 +119,7 @@ test-next: install ## with the newest Flower, in an environment of its own
 	  > "$$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pinned.pth"
 	$(NEXT)/bin/python -m pip install --quiet --upgrade 'flwr[simulation]'
 	$(NEXT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_flower_patches.py \
+	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_flower_patches.py \
 	  tests/server/test_exchange.py tests/server/test_client_registry.py tests/deploy tests/flower
 	$(NEXT)/bin/python -m pytest -rs tests/e2e/test_same_bits.py
 	COROLLA_NEXT=$(CURDIR)/$(NEXT)/bin/python $(BIN)/python -m pytest -m "next or long" -rs tests/e2e/test_next.py tests/e2e/test_fleet_port.py

@@ -21,14 +21,13 @@ from torch import nn
 
 from fl_app import models, plugins, weights
 from fl_app.errors import ConfigurationError, UserError
-from fl_app.known_names import MODELS
 from fl_app.layout import Layout, Model
 from fl_app.rng import torch_seed
 from tests.facts import rejected
 
 WIDE = ("mlp", "cnn", "resnet8", "resnet10")
-SHAPES = [(n, s, c) for n in WIDE for s in (8, 28, 32, 64) for c in (1, 3)]
-SHAPES += [(n, s, c) for n in ("resnet18", "resnet34", "resnet18-fedobp") for s in (8, 64) for c in (1, 3)]
+SHAPES = [(n, s, c) for n in WIDE for s, c in ((8, 1), (28, 3), (32, 1), (64, 3))]
+SHAPES += [(n, s, c) for n in ("resnet18", "resnet34", "resnet18-fedobp") for s, c in ((8, 3), (64, 1))]
 
 
 def small(name: str, norm: str = "batch", seed: int = 0) -> nn.Module:
@@ -163,11 +162,6 @@ def test_layout_knows_classifier_and_batchnorm() -> None:
         layout = Layout.of(small(name))
         assert layout.classifier == {f"{classifier}.weight", f"{classifier}.bias"}
         assert bool(layout.batchnorm) == name.startswith("resnet")
-
-
-def test_every_configurable_model_builds() -> None:
-    for name in (name for name, known in MODELS.items() if not known.tokens):
-        assert Layout.of(small(name)).d > 0
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet8"])

@@ -134,12 +134,8 @@ BAD: tuple[str, ...] = (
 )
 
 
-@pytest.mark.parametrize("line", BAD)
-def test_the_scan_finds_such_a_call(line: str) -> None:
-    assert found_in(line)
-
-
 def test_no_file_is_loaded_as_code() -> None:
+    assert [line for line in BAD if not found_in(line)] == []
     found: dict[str, list[str]] = {}
     for directory in PRODUCT:
         for path in sorted((ROOT / directory).rglob("*.py")):

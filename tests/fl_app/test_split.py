@@ -302,8 +302,10 @@ def test_the_classifier_is_the_last_layer_of_a_pass(case: str) -> None:
     assert (split.classifier, split.layer, split.linear, split.fault) == (classifier, layer, linear, "")
 
 
-@pytest.mark.parametrize("name", [name for name, known in MODELS.items() if not known.tokens])
-@pytest.mark.parametrize("norm", models.NORMS)
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [*((name, "batch") for name, known in MODELS.items() if not known.tokens), ("resnet8", "group")],
+)
 def test_a_pass_finds_in_built_in_models_what_they_are_marked_with(name: str, norm: str) -> None:
     module = models.build(name, in_channels=3, num_classes=10, image_size=16, norm=norm)
     assert found(module, (3, 16, 16)) == Split.of(module) == Layout.of(module).split
@@ -367,13 +369,17 @@ def digest(folder: Any) -> str:
     return str(list(read_metrics(folder.path))[-1]["evaluation"]["digest"])
 
 
-@pytest.mark.parametrize("case", CASES)
+SMALL_RUN = {"num_clients": 2, "train_samples": 8}
+
+
+# a module of one layer and of several, tensors of no module, tensors beside frozen ones, and names that a wrapper has changed
+@pytest.mark.parametrize(
+    "case", ["a projection after it", "an adapter", "prototypes", "a frozen copy beside it", "compiled"]
+)
 def test_part_of_each_network_is_personal(own_model: Any, run: Run, case: str) -> None:
-    if case in ("lazy", "attention itself"):
-        pytest.skip("a pass of it is enough")
     reference = own_model(CASES[case][0])
     runs = {
-        method: digest(run(method=method, model=reference, num_clients=2, train_samples=8, run_name=method))
+        method: digest(run(method=method, model=reference, num_server_rounds=1, run_name=method, **SMALL_RUN))
         for method in ("fedavg", "fedper", "lg-fedavg", "local")
     }
     assert len(set(runs.values())) == 4
@@ -403,7 +409,7 @@ def test_a_method_runs_or_refuses_before_the_start(
     if able and method in ("heterofl", "fedma"):
         pytest.skip("it has rules of its own for the rest of the network")
     if able:
-        assert not any(record["failures"] for record in read_metrics(run(**keys).path))
+        assert not any(record["failures"] for record in read_metrics(run(**SMALL_RUN, **keys).path))
         return
     with rejected(UserError, "model", f"this method needs {need}", "the key classifier"):
         run(**keys)
@@ -413,13 +419,14 @@ def test_a_method_runs_or_refuses_before_the_start(
 @pytest.mark.parametrize("case", ["compiled layers", "compiled"])
 def test_features_of_compiled_networks(own_model: Any, run: Run, case: str) -> None:
     assert not any(
-        record["failures"] for record in read_metrics(run(method="moon", model=own_model(CASES[case][0])).path)
+        record["failures"]
+        for record in read_metrics(run(method="moon", model=own_model(CASES[case][0]), **SMALL_RUN).path)
     )
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in SPLITTING])
 def test_a_method_without_a_split_takes_any_classifier(own_model: Any, run: Run, method: str) -> None:
-    run(**keys_of(method), model=own_model(CASES["scaled by a number"][0]))
+    run(**SMALL_RUN, **keys_of(method), model=own_model(CASES["scaled by a number"][0]))
 
 
 def test_the_key_names_the_classifier(own_model: Any, run: Run) -> None:

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import gc
@@ -175,10 +177,6 @@ def test_a_message_that_was_read_is_freed_at_once() -> None:
         assert [ref() for ref in gone] == [None, None]
     finally:
         gc.enable()
-
-
-def test_the_bytes_are_numpys_own_format() -> None:
-    assert wire.named_record({"x": f32(1, 2)})["x"].data == npy(f32(1, 2))
 
 
 def test_array_data_is_not_copied() -> None:
@@ -498,3 +496,17 @@ def test_headers_of_any_declared_length_make_no_negative_bytes() -> None:
         {f"x{k}": FlowerArray("uint8", (0,), "numpy.ndarray", b"\x93NUMPY\x01\x00\xff\xff") for k in range(3)}
     )
     assert wire.payload_bytes(RecordDict({"fitres.parameters": lying})) == 0
+
+
+# More -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metrics", [{"accuracy-after": "x" * 2**21}, {"x" * 2**21: 1.0}, {"arrays": "x" * 2**21}])
+def test_a_text_of_any_length_makes_one_short_line(metrics: dict[str, Any]) -> None:
+    with rejected(WireError, "", "has 2097152 characters", "most 1048576 are allowed") as info:
+        wire.decode_upload(reply(upload(), **metrics), EXPECTED)
+    assert len(str(info.value)) <= 1000 and "\n" not in str(info.value)
+
+
+def test_a_wire_error_is_one_short_line() -> None:
+    assert str(WireError("one\ntwo " + "x" * 5000)) == "one two " + "x" * 492
