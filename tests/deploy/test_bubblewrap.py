@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from deploy.confine import Confinement
 from deploy.site import Site
 from fl_app import foreign_files
 from fl_app.errors import DeploymentError, UserError
+from tests.conftest import wait_for
 from tests.facts import mentions, rejected
 
 needs_bubblewrap = pytest.mark.skipif(
@@ -114,10 +115,24 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-@needs_bubblewrap
-def test_what_is_named_is_there_and_nothing_else(tmp_path: Path, port: int, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command behind this machine's walls, in the test's directory unless rules say another; return its output."""
     walls = bubblewrap.find()
-    assert walls is not None
+    if walls is None:
+        pytest.skip(bubblewrap.why_not())
+
+    def run(command: list[str], rules: Confinement | None = None, environment: Mapping[str, str] = os.environ) -> str:
+        rules = rules or Confinement(confine.installation(), (str(tmp_path),), ())
+        inside = walls.start(rules, command, rules.write[0], confine.cleaned(environment, rules.write))
+        assert inside.wait() == 0, capfd.readouterr()
+        inside.output.join(30)
+        return capfd.readouterr().err
+
+    return run
+
+
+def test_what_is_named_is_there_and_nothing_else(tmp_path: Path, port: int, said: Callable[..., str]) -> None:
     home = tmp_path / "read" / "write"
     home.mkdir(parents=True)
     (tmp_path / "secret").write_text("secret")
@@ -125,10 +140,7 @@ def test_what_is_named_is_there_and_nothing_else(tmp_path: Path, port: int, capf
     (tmp_path / "link").symlink_to(tmp_path / "read")
     read = (*confine.installation(), str(tmp_path / "read"), str(tmp_path / "link"), str(tmp_path / "missing"))
     command = [sys.executable, "-P", "-c", TRIES, str(tmp_path), str(port)]
-    inside = walls.start(Confinement(read, (str(home),), (port,)), command, str(home), confine.cleaned(os.environ))
-    assert inside.wait() == 0, capfd.readouterr()
-    inside.output.join(30)
-    assert json.loads(capfd.readouterr().err) == {
+    assert json.loads(said(command, Confinement(read, (str(home),), (port,)))) == {
         "port": 204,
         "read": "data",
         "write there": "OSError",
@@ -146,14 +158,11 @@ def test_what_is_named_is_there_and_nothing_else(tmp_path: Path, port: int, capf
     }
 
 
-@needs_bubblewrap
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the test knows this architecture's registers")
 def test_the_first_process_has_no_more_than_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, said: Callable[..., str]
 ) -> None:
     """Without Landlock in the kernel an application may trace bubblewrap's own process, and let it make a Unix socket."""
-    walls = bubblewrap.find()
-    assert walls is not None
     command = confine.confined_command
 
     def without_landlock(*given: Any) -> list[str]:
@@ -162,50 +171,17 @@ def test_the_first_process_has_no_more_than_the_others(
         return [python, safe, "-c", switch, *words]
 
     monkeypatch.setattr(confine, "confined_command", without_landlock)
-    rules = Confinement(confine.installation(), (str(tmp_path),), ())
-    inside = walls.start(rules, [sys.executable, "-P", "-c", TRACE], str(tmp_path), confine.cleaned(os.environ))
-    assert inside.wait() == 0, capfd.readouterr()
-    inside.output.join(30)
-    said = json.loads(capfd.readouterr().err)
     # getpid and socket(AF_UNIX, SOCK_STREAM), as the first process calls them
-    assert said == {"getpid": 1, "socket": -errno.EAFNOSUPPORT}
+    traced = json.loads(said([sys.executable, "-P", "-c", TRACE]))
+    assert traced == {"getpid": 1, "socket": -errno.EAFNOSUPPORT}
 
 
-@needs_bubblewrap
-def test_what_the_kernel_tells_of_keys_and_others_is_not_there(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    walls = bubblewrap.find()
-    assert walls is not None
-    look = f"""
-import json, sys
-def can_read(path):
-    try:
-        open(path, "rb").read(1)
-    except OSError:
-        return False
-    return True
-json.dump([path for path in {bubblewrap._OF_OTHERS!r} if can_read(path)], sys.stdout)
-"""
-    rules = Confinement(confine.installation(), (str(tmp_path),), ())
-    inside = walls.start(rules, [sys.executable, "-P", "-c", look], str(tmp_path), confine.cleaned(os.environ))
-    assert inside.wait() == 0, capfd.readouterr()
-    inside.output.join(30)
-    assert json.loads(capfd.readouterr().err) == []
-
-
-@needs_bubblewrap
-def test_no_module_of_the_home_directory_is_imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_module_of_the_home_directory_is_imported(tmp_path: Path, said: Callable[..., str]) -> None:
     """An application writes its home, and what is there would run before the walls inside are closed."""
-    walls = bubblewrap.find()
-    assert walls is not None
     # the Python of a virtual environment has no such directory
     command = ["/usr/bin/env", sys._base_executable, "-c", "import site; print(site.ENABLE_USER_SITE)"]  # type: ignore[attr-defined]
     rules = Confinement((*confine.installation(), sys._base_executable), (str(tmp_path),), ())  # type: ignore[attr-defined]
-    inside = walls.start(rules, command, str(tmp_path), confine.cleaned(os.environ))
-    assert inside.wait() == 0, capfd.readouterr()
-    inside.output.join(30)
-    assert capfd.readouterr().err == "False\n"
+    assert said(command, rules) == "False\n"
 
 
 def test_a_socket_from_inside_leads_to_no_port_but_the_named(port: int) -> None:
@@ -214,11 +190,8 @@ def test_a_socket_from_inside_leads_to_no_port_but_the_named(port: int) -> None:
     with theirs, socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         socket.send_fds(theirs, [b"p"], [listener.fileno()])
-    until = time.monotonic() + 10
     # it listens until all who have it close it
-    while answers(address):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: not answers(address), 10)
     inside.wait()
 
 
@@ -235,10 +208,7 @@ def test_silent_connections_do_not_block_the_way(port: int, monkeypatch: pytest.
         address = "http://{}:{}/".format(*listener.getsockname())
         with urllib.request.urlopen(address, timeout=20) as answer:
             assert answer.status == 204
-    until = time.monotonic() + 20
-    while threading.active_count() > before:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: threading.active_count() <= before, 20)
     listener.shutdown(socket.SHUT_RDWR)
     carrying.join(20)
     assert not carrying.is_alive()
@@ -375,84 +345,62 @@ def test_the_environment_names_no_code_that_an_application_writes(tmp_path: Path
     assert not confine.cleaned(without, [own]).keys() & without.keys()
 
 
-@needs_bubblewrap
-@pytest.mark.parametrize("end", ["", ":", ":.", ":@HOME@"])
 def test_no_file_of_an_application_runs_before_the_walls_inside_are_closed(
-    tmp_path: Path, end: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, said: Callable[..., str]
 ) -> None:
-    walls = bubblewrap.find()
-    assert walls is not None
     for name in ("deploy", "json", "sitecustomize", "usercustomize"):
         (tmp_path / f"{name}.py").write_text("import os; os.write(2, b'evil')")
-    code = str(Path(confine.__file__).parent.parent)
-    given = {**os.environ, "PYTHONPATH": code + end.replace("@HOME@", str(tmp_path))}
-    rules = Confinement(confine.installation(), (str(tmp_path),), ())
-    environment = confine.cleaned(given, rules.write)
-    inside = walls.start(rules, [sys.executable, "-c", "import json; print(1)"], str(tmp_path), environment)
-    assert inside.wait() == 0, capfd.readouterr()
-    inside.output.join(30)
-    assert capfd.readouterr().err == "1\n"
+    given = {**os.environ, "PYTHONPATH": f"{Path(confine.__file__).parent.parent}::.:{tmp_path}"}
+    assert said([sys.executable, "-c", "import json; print(1)"], None, given) == "1\n"
 
 
-RUNS_AS_OWNER = """
+ASKS = """
 import ctypes, json, os, stat, sys
 def tried(work):
     try:
         work()
     except OSError as error:
         return error.errno
+def calls(*numbers):
+    return [(libc.syscall(number, 10, 0, 0, -1, 0), ctypes.get_errno()) for number in numbers]
 open("own", "w").close()
 libc = ctypes.CDLL(None, use_errno=True)
-def call(*given):
-    if libc.syscall(*given) < 0:
-        raise OSError(ctypes.get_errno(), "")
-codes = [
-    tried(lambda: os.chmod("own", mode)) for mode in (0o4755, 0o2755, 0o6777)
-] + [
-    tried(lambda: os.fchmod(os.open("own", os.O_RDWR), 0o4755)),
-    tried(lambda: os.chmod("own", 0o4755, dir_fd=os.open(".", os.O_RDONLY))),
-    tried(lambda: os.open("new", os.O_CREAT | os.O_WRONLY, 0o4755)),
-    tried(lambda: os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o4755)),
-    tried(lambda: os.mknod("made", 0o4755 | stat.S_IFREG)),
-]
+files, numbers = json.loads(sys.argv[1])
+found = {
+    "files": [path for path in files if not tried(lambda: open(path, "rb").read(1))],
+    "calls": calls(*numbers),
+    "modes": [
+        *(tried(lambda: os.chmod("own", mode)) for mode in (0o4755, 0o2755, 0o6777)),
+        tried(lambda: os.fchmod(os.open("own", os.O_RDWR), 0o4755)),
+        tried(lambda: os.chmod("own", 0o4755, dir_fd=os.open(".", os.O_RDONLY))),
+        tried(lambda: os.open("new", os.O_CREAT | os.O_WRONLY, 0o4755)),
+        tried(lambda: os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o4755)),
+        tried(lambda: os.mknod("made", 0o4755 | stat.S_IFREG)),
+    ],
+}
 os.chmod("own", 0o755)
-json.dump([codes, tried(lambda: call(437, -100, b"own", 0, 0)), oct(os.stat("own").st_mode)], sys.stdout)
+# openat2
+found |= {"open": (libc.syscall(437, -100, b"own", 0, 0), ctypes.get_errno()), "mode": oct(os.stat("own").st_mode)}
+json.dump(found, sys.stdout)
 """
 
 
-@needs_bubblewrap
-def test_no_file_of_an_application_runs_as_the_nodes_account(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    walls = bubblewrap.find()
-    assert walls is not None
-    rules = Confinement(confine.installation(), (str(tmp_path),), ())
-    environment = confine.cleaned(os.environ, rules.write)
-    inside = walls.start(rules, [sys.executable, "-c", RUNS_AS_OWNER], str(tmp_path), environment)
-    assert inside.wait() == 0, capfd.readouterr()
-    inside.output.join(30)
-    codes, unseen, mode = json.loads(capfd.readouterr().err)
-    assert set(codes) == {errno.EPERM} and unseen == errno.ENOSYS and mode == "0o100755"
-
-
-@needs_bubblewrap
 @pytest.mark.skipif(not bubblewrap.has_call_filter(), reason="no calls are refused on this architecture")
-def test_what_the_kernel_knows_of_all_processes_is_asked_by_no_call(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its log, its measurements and its programs have no namespaces; on some machines every account may use them."""
+def test_what_the_kernel_refuses_an_application(said: Callable[..., str]) -> None:
+    """What it tells of keys and other processes, and files that run as the node's account.
+
+    Its log, its measurements and its programs have no namespaces; on some machines every account may use them.
+    """
     # syslog, perf_event_open, bpf
     numbers = {"x86_64": (103, 298, 321), "aarch64": (116, 241, 280)}[platform.machine()]
-    ask = f"""
-import ctypes, json, sys
-libc = ctypes.CDLL(None, use_errno=True)
-json.dump([(libc.syscall(number, 10, 0, 0, -1, 0), ctypes.get_errno()) for number in {numbers}], sys.stdout)
-"""
-    walls = bubblewrap.find()
-    assert walls is not None
-    rules = Confinement(confine.installation(), (str(tmp_path),), ())
-    inside = walls.start(rules, [sys.executable, "-P", "-c", ask], str(tmp_path), confine.cleaned(os.environ))
-    assert inside.wait() == 0, capfd.readouterr()
-    inside.output.join(30)
-    assert json.loads(capfd.readouterr().err) == [[-1, errno.ENOSYS]] * 3
+    asked = json.dumps([bubblewrap._OF_OTHERS, numbers])
+    assert json.loads(said([sys.executable, "-P", "-c", ASKS, asked])) == {
+        "files": [],
+        "calls": [[-1, errno.ENOSYS]] * 3,
+        "modes": [errno.EPERM] * 8,
+        "open": [-1, errno.ENOSYS],
+        "mode": "0o100755",
+    }
 
 
 def test_output_of_an_application_commands_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:

@@ -59,13 +59,12 @@ def test_a_sample_counts_once_however_often_a_partition_names_it(tmp_path: Path)
 
 
 def test_its_error_is_the_error(tmp_path: Path) -> None:
-    for config, given in ((DIGITS | {"batch-size": -1}, ""), ({"dataset": "node"}, str(tmp_path / "none.npz"))):
-        texts = []
-        for count in (sample_counting.count, train_samples):
-            with pytest.raises(UserError) as raised:
-                count(config, 0, 4, given)
-            texts.append(str(raised.value))
-        assert texts[0] == texts[1]
+    texts = set()
+    for count in (sample_counting.count, train_samples):
+        with pytest.raises(UserError) as raised:
+            count({"dataset": "node"}, 0, 4, str(tmp_path / "none.npz"))
+        texts.add(str(raised.value))
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_a_lock_that_an_application_holds_ends_the_count_and_not_the_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path))
-    assert sample_counting.count(DIGITS, 0, 4, "") == 30
+    assert train_samples(DIGITS, 0, 4, "") == 30
     (locked,) = (tmp_path / "datasets").glob(".*.lock")
     shutil.rmtree(locked.with_name(locked.stem[1:]))
     monkeypatch.setattr(sample_counting, "SECONDS", 3.0)
@@ -178,7 +177,7 @@ def test_a_key_that_keeps_samples_out_of_a_rounds_batches_declares_it() -> None:
 @pytest.mark.parametrize("steps, samples", [(1, 1), (29, 29), (31, 30)])
 def test_steps_of_one_sample_are_as_many_samples(steps: int, samples: int) -> None:
     given = DIGITS | {"local-steps": steps, "batch-size": 1}
-    assert sample_counting.count(given, 0, 4, "") == samples
+    assert train_samples(given, 0, 4, "") == samples
 
 
 def test_a_socket_is_not_left_open() -> None:

@@ -1,25 +1,29 @@
-"""The cluster launcher without processes: inventory and command lines."""
+"""The cluster launcher without processes: inventory, command lines, what hosts have in common, its table in Flower's config."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+import threading
+import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from deploy import commands, connection, inventory, lifecycle, node
+from deploy import cluster, commands, connection, inventory, lifecycle, node
 from deploy.cluster import Cluster, load, record_path, save_new
 from deploy.commands import HostPlaces
 from deploy.inventory import Inventory
-from deploy.lifecycle import key_files
+from deploy.lifecycle import check_clocks, key_files
 from fl_app import files
 from fl_app.errors import DeploymentError, UserError
 from fl_app.keys import specs
-from tests.facts import each_mentions, rejected
+from tests.disks import full_disk
+from tests.facts import each_mentions, mentions, rejected
 
 LAB = """
 superlink: {host: local, fleet-address: lab.example.org}
@@ -462,3 +466,194 @@ def test_a_late_down_leaves_the_next_cluster_alone(tmp_path: Path, monkeypatch: 
 
 def no_space(path: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# What hosts must have in common: versions, and clocks -----------------------------------------------------------------
+
+
+def found(flwr: str = "1.39.0", torch: str = "2.11.0") -> dict[str, str]:
+    return {"corolla": "0.1.0", "flwr": flwr, "torch": torch}
+
+
+def test_hosts_have_the_same_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    lifecycle.compare_versions({"local": found(), "node2": found(torch="2.12.0")}, print)
+    assert mentions(capsys.readouterr().out, "note", "torch is 2.12.0", "node2 and 2.11.0", "local")
+    with rejected(DeploymentError, "", "flwr is 1.39.1", "node2 and 1.39.0", "local", "install the same", "version"):
+        lifecycle.compare_versions({"local": found(), "node2": found("1.39.1")}, print)
+
+
+@pytest.mark.parametrize("flwr", ["1.43.0", "1.43.0.dev20261026", "2.0.0"])
+def test_a_newer_flower_is_refused_by_name(flwr: str) -> None:
+    with rejected(DeploymentError, "local", f"flwr {flwr} is newer", "1.42", "anyone that reaches", "every node"):
+        lifecycle.compare_versions({"local": found(flwr), "node2": found(flwr)}, print)
+
+
+def test_the_newest_flower_that_may_be_installed_is_the_newest_that_is_started() -> None:
+    project = Path(lifecycle.__file__).parent.parent / "pyproject.toml"
+    major, minor = lifecycle.NEWEST
+    assert f'"flwr[simulation]>=1.39,<{major}.{minor + 1}"' in project.read_text()
+
+
+@pytest.mark.parametrize(
+    ("off", "words"), [(5.5, "5.5 s ahead of"), (400, "400.0 s ahead of"), (-306, "306.0 s behind")]
+)
+def test_a_clock_whose_supernodes_would_be_refused(off: float, words: str) -> None:
+    rule = "SuperLink's host \\(local\\)\n.* 5 s ahead or 305 s behind"
+    with pytest.raises(DeploymentError, match=f"^node2: .* {words} .*{rule}"):
+        lifecycle.compare_clocks({"local": 10.0, "node2": 10.0 + off, "node3": 11.0}, "local", authenticated=True)
+    assert len(lifecycle.compare_clocks({"local": 10.0, "node2": 10.0 + off}, "local", authenticated=False)) == 1
+
+
+def test_small_differences_are_said_or_nothing() -> None:
+    assert lifecycle.compare_clocks({"local": 0.0, "a": 1.9, "b": -1.9}, "local", authenticated=True) == []
+    (note,) = lifecycle.compare_clocks({"local": 0.0, "a": -60.0}, "local", authenticated=True)
+    assert mentions(note, "note", "clock is 60.0", "SuperLink's host (local)")
+
+
+def test_a_real_answer_holds_the_other_sides_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host is another process behind a command named ssh; this host's clock is set back."""
+    (tmp_path / "ssh").write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nexec sh -c "$3"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
+    raw = {
+        "superlink": {"fleet-address": "10.0.0.1"},
+        "hosts": [{"host": "local"}, {"host": "node2", "python": sys.executable}],
+    }
+    lab = Cluster(inventory.parse(raw, "lab", tmp_path), "token", "", "now")
+    assert abs(lab.ask("node2", "clock")["clock"] - time.time()) < 1
+    said: list[str] = []
+    check_clocks(lab, ["node2"], said.append)
+    assert said == []
+    monkeypatch.setattr(node, "now", lambda: time.time() - 30)
+    with pytest.raises(UserError, match=r"node2: its clock is (29\.|30\.)\d s ahead"):
+        check_clocks(lab, ["node2"], said.append)
+    assert cluster.ask("local", "", {"action": "clock", "cluster": "lab", "token": ""})["clock"] < time.time() - 29
+
+
+def test_little_space_under_the_database_is_noted_and_none_is_refused() -> None:
+    assert lifecycle.note_on_space("local", "/x/lab.db", None) == "" == lifecycle.note_on_space("a", "/x", 2e9)
+    noted = lifecycle.note_on_space("local", "/x/lab.db", 300e6)
+    assert mentions(noted, "note", "local", "superlink.database", "/x/lab.db", "300 MB are free")
+    with rejected(DeploymentError, "", "local", "superlink.database", "/x/lab.db", "3.2 MB are free", "database needs"):
+        lifecycle.note_on_space("local", "/x/lab.db", 3.2e6)
+
+
+def test_a_host_tells_the_space_under_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
+    request = {"action": "prepare", "cluster": "lab", "token": "t", "paths": [], "free": [], "files": {}, "ports": 0}
+    assert node.handle(request | {"database": ""})["free"] is None
+    with full_disk(tmp_path, free=1 << 20) as there:
+        assert node.handle(request | {"database": str(there / "lab.db")})["free"] == 1 << 20
+
+
+# The cluster launcher's table in Flower's config file -----------------------------------------------------------------
+
+TABLE = {"address": "127.0.0.1:8000", "root-certificates": '/keys "x"/ca.crt'}
+MINE = """# my own notes
+[superlink]
+default = "local"   # keep
+
+[superlink.local]
+address = ":local:"
+options.num-supernodes = 10
+
+[other]
+list = [1,
+  2]"""
+
+
+@pytest.mark.parametrize("text", [MINE, MINE + "\n", MINE + "\n\n# the end\n", ""])
+def test_add_and_remove_leave_the_rest_as_it_was(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    connection.add(path, "lab", TABLE)
+    after = tomllib.loads(path.read_text())
+    assert after["superlink"]["lab"] == TABLE and path.read_text().startswith(text)
+    assert path.stat().st_mode & 0o777 == 0o600
+    connection.remove(path, "lab", TABLE)
+    assert path.read_text().rstrip("\n") == text.rstrip("\n")
+
+
+def test_tables_after_ours_survive(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(MINE)
+    connection.add(path, "lab", TABLE)
+    connection.add(path, "lab2", TABLE)
+    with path.open("a") as file:
+        file.write("# about mine\n[superlink.mine]\naddress = 'x'\n")
+    connection.remove(path, "lab", TABLE)
+    assert set(tomllib.loads(path.read_text())["superlink"]) == {"default", "local", "lab2", "mine"}
+    assert "# about mine" in path.read_text()
+
+
+def test_remove_after_flower_rewrote_the_file(tmp_path: Path) -> None:
+    import tomli_w
+
+    path = tmp_path / "config.toml"
+    path.write_text(MINE)
+    connection.add(path, "lab", TABLE)
+    path.write_text(tomli_w.dumps(tomllib.loads(path.read_text())))
+    connection.remove(path, "lab", TABLE)
+    assert tomllib.loads(path.read_text()) == tomllib.loads(MINE)
+
+
+def test_another_connection_of_that_name_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[superlink.lab]\naddress = "elsewhere:1"\n')
+    with rejected(DeploymentError, "", "connection named 'lab'", "already"):
+        connection.add(path, "lab", TABLE)
+    connection.remove(path, "lab", TABLE)
+    assert "elsewhere" in path.read_text()
+
+
+def test_files_that_cannot_take_a_table_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    for text in ('superlink = { default = "x" }\n', "broken = [\n"):
+        path.write_text(text)
+        with pytest.raises(UserError):
+            connection.add(path, "lab", TABLE)
+        assert path.read_text() == text
+
+
+def test_without_a_file_flowers_own_defaults_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "config.toml"
+    connection.add(path, "lab", TABLE)
+    assert {"default", "local", "lab"} <= set(tomllib.loads(path.read_text())["superlink"])
+
+
+def test_clusters_that_start_and_end_at_once_all_have_their_tables(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(MINE)
+    for name in ("old-0", "old-1"):
+        connection.add(path, name, TABLE)
+    edits = [(connection.add, f"new-{k}") for k in range(6)] + [(connection.remove, f"old-{k}") for k in range(2)]
+    threads = [threading.Thread(target=edit, args=(path, name, TABLE)) for edit, name in edits]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    links = tomllib.loads(path.read_text())["superlink"]
+    assert set(links) == {"default", "local", *(f"new-{k}" for k in range(6))}
+
+
+@pytest.mark.parametrize("name", ["keys 😀", "keys\u2028", 'a"b\\c', "tab\t"])
+def test_any_path_can_be_in_a_table(tmp_path: Path, name: str) -> None:
+    path, table = tmp_path / "config.toml", {"address": "127.0.0.1:8000", "root-certificates": f"/{name}/ca.crt"}
+    connection.add(path, "lab", table)
+    assert tomllib.loads(path.read_text(encoding="utf-8"))["superlink"]["lab"] == table
+    connection.remove(path, "lab", table)
+    assert "lab" not in tomllib.loads(path.read_text(encoding="utf-8"))["superlink"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with rejected(DeploymentError, "config.toml", "cannot be changed"):
+        connection.add(tmp_path / "file" / "config.toml", "lab", TABLE)
+
+
+def test_a_path_that_is_no_text_is_named(tmp_path: Path) -> None:
+    with rejected(DeploymentError, "config.toml", "cannot be changed", "'utf-8' codec can't", "encode"):
+        connection.add(tmp_path / "config.toml", "lab", TABLE | {"root-certificates": "/caf\udce9/ca.crt"})
+    assert not (tmp_path / "config.toml").exists()
