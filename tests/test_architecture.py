@@ -244,6 +244,7 @@ def test_the_client_process_does_not_import_what_it_does_not_use() -> None:
     loaded = loaded_by("import client_app.client_app")
     unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "altair", "torch", "psutil"}
     unwanted |= {"pandas", "IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard"}
+    unwanted |= {"peft", "transformers", "accelerate", "timm", "tokenizers"}
     assert not unwanted & loaded, f"a client process imports {sorted(unwanted & loaded)}"
 
 
