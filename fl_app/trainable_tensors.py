@@ -35,13 +35,23 @@ def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
     every = list(names)
     found: set[str] = set()
     for pattern in split_names(patterns):
-        matched = {name for name in every if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        matched = _matched(pattern, every)
         if not matched:
             raise ConfigurationError(
                 key=key, rule=f"no tensor of the model matches {pattern!r}; there are {listed(every)}"
             )
         found |= matched
     return frozenset(found) if patterns else frozenset(every)
+
+
+def _matched(pattern: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+
+
+def trained(module: nn.Module, patterns: str) -> frozenset[str] | None:
+    """Return the names of a module's tensors that patterns match, also if one matches none. None: there are no patterns."""
+    names = Layout.of(module).names
+    return frozenset().union(*(_matched(pattern, names) for pattern in split_names(patterns))) if patterns else None
 
 
 def freeze(module: nn.Module, patterns: str, dtype: str = "float32") -> None:

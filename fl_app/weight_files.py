@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Container, Hashable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +33,9 @@ _FLOATING = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
 # Usual keys of the state dict in a checkpoint.
 _STATE_DICTS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
+# parts that peft puts into the names of a network's tensors
+_UNUSED = "original_module"
+_OF_PEFT = re.compile(rf"(?<![^.])(base_model\.model|base_layer|{_UNUSED}|modules_to_save\.[^.]+)\.")
 T = TypeVar("T")
 
 
@@ -250,3 +255,30 @@ def without_prefix(found: dict[str, T], names: Container[str]) -> dict[str, T]:
             break
         found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     return found
+
+
+def named_as_wrapped(found: dict[str, T], names: Iterable[str]) -> dict[str, T]:
+    """Rename a base model's tensors to the names that they have in a network of peft, if none has such a name already.
+
+    A name fits if it is the network's without peft's parts and without one prefix, the same for all: that which fits most.
+    A layer that peft keeps twice gets both copies from one tensor. What fits nowhere keeps its name.
+    """
+    places: dict[str, list[str]] = {}
+    for name in names:
+        places.setdefault(_OF_PEFT.sub("", name), []).append(name)
+    own = {name for of_one in places.values() for name in of_one}
+    if own == places.keys() or not own.isdisjoint(found):
+        return found
+    prefixes = Counter(plain[:at] for plain in places for at in _starts(plain) if plain[at:] in found)
+    prefix = max(prefixes, key=prefixes.__getitem__, default="")
+    return {place: one for name, one in found.items() for place in places.get(prefix + name, [name])}
+
+
+def _starts(name: str) -> list[int]:
+    """Return where the parts of a name with dots begin."""
+    return [0, *(dot.end() for dot in re.finditer(r"\.", name))]
+
+
+def is_unused(name: str) -> bool:
+    """Return whether a tensor is of a layer that peft keeps beside its copy that trains, and does not use."""
+    return _UNUSED in name.split(".")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from fl_app import model_names
 from fl_app.errors import UserError, listed
 from fl_app.files import publish
-from fl_app.layout import Layout, Model, Vector
+from fl_app.layout import Layout, Model, Slot, Vector
 from fl_app.model_names import ModelNames, Reordering
-from fl_app.weight_files import PYTORCH, StoredTensor, open_weights, without_prefix
+from fl_app.weight_files import PYTORCH, StoredTensor, is_unused, named_as_wrapped, open_weights, without_prefix
 
 INITIAL_WEIGHTS = "initial-weights"
 _PARTIAL = "\n  initial-weights-partial = true takes what fits from the file, and the rest from the seed"
@@ -74,6 +74,7 @@ def load_initial(
     path: str,
     *,
     partial: bool = False,
+    trains: Container[str] | None = None,
     told: Callable[[str], None] = lambda line: None,
     names: ModelNames | None = None,
     example: Tensor | None = None,
@@ -81,12 +82,15 @@ def load_initial(
     """Put the tensors of `initial-weights` into a module, one at a time.
 
     The source is safetensors, one file or shards, or a PyTorch state dict (fl_app/weight_files.py). Names and shapes must
-    equal the module's, except for `module.` and `_orig_mod.` before all names. Any floating dtype is converted to float32.
+    equal the module's, except for `module.` and `_orig_mod.` before all names, and for what peft puts into the names of a
+    base model's tensors. Any floating dtype is converted to float32.
     Integer tensors (such as `num_batches_tracked`) and second names of tied parameters are ignored. Buffers that a state
     dict never holds keep the module's values.
 
     partial: tensors that the source lacks, or has with another shape, keep the module's values. A tensor whose name is not
     in the source may come from one of another name (`_by_order`). told: takes a line with the names of both kinds.
+
+    trains: names of the tensors that train, if others do not. The source may lack these, and layers that peft does not use.
 
     names: of the data's features and outputs. If the card beside the file names them in another order, the weights are
     reordered (fl_app/model_names.py). example: an input of the module, [n, ...], with which it is tried for this.
@@ -98,6 +102,7 @@ def load_initial(
     layout, state = Layout.of(module), module.state_dict()
     source = f"{INITIAL_WEIGHTS} {path}"
     stored = without_prefix(open_weights(path, INITIAL_WEIGHTS), {*layout.names, *state})
+    stored = named_as_wrapped(stored, dict.fromkeys((*layout.names, *state)))
     found = {name: one for name, one in stored.items() if name in layout.names or name not in state}
     own = _tensors(module, layout)
     how = None
@@ -118,7 +123,11 @@ def load_initial(
             rule=f"holds the parameters but not the buffers {listed(buffers)}; save `module.state_dict()`, "
             "which has both, instead of `named_parameters()`",
         )
-    _refuse_unfit(source, found, layout, layout.names - state.keys(), _PARTIAL)
+    slots = layout.params + layout.buffers
+    drawn = [s for s in slots if trains is not None and s.name not in found and (s.name in trains or is_unused(s.name))]
+    _refuse_unfit(source, found, layout, (layout.names - state.keys()).union(s.name for s in drawn), _PARTIAL)
+    if drawn:
+        told(_share(source, len(slots) - len(drawn), len(slots), {"from the seed": [_described(s) for s in drawn]}))
     _fill(source, own, {name: one for name, one in found.items() if name in layout.names})
     if how is not None and example is not None:
         before = own | {name: given[name].read() for name in how.changed & given.keys()}
@@ -162,13 +171,22 @@ def _fitting(
     if not of:
         raise UserError(key=source, rule="no tensor fits the model, in name and shape or in order and shape")
     renamed = [f"{name} is {theirs} there" for name, theirs in of.items() if name != theirs]
-    drawn = [f"{name} {list(slot.shape)}" for name, slot in slots.items() if name not in of]
+    drawn = [_described(slot) for name, slot in slots.items() if name not in of]
     unused = [f"{name} {one.described}" for name, one in floating.items() if name not in of.values()]
     lists = {"by order and shape": renamed, "from the seed": drawn, "in the file, not used": unused}
-    parts = [f"{what} ({len(names)}): {listed(names, ', ')}" for what, names in lists.items() if names]
-    told("; ".join([f"{source}: {len(of)} of {len(slots)} tensors are from the file", *parts]))
+    told(_share(source, len(of), len(slots), lists))
     taken = {name: floating[theirs] for name, theirs in of.items()}
     return taken | {name: _in_our_order(how, name, taken[name]) for name, theirs in of.items() if name != theirs}
+
+
+def _share(source: str, given: int, count: int, lists: Mapping[str, list[str]]) -> str:
+    """Return the line about a file that gives a part of a model's tensors. lists: others, by what they are."""
+    parts = [f"{what} ({len(names)}): {listed(names, ', ')}" for what, names in lists.items() if names]
+    return "; ".join([f"{source}: {given} of {count} tensors are from the file", *parts])
+
+
+def _described(slot: Slot) -> str:
+    return f"{slot.name} {list(slot.shape)}"
 
 
 def _by_order(
@@ -233,7 +251,7 @@ def _refuse_unfit(
 ) -> None:
     """Raise UserError, naming the tensors, unless a file has a layout's names and shapes. spared: names that it may lack."""
     slots = layout.params + layout.buffers
-    missing = [f"{s.name} {list(s.shape)}" for s in slots if s.name not in found and s.name not in spared]
+    missing = [_described(s) for s in slots if s.name not in found and s.name not in spared]
     unexpected = [f"{n} {one.described}" for n, one in found.items() if n not in layout.names and one.is_floating]
     wrong = [
         f"{slot.name} {one.described}, expected {list(slot.shape)}"

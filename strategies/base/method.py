@@ -355,6 +355,7 @@ class Method(Generic[P]):
                     module,
                     initial_weights,
                     partial=config.initial_weights_partial,
+                    trains=trainable_tensors.trained(module, config.train),
                     told=said.append,
                     names=names,
                     example=torch.zeros((2, *shape), dtype=getattr(torch, tasks.of(config).input_dtype)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -145,6 +146,37 @@ def test_each_clients_adapter_is_in_a_folder_of_its_name(
     assert code == 0 and "sound" in out
     code, _, err = command("export", fedcac, "--peft", "--merged")
     assert code != 0 and "--peft and --merged exclude each other" in err
+
+
+class Unfilled(nn.Module):
+    """The example's network, built of its base model's configuration without the values."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
+        config = transformers.AutoConfig.from_pretrained(os.environ["LORA_TEXT_BASE"], num_labels=classes)
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
+        network = transformers.AutoModelForSequenceClassification.from_config(config)
+        self.network = peft.get_peft_model(network, lora)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.network(input_ids=ids.long()).logits
+        return answer
+
+
+def unfilled(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+    """Return the model of a run."""
+    return Unfilled(num_classes)
+
+
+def test_a_run_starts_from_the_base_models_own_folder(example: Any, directory: Path) -> None:
+    settings = {**example.settings(directory), "num_server_rounds": 1, "local_epochs": 1, "in_process": True}
+    settings |= {"model": "tests.experiments.test_peft:unfilled", "initial_weights": str(directory / "base")}
+    corolla.run(method="fedavg", run_name="filled", **settings)
+    found = run_models.load(directory / "filled", 0, METHODS).module.state_dict()
+    base = importlib.import_module("transformers").BertModel.from_pretrained(directory / "base").state_dict()
+    frozen = {name.replace(".base_layer", ""): tensor for name, tensor in found.items() if ".bert." in name}
+    assert base and all(torch.equal(frozen[f"network.base_model.model.bert.{name}"], base[name]) for name in base)
 
 
 def test_a_network_of_peft_is_shared_with_workers(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fl_app import models, weights
+from fl_app import models, trainable_tensors, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from tests.facts import each_mentions, mentions, rejected
@@ -340,3 +340,77 @@ def test_initial_model_refuses_missing_corrupt_and_infinite_files(tmp_path: Path
     save_file({"weight": torch.tensor([[1.0, torch.inf]]), "bias": torch.zeros(1)}, path)
     with rejected(UserError, "w.safetensors", "finite in float32", "got others", "weight"):
         initial_model(module, str(path))
+
+
+# A base model's file, for its network of peft ---------------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """A body of two layers and a head, in parts as networks of texts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Module()
+        self.text.query, self.text.out = nn.Linear(6, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.head(self.text.out(self.text.query(x)).relu())
+        return answer
+
+
+def adapted() -> nn.Module:
+    """Return such a network within another module, with an adapter of its query and a copy of the head that trains."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["head"])
+    return nn.ModuleDict({"network": peft.get_peft_model(Whole(), config)})
+
+
+TRAINS = "*lora_*,*modules_to_save*"
+AT = "network.base_model.model."
+COPIES = {
+    f"{AT}head.{copy}.{own}": f"head.{own}"
+    for copy in ("original_module", "modules_to_save.default")
+    for own in ("weight", "bias")
+}
+BODY = {
+    f"{AT}text.{name}": f"text.{name.replace('base_layer.', '')}"
+    for name in ("query.base_layer.weight", "query.base_layer.bias", "out.weight", "out.bias")
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"), [("", BODY | COPIES), ("text.", BODY)], ids=["whole", "without its head"]
+)
+def test_a_base_models_file_fills_its_network_of_peft(tmp_path: Path, part: str, expected: dict[str, str]) -> None:
+    module, state, lines = adapted(), Whole().state_dict(), list[str]()
+    save_file({n.removeprefix(part): t for n, t in state.items() if n.startswith(part)}, tmp_path / "w.safetensors")
+    seeded = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trains = trainable_tensors.trained(module, TRAINS)
+    weights.load_initial(module, str(tmp_path / "w.safetensors"), trains=trains, told=lines.append)
+    loaded, drawn = module.state_dict(), seeded.keys() - expected.keys()
+    assert all(torch.equal(loaded[name], state[theirs]) for name, theirs in expected.items())
+    assert all(torch.equal(loaded[name], seeded[name]) for name in drawn)
+    (line,) = lines
+    assert mentions(
+        line,
+        f"{len(expected)} of {len(seeded)} tensors",
+        f"from the seed ({len(drawn)})",
+        "lora_A.default.weight [2, 6]",
+    )
+
+
+def test_a_base_models_tensor_that_fits_nowhere_is_named(tmp_path: Path) -> None:
+    module, file = adapted(), tmp_path / "w.safetensors"
+    trains = trainable_tensors.trained(module, TRAINS)
+    state = Whole().state_dict()
+    save_file(state | {"pooler.weight": torch.zeros(2, 2)}, file)
+    with rejected(UserError, "", "unexpected (1)", "pooler.weight [2, 2]"):
+        weights.load_initial(module, str(file), trains=trains)
+    # what does not train must be there, and without `train` all else too
+    save_file({name: tensor for name, tensor in state.items() if name != "text.out.bias"}, file)
+    with rejected(UserError, "", "missing (1)", f"{AT}text.out.bias [5]"):
+        weights.load_initial(module, str(file), trains=trains)
+    save_file(state, file)
+    with rejected(UserError, "", "missing (2)", "lora_A", "lora_B"):
+        weights.load_initial(module, str(file))

@@ -269,6 +269,7 @@ def networks(
             module,
             initial,
             partial=config.initial_weights_partial,
+            trains=trainable_tensors.trained(module, config.train),
             names=of_data,
             example=torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype)),
         )
