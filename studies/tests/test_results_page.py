@@ -19,8 +19,7 @@ from corolla.experiments.paper_table import CAPTION
 from fl_app import plugins
 from studies import results_page
 from studies.results_page import RESULTS, SWEEPS
-from tests.experiments.test_compare import run_folder
-from tests.experiments.test_paper_metrics import FASHION, run_tested
+from tests.experiments.test_compare import FASHION, run_folder, run_tested
 
 
 @pytest.fixture(autouse=True, scope="module")

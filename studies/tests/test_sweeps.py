@@ -16,7 +16,7 @@ from fl_app.config import parse
 from fl_app.layout import Layout, Model
 from strategies import METHOD_PARAMS
 from studies.results_page import SWEEPS
-from tests.experiments.test_paper_metrics import FASHION
+from tests.experiments.test_compare import FASHION
 
 
 @pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.toml")), ids=lambda path: path.stem)

@@ -1,13 +1,15 @@
-"""Tables for papers: methods under their papers' names, the best figures bold, the second underlined, significance marked."""
+"""Tables for papers, and CSV files in which no client's text is a formula."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from corolla.experiments.result_table import csv_text
 from strategies import METHODS
 from tests.conftest import Command
 from tests.experiments.test_significance import write_run
@@ -88,3 +90,26 @@ def test_rows_that_are_alone_have_no_mark(tmp_path: Path, command: Command) -> N
     write_run(tmp_path, "a", [0.5, 0.6], method="fedavg")
     _, text, _ = command("compare", tmp_path, "--latex")
     assert r"\textbf" not in text and "bold" not in text
+
+
+# CSV files in which no client's text is a formula ---------------------------------------------------------------------
+
+
+def test_a_formula_is_a_text_and_a_number_stays_a_number() -> None:
+    cells = [
+        "=cmd|'/C calc'!A0",
+        "+1+1",
+        "-2+3",
+        "@SUM(A1)",
+        "\t=1",
+        "\r=1",
+        "a=b",
+        "-1.5",
+        "+2",
+        "1e-3",
+        "",
+        'a,"b"\n',
+    ]
+    escaped = [f"'{cell.lstrip()}" if cell == "\r=1" else f"'{cell}" for cell in cells[:6]] + cells[6:]
+    text = csv_text([cells, [-1.5, None, True, 7]])
+    assert list(csv.reader(text.splitlines(keepends=True))) == [escaped, ["-1.5", "", "True", "7"]]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from corolla import cli, presets
+from corolla import presets
 from corolla.api.checks import warn_of_settings
 from corolla.api.console import begin_warnings, console
 from corolla.api.settings import Scale, resolve, scaled
@@ -20,6 +19,7 @@ from fl_app.errors import ConfigurationError, UserError
 from fl_app.server.run_folder import read_summary
 from fl_app.toml import flatten
 from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Command
 from tests.experiments.preset_settings import SETTINGS
 from tests.facts import mentions, rejected
 
@@ -85,11 +85,9 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_published_figures(name: str) -> None:
-    published = ALL[name].published
-    assert published is not None
-    assert (published.mean, published.std) == FIGURES[name]
+def test_published_figures() -> None:
+    published = {name: ALL[name].published for name in FIGURES}
+    assert {name: found and (found.mean, found.std) for name, found in published.items()} == FIGURES
 
 
 def test_there_is_one_preset_per_cell_of_the_tables() -> None:
@@ -123,9 +121,8 @@ def test_every_preset_resolves_and_dry_runs() -> None:
         assert small.scale == "small" and small.num_clients <= 10 and small.num_server_rounds <= 20
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_are_those_of_the_papers(name: str) -> None:
-    assert ALL[name].settings == SETTINGS[name]
+def test_settings_are_those_of_the_papers() -> None:
+    assert {name: ALL[name].settings for name in SETTINGS} == SETTINGS
 
 
 def test_every_quantile_is_the_papers() -> None:
@@ -164,47 +161,43 @@ def test_the_quantiles_of_table_8_are_those_of_its_logs() -> None:
 OTHER_METHODS = ("apfl", "fedala", "feddpa", "fedselect", "flute", "pfedfda")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("feddac/cifar100-dirichlet-0.1", "concentration is the code's 0.1"),
-        ("feddac/tiny-imagenet-dirichlet-0.1", "FedCAC prints 57.22 (CIFAR-100) and 40.19 (Tiny ImageNet) with 0.1"),
-        ("feddac/cifar100-dirichlet-0.1", "not comparable without initial-weights"),
-        ("feddac/cifar10-pathological-2", "follows the text: SGD with momentum (0.9 is ours)"),
-        ("feddac/cifar10-pathological-2-code", "follows the code: no momentum"),
-        ("feddac/emnist-dirichlet-0.1/fedprox", "mu is not in the text"),
-        ("fedcac/cifar100-dirichlet-0.1", "has tau 0.4"),
-        (
-            "fedobp/cifar10-dirichlet-0.1-resnet18/fedper",
-            "ImageNet weights and scores running statistics too: not comparable",
-        ),
-        ("fedcac/cifar100-dirichlet-0.1/fedrep", "does not give its parameters: our defaults"),
-        ("fedcac/cifar100-dirichlet-0.1", "augment=crop-flip-rotate"),
-        ("fedcac/cifar10-dirichlet-0.1", "momentum 0.9"),
-        ("fedpake/cifar10-dirichlet-0.1", "PFLlib"),
-        ("fedpake/cifar10-dirichlet-0.1/moon", "PFLlib's default 0"),
-        ("fedpake/cifar10-dirichlet-0.1/fedntd", "PFLlib's default 0"),
-        ("fedpake/cifar10-dirichlet-0.1/fedgen", "the paper cites another FedGen"),
-        ("fedpake/cifar10-dirichlet-0.1/fedbabu", "figures of the other rows are of the global model: not comparable"),
-        ("fedpake/cifar10-dirichlet-0.1/fedbabu", "fine-tunes the classifier alone"),
-        ("fedpake/cifar10-dirichlet-0.1/fedala", "aggregated global model"),
-        ("fedpake/cifar10-dirichlet-0.1/ditto", "Ditto's global model"),
-        ("fedpake/cifar10-dirichlet-0.1-ablation/random-micro", "does not name its split"),
-        ("fedpake/cifar100-pathological-10", "pathological-assignment=blocks-unbalanced"),
-        ("fedpake/cifar10-dirichlet-0.1-cnn/fedconcat", "hyperparameters are not in the paper"),
-        ("fedpake/cifar10-dirichlet-0.1-cnn", "the simple CNN is not in the paper"),
-    ],
-)
-def test_what_cannot_be_compared_is_said(name: str, words: str) -> None:
-    assert any(words in note for note in ALL[name].notes)
+INCOMPARABLE = [
+    ("feddac/cifar100-dirichlet-0.1", "concentration is the code's 0.1"),
+    ("feddac/tiny-imagenet-dirichlet-0.1", "FedCAC prints 57.22 (CIFAR-100) and 40.19 (Tiny ImageNet) with 0.1"),
+    ("feddac/cifar100-dirichlet-0.1", "not comparable without initial-weights"),
+    ("feddac/cifar10-pathological-2", "follows the text: SGD with momentum (0.9 is ours)"),
+    ("feddac/cifar10-pathological-2-code", "follows the code: no momentum"),
+    ("feddac/emnist-dirichlet-0.1/fedprox", "mu is not in the text"),
+    ("fedcac/cifar100-dirichlet-0.1", "has tau 0.4"),
+    (
+        "fedobp/cifar10-dirichlet-0.1-resnet18/fedper",
+        "ImageNet weights and scores running statistics too: not comparable",
+    ),
+    ("fedcac/cifar100-dirichlet-0.1/fedrep", "does not give its parameters: our defaults"),
+    ("fedcac/cifar100-dirichlet-0.1", "augment=crop-flip-rotate"),
+    ("fedcac/cifar10-dirichlet-0.1", "momentum 0.9"),
+    ("fedpake/cifar10-dirichlet-0.1", "PFLlib"),
+    ("fedpake/cifar10-dirichlet-0.1/moon", "PFLlib's default 0"),
+    ("fedpake/cifar10-dirichlet-0.1/fedntd", "PFLlib's default 0"),
+    ("fedpake/cifar10-dirichlet-0.1/fedgen", "the paper cites another FedGen"),
+    ("fedpake/cifar10-dirichlet-0.1/fedbabu", "figures of the other rows are of the global model: not comparable"),
+    ("fedpake/cifar10-dirichlet-0.1/fedbabu", "fine-tunes the classifier alone"),
+    ("fedpake/cifar10-dirichlet-0.1/fedala", "aggregated global model"),
+    ("fedpake/cifar10-dirichlet-0.1/ditto", "Ditto's global model"),
+    ("fedpake/cifar10-dirichlet-0.1-ablation/random-micro", "does not name its split"),
+    ("fedpake/cifar100-pathological-10", "pathological-assignment=blocks-unbalanced"),
+    ("fedpake/cifar10-dirichlet-0.1-cnn/fedconcat", "hyperparameters are not in the paper"),
+    ("fedpake/cifar10-dirichlet-0.1-cnn", "the simple CNN is not in the paper"),
+]
 
 
-@pytest.mark.parametrize("method", OTHER_METHODS)
-def test_the_cells_of_other_methods_say_so(method: str) -> None:
-    cells = [p for name, p in ALL.items() if name.startswith("fedobp/") and p.settings["method"] == method]
-    assert len(cells) in (16, 22)
-    for preset in cells:
-        assert preset.ran and mentions(preset.notes, "FedOBP's table", "another method under", "name", preset.ran)
+def test_what_cannot_be_compared_is_said() -> None:
+    assert [] == [(name, words) for name, words in INCOMPARABLE if not any(words in note for note in ALL[name].notes)]
+    for method in OTHER_METHODS:
+        cells = [p for name, p in ALL.items() if name.startswith("fedobp/") and p.settings["method"] == method]
+        assert len(cells) in (16, 22)
+        for preset in cells:
+            assert preset.ran and mentions(preset.notes, "FedOBP's table", "another method under", "name", preset.ran)
 
 
 def test_bytes_of_a_round_by_hand() -> None:
@@ -345,62 +338,46 @@ def test_files_are_read_as_they_are(tmp_path: Path) -> None:
         presets.read_preset(str(tmp_path / "none.toml"))
 
 
-def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["corolla", *words])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    out, err = capsys.readouterr()
-    return int(exit_.value.code or 0), out, err
-
-
 def test_dry_run_prints_what_a_run_would_use_and_touches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "data"))
     name = "fedcac/tiny-imagenet-dirichlet-0.1"
-    code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--set", "seed=3")
+    code, out, _ = command("run", name, "--dry-run", "--set", "seed=3")
     assert code == 0
     assert "# published: 40.19 ± 1.20 %" in out and "40 of 40 clients" in out
     printed = parse(flatten(tomllib.loads(out)), METHOD_PARAMS)
     expected = parse(ALL[name].settings, METHOD_PARAMS).resolved | {"seed": 3, "output-dir": str(tmp_path / "runs")}
     expected["dataset"] = f"tiny-imagenet:{tmp_path}/tiny-imagenet-200"
     assert printed.resolved == expected
-    code, out, _ = corolla(
-        capsys, monkeypatch, "run", name, "--dry-run", "--scale", "small", "--set", "num-server-rounds=7"
-    )
+    code, out, _ = command("run", name, "--dry-run", "--scale", "small", "--set", "num-server-rounds=7")
     small = tomllib.loads(out)
     assert (code, small["scale"], small["num-clients"], small["num-server-rounds"]) == (0, "small", 10, 7)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_lists_every_preset_in_order(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = corolla(capsys, monkeypatch, "presets")
+def test_the_command_lists_every_preset_in_order(command: Command) -> None:
+    code, out, err = command("presets")
     names = out.splitlines()
     assert (code, err, set(names)) == (0, "", set(ALL))
     assert names == sorted(names, key=lambda name: name.split("/"))
 
 
-def test_on_a_terminal_it_lists_the_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_terminal_it_lists_the_columns(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setattr(type(console), "is_terminal", True)
-    _, out, _ = corolla(capsys, monkeypatch, "presets")
+    _, out, _ = command("presets")
     lines = out.splitlines()
     at = lines.index("FedOBP (anonymous authors, under review), Table 6")
     assert lines[at + 3].split() == ["fedobp/fashion-mnist-dirichlet-0.1", "13", "methods", "FMNIST,", "Dir(0.1)"]
     assert "fedobp/fashion-mnist-dirichlet-0.1/local" not in out
     for words in (("--all",), ("fedobp/fashion-mnist-dirichlet-0.1/*",)):
-        _, out, _ = corolla(capsys, monkeypatch, "presets", *words)
+        _, out, _ = command("presets", *words)
         assert "fedobp/fashion-mnist-dirichlet-0.1/local" in out and "94.93 ± 0.08" in out
 
 
-def test_as_json_a_preset_has_its_table_and_column(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, _ = corolla(capsys, monkeypatch, "presets", "fedcac/cifar10-dirichlet-0.1/as-*", "--json")
+def test_as_json_a_preset_has_its_table_and_column(command: Command) -> None:
+    _, out, _ = command("presets", "fedcac/cifar10-dirichlet-0.1/as-*", "--json")
     assert json.loads(out) == [
         {
             "preset": "fedcac/cifar10-dirichlet-0.1/as-critical",
@@ -416,16 +393,13 @@ def test_as_json_a_preset_has_its_table_and_column(
 @pytest.mark.nightly
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_preset_starts_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], paper: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, paper: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Typer builds its commands anew at every call, which takes as long as pricing a preset.
-    built = cli.build_command()
-    monkeypatch.setattr(cli, "build_command", lambda: built)
     for name, preset in ALL.items():
         if paper_of(name) != paper:
             continue
-        code, out, err = corolla(capsys, monkeypatch, "run", name, "--dry-run")
+        code, out, err = command("run", name, "--dry-run")
         assert (code, err) == (0, ""), f"{name}: {err}"
         printed = tomllib.loads(out)
         assert printed["method"] == preset.settings.get("method", "fedcac") and "# bytes per round, " in out
@@ -434,25 +408,21 @@ def test_every_preset_starts_by_its_name(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_listing_is_one_name_a_line_when_piped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2")
+def test_listing_is_one_name_a_line_when_piped(command: Command) -> None:
+    code, out, err = command("presets", "fedpake/cifar10-pathological-2")
     assert (code, err) == (0, "")
     assert out.splitlines() == sorted(name for name in ALL if "fedpake/cifar10-pathological-2" in name)
-    assert corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2", "--all") == (0, out, "")
-    code, _, err = corolla(capsys, monkeypatch, "presets", "fedcak/cifar10-dirichlet-0.1")
+    assert command("presets", "fedpake/cifar10-pathological-2", "--all") == (0, out, "")
+    code, _, err = command("presets", "fedcak/cifar10-dirichlet-0.1")
     assert code == 2 and mentions(err, "did you mean", "fedcac/cifar10-dirichlet-0.1?")
 
 
-def test_a_scaled_run_says_so_in_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_scaled_run_says_so_in_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
     sets = ["dataset=digits", "model=mlp", "num-server-rounds=1", "num-clients=2", "local-epochs=1", "run-name=one"]
     words = ["run", "fedcac/cifar10-dirichlet-0.1/fedavg", "--in-process", "--scale", "small"]
-    code, _, err = corolla(capsys, monkeypatch, *words, *[w for s in sets for w in ("--set", s)])
+    code, _, err = command(*words, *[w for s in sets for w in ("--set", s)])
     assert code == 0, err
     assert read_summary(tmp_path / "runs" / "one")["scale"] == "small"
     assert 'scale = "small"' in (tmp_path / "runs" / "one" / "config.toml").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pandas
 import pytest
 
 import corolla
-from corolla import cli
 from corolla.experiments import compare, costs, significance
 from corolla.experiments.runs import RecordedRun
 from corolla.report.page import write_report
@@ -343,15 +341,12 @@ def test_clients_with_other_data_are_not_paired(tmp_path: Path) -> None:
     assert significance.differences_table([one]) == [] and significance.differences_table([one, other]) == []
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, command: Command) -> None:
     for seed, up in ((0, 0.0), (1, 0.01)):
         write_run(tmp_path, f"a{seed}", [0.5 + up, 0.6, 0.7], [0.1, 0.2], method="fedavg", seed=seed)
         write_run(tmp_path, f"b{seed}", [0.7, 0.8 + up, 0.95], [0.1, 0.85 - 10 * up], method="local", seed=seed)
-    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "0.8"])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    out = capsys.readouterr().out
-    assert not exit_.value.code
+    code, out, _ = command("compare", tmp_path, "--to", "0.8")
+    assert code == 0
     lines = [line.split() for line in out.splitlines()]
     assert ["fedavg", "0", "of", "2", "–", "–", "–"] in lines
     assert ["local", "2", "of", "2", "2", "±", "0", "3.5", "±", "0.71", "15", "±", "7.1"] in lines
@@ -360,14 +355,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert row[:4] == ["local", "3", "2", "+21.67"]
     assert ["0", "+19.50"] in lines and significance.BY_CLIENT in out
     # as the tables beside it have it, in per cent
-    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "80"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert capsys.readouterr().out == out
-    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path / "a0")])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert mentions(capsys.readouterr().out, "no table", "differences", "only one row")
+    assert command("compare", tmp_path, "--to", "80")[1] == out
+    assert mentions(command("compare", tmp_path / "a0")[1], "no table", "differences", "only one row")
 
 
 def test_a_row_is_the_reference_by_its_method_its_values_or_its_runs(tmp_path: Path, command: Command) -> None:
@@ -415,9 +404,7 @@ def test_printed_rows_have_only_columns_with_values(tmp_path: Path) -> None:
     assert "no values" not in repr(frame[["method", "n"]])
 
 
-def test_a_metric_whose_low_values_are_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_metric_whose_low_values_are_good(tmp_path: Path, command: Command) -> None:
     for name, method, final in (("a", "fedavg", [2.0, 3.0, 2.5]), ("b", "local", [1.0, 2.1, 1.4])):
         folder = write_run(tmp_path, name, final, method=method)
         (folder / "run.json").write_text(
@@ -435,10 +422,7 @@ def test_a_metric_whose_low_values_are_good(
         and found.verdict == "undecided: needs 3 seeds"
     )
     assert significance.differences_table([one, other])[2][3] == "-1"
-    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "1.6"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    out = capsys.readouterr().out
+    out = command("compare", tmp_path, "--to", "1.6")[1]
     assert (
         "accurac" not in out
         and "reached rmse ≤ 1.6" in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import os
@@ -10,22 +9,25 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corolla import cli
 from corolla.api import one_run
+from corolla.api.settings import ready
+from corolla.cli.sweeps import run_points
 from corolla.experiments import sweep
 from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError
+from fl_app.server import checkpoint
 from strategies import METHOD_PARAMS
-from tests.conftest import Command
+from tests import slurm
+from tests.conftest import Command, wait_for
 from tests.facts import mentions, rejected
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,10 +228,10 @@ def test_sweep_files_expand(file: str) -> None:
 
 
 def test_problems_of_all_combinations_are_reported_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = lambda *words: corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process", *words)  # noqa: E731
+    run = lambda *words: command("sweep", "s.toml", "--in-process", *words)  # noqa: E731
     write(tmp_path / "s.toml", '[grid]\nmethod = ["fedavg", "fedcax"]\nlearning-rate = [0.1, -1.0]\nsede = [0]\n')
     code, _, err = run()
     assert code == 2
@@ -323,14 +325,6 @@ def test_a_pattern_is_measured_first_and_goes_on_from_there(
     assert code == 1 and "failed:" in err and "no estimate" not in out
 
 
-def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["corolla", *words])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    out, err = capsys.readouterr()
-    return int(exit_.value.code or 0), out, err
-
-
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     # a sweep in this process sets it: restored after each test
@@ -341,69 +335,11 @@ def stamps(directory: Path) -> dict[str, int]:
     return {p.parent.name: p.stat().st_mtime_ns for p in directory.glob("*/summary.json")}
 
 
-# tests/e2e/test_report_browser.py kills one too
-@pytest.mark.nightly
-def test_a_killed_sweep_repeats_nothing_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "s.toml", SMALL.format(rounds=15))
-    directory = tmp_path / "runs" / "s"
-
-    def again(*words: str) -> str:
-        code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process", *words)
-        assert code == 0, err
-        return out
-
-    process = subprocess.Popen([*COROLLA, "sweep", "s.toml", "--in-process"], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        begun = {p.parent.name for p in directory.glob("*/metrics.jsonl")}
-        if stamps(directory) and begun - set(stamps(directory)):
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = stamps(directory)
-    interrupted = {p.parent.name for p in directory.glob("*/config.toml")} - set(before)
-    assert 1 <= len(before) <= 3 and len(interrupted) == 1
-
-    out = again()
-    assert mentions(out, "4 runs", f"{len(before)} finished before", f"{4 - len(before)} to do")
-    assert f"resumes {directory / interrupted.pop()} after round " in out
-    after = stamps(directory)
-    assert len(after) == 4 and before.items() <= after.items() and not (directory / "unfinished").exists()
-
-    assert mentions(again(), "4 finished before", "0 to do")
-    assert stamps(directory) == after
-
-    # the table, against numbers computed here
-    accuracies: dict[str, list[float]] = {}
-    for path in directory.glob("*/summary.json"):
-        summary = json.loads(path.read_text())
-        accuracies.setdefault(summary["method"], []).append(summary["final-accuracy"])
-    with (directory / "results.csv").open(newline="") as file:
-        rows = {row["method"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"fedavg", "local"}
-    for method, values in accuracies.items():
-        assert int(rows[method]["n"]) == 2
-        assert float(rows[method]["final-accuracy-mean"]) == pytest.approx(sum(values) / 2)
-        assert float(rows[method]["final-accuracy-std"]) == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
-        shown = f"{100 * statistics.fmean(values):.2f} ± {100 * statistics.stdev(values):.2f}"
-        assert shown in (directory / "results.md").read_text() and shown in out
-
-    # another seed: only that is run, with two processes at a time
-    write(tmp_path / "s.toml", SMALL.format(rounds=15).replace("seed = [0, 1]", "seed = [0, 1, 2]"))
-    out = again("--jobs", "2")
-    assert mentions(out, "6 runs", "4 finished before", "2 to do")
-    assert after.items() <= stamps(directory).items() and len(stamps(directory)) == 6
-
-
 # twenty seconds on an idle machine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_killed_sweep_goes_on_from_its_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, jobs: int
 ) -> None:
     # the first of two must not be done when the second begins, on a busy machine
     rounds = 12 if jobs == 1 else 100
@@ -416,11 +352,9 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
         return {p.parent.name: p.read_text().split("\n")[:-1] for p in directory.glob("*/metrics.jsonl")}
 
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while (
-        time.monotonic() < deadline and process.poll() is None and sum(len(x) > 2 for x in recorded().values()) < jobs
-    ):
-        time.sleep(0.002)
+    wait_for(
+        lambda: process.poll() is not None or sum(len(x) > 2 for x in recorded().values()) >= jobs, 120, every=0.002
+    )
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     before = recorded()
@@ -428,7 +362,7 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
 
     now = ("--set", "round-timeout=77", "--set", "data-dir=data", "--set", "state-dir=new")
     monkeypatch.chdir(tmp_path)
-    code, out, err = corolla(capsys, monkeypatch, *words[len(COROLLA) :], *now)
+    code, out, err = command(*words[len(COROLLA) :], *now)
     assert code == 0, err
     after = recorded()
     settings = {name: RecordedRun(directory / name).settings for name in after}
@@ -448,7 +382,7 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
         assert after[name][: len(lines)] == lines, "a round was repeated"
 
     plain = ("sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "state-dir=elsewhere")
-    assert corolla(capsys, monkeypatch, *plain)[0] == 0
+    assert command(*plain)[0] == 0
     found = [
         {p.parent.name: json.loads(p.read_text())["digest"] for p in where.glob("*/summary.json")}
         for where in (directory, tmp_path / "plain")
@@ -457,11 +391,11 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
 
 
 def test_a_damaged_checkpoint_is_not_gone_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
-    sweep_it = lambda: corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process", "--set", "keep-state=true")  # noqa: E731
+    sweep_it = lambda: command("sweep", "s.toml", "--in-process", "--set", "keep-state=true")  # noqa: E731
     assert sweep_it()[0] == 0
     directory = tmp_path / "runs" / "s"
     local = next(directory.glob("local-*"))
@@ -474,12 +408,12 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(
 
 
 def test_folders_of_runs_are_recognised_by_their_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = SMALL.format(rounds=1).replace("seed = [0, 1]", "")
     write(tmp_path / "s.toml", text)
-    sweep_it = lambda: corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")  # noqa: E731
+    sweep_it = lambda: command("sweep", "s.toml", "--in-process")  # noqa: E731
     code, out, _ = sweep_it()
     assert code == 0 and "2 to do" in out
     directory = tmp_path / "runs" / "s"
@@ -503,9 +437,7 @@ def test_folders_of_runs_are_recognised_by_their_config(
     assert (directory / "renamed" / "summary.json").is_file() and (local / "summary.json").is_file()
 
 
-def test_a_failed_run_does_not_end_the_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_does_not_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
     real = one_run.run_in_process
@@ -516,7 +448,7 @@ def test_a_failed_run_does_not_end_the_sweep(
         return real(config, parsed, until)
 
     monkeypatch.setattr(one_run, "run_in_process", fails_for_fedavg)
-    code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")
+    code, out, err = command("sweep", "s.toml", "--in-process")
     assert code == 1 and mentions(err, "RuntimeError", "no such luck")
     results = (tmp_path / "runs" / "s" / "results.md").read_text()
     assert "1 run failed" in results and "| fedavg | 0 |" in results and "| local | 1 |" in results
@@ -560,3 +492,133 @@ def test_values_that_no_run_would_have_are_refused(tmp_path: Path, text: str, pr
 def test_a_setting_that_one_of_several_grids_changes_is_the_others(tmp_path: Path) -> None:
     text = "[settings]\nseed = 1\n[[grid]]\nseed = [0]\n[[grid]]\nlocal-epochs = [1, 2]\n"
     assert [p.parsed.seed for p in points(write(tmp_path / "s.toml", text))] == [0, 1, 1]
+
+
+# A sweep as a Slurm job array: cut off and submitted again, every run goes on, and none is repeated -------------------
+
+SWEEP = """
+[settings]
+dataset = "digits"
+num-clients = 3
+num-server-rounds = 60
+train-samples = 24
+test-samples = 10
+local-epochs = 1
+batch-size = 8
+device = "cpu"
+checkpoint-every = 1
+state-dir = "state"
+
+[grid]
+method = ["fedcac", "fedavg"]
+"""
+
+
+@pytest.fixture
+def corolla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> Callable[..., str]:
+    """The command in a directory of its own: what it says when all is well."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*words: str) -> str:
+        code, out, err = command(*words)
+        assert code == 0, err
+        return out
+
+    return invoke
+
+
+def digests(directory: Path) -> dict[str, Any]:
+    return {path.parent.name: json.loads(path.read_text())["digest"] for path in directory.glob("*/summary.json")}
+
+
+def cut_off(script: Path, directory: Path, task: int, folder: Path, how: signal.Signals) -> str:
+    """Start a task and end it once it has a checkpoint; its output."""
+    job = slurm.sbatch(script, directory=directory, task=task)
+    wait_for(lambda: job.poll() is not None or max(checkpoint.rounds(folder), default=0) >= 1, 60, every=0.002)
+    job.send_signal(how)
+    out = job.communicate()[0]
+    assert checkpoint.rounds(folder)[-1] >= 1 and not (folder / "summary.json").exists(), out
+    return str(out)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        # as Slurm at the end of a job's time
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.nightly),
+    ],
+)
+def test_an_array_goes_on_where_it_was_cut_off(
+    corolla: Callable[..., str], tmp_path: Path, how: signal.Signals
+) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP)
+    said = corolla("sweep", "s.toml", "--in-process", "--slurm", "--set", "learning-rate=0.05", "--jobs", "2")
+    script = tmp_path / "runs" / "s" / "array.sbatch"
+    assert f"sbatch {script}" in said and digests(script.parent) == {}
+    asked = slurm.options(script)
+    assert asked["--array"] == "0-1%2" and asked["--cpus-per-task"] == "1" and "--gpus-per-task" not in asked
+    names = corolla("sweep", "s.toml", "--dry-run", "--set", "learning-rate=0.05").split()
+    folders = [script.parent / name for name in names]
+
+    cut_off(script, tmp_path, 0, folders[0], how)
+    whole = slurm.sbatch(script, directory=tmp_path, task=1)
+    out = whole.communicate()[0]
+    assert whole.returncode == 0 and set(digests(script.parent)) == {names[1]}, out
+    written = (folders[1] / "metrics.jsonl").stat().st_mtime_ns
+    assert not (script.parent / "results.csv").exists()
+
+    for task in slurm.tasks(script):
+        done_before = checkpoint.rounds(folders[task])[-1]
+        again = slurm.sbatch(script, directory=tmp_path, task=task)
+        out = again.communicate()[0]
+        assert again.returncode == 0, out
+        if task == 1:
+            assert f"finished before: {folders[1]}" in out
+        else:
+            assert f"resumes {folders[task]}" in out and f"resumed after round {done_before}" in out
+    assert (folders[1] / "metrics.jsonl").stat().st_mtime_ns == written
+    assert (script.parent / "results.csv").exists() and not (
+        script.parent / "unfinished"
+    ).exists()  # the last one's table
+
+    corolla("sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "learning-rate=0.05")
+    assert digests(script.parent) == digests(tmp_path / "plain") and len(digests(script.parent)) == 2
+
+
+def test_a_run_without_a_checkpoint_is_set_aside(corolla: Callable[..., str], command: Command, tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("60", "1").replace(', "fedavg"', ""))
+    (name,) = corolla("sweep", "s.toml", "--dry-run").split()
+    (tmp_path / "runs" / "s" / name).mkdir(parents=True)
+    assert "unfinished, set aside" in corolla("sweep", "s.toml", "--in-process", "--only", name)
+    assert (tmp_path / "runs" / "s" / "unfinished" / name).is_dir() and digests(tmp_path / "runs" / "s")
+    code, _, err = command("sweep", "s.toml", "--only", "fedprox")
+    assert code == 2 and mentions(err, "s.toml has no", "run 'fedprox'")
+
+
+def test_a_run_goes_on_under_the_name_that_another_version_gave_it(
+    corolla: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("60", "3").replace(', "fedavg"', ""))
+    monkeypatch.setenv(sweep.VARIABLE, "")
+    directory = tmp_path / "runs" / "s"
+    (point,) = sweep.expand(sweep.read_sweep(Path("s.toml")), METHOD_PARAMS, directory, {}, ready)
+    assert run_points([point], None, False, until=2) == {}
+    before = directory / "fedcac-000000"
+    (directory / point.name).rename(before)
+    said = corolla("sweep", "s.toml", "--in-process", "--only", point.name)
+    assert f"resumes {before} after round 2" in said and said.count("round 2/3: acc") == 1 == said.count(
+        "round 3/3: acc"
+    )
+    assert set(digests(directory)) == {before.name} and "finished before" in corolla(
+        "sweep", "s.toml", "--only", point.name
+    )
+
+
+def test_single_runs_share_a_directory_that_a_whole_sweep_has_alone(tmp_path: Path) -> None:
+    with sweep.locked(tmp_path, shared=True), sweep.locked(tmp_path, shared=True):
+        with rejected(UserError, "", "another `corolla sweep`", "running"), sweep.locked(tmp_path):
+            pass
+    with sweep.locked(tmp_path), rejected(UserError, "", "another `corolla sweep`", "running"):
+        with sweep.locked(tmp_path, shared=True):
+            pass
