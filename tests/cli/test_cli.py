@@ -21,9 +21,11 @@ from PIL import Image
 from corolla.api.settings import name_plugins
 from corolla.cli.options import parse_set
 from corolla.cli.reference import config_page, pyproject_with_defaults
+from corolla.experiments.runs import RecordedRun
 from fl_app import models
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Command
 from tests.facts import each_mentions, mentions, rejected
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,8 +204,10 @@ if not torch.cuda.is_available():
     BAD["cuda without a GPU"] = (["device=cuda"], "device: cuda asked for, this machine has 0 usable GPUs")
 
 
-@pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("mode", [[], ["--in-process"]], ids=["simulation", "in-process"])
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [*((case, []) for case in BAD), ("wrong type", ["--in-process"]), ("corrupt npz", ["--in-process"])],
+)
 def test_bad_input_is_refused_before_anything_is_written(  # type: ignore[no-untyped-def]
     corolla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, mode: list[str]
 ) -> None:
@@ -740,3 +744,31 @@ def test_the_reference_is_written_into_clones_alone(corolla, tmp_path: Path, tex
     code, _, err = corolla("reference", str(tmp_path / "other"))
     assert code == 2 and mentions(err, "ROOT", "clone of Corolla")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# The example of a cross-device study ----------------------------------------------------------------------------------
+
+EXAMPLE = ROOT / "examples" / "cross-device.toml"
+
+
+def test_the_example_is_a_run_of_ten_thousand_clients(command: Command) -> None:
+    code, out, err = command("run", EXAMPLE, "--dry-run")
+    assert code == 0, err
+    told = dict(re.findall(r"^([\w.-]+) *= *(\S+)", out, re.MULTILINE))
+    assert (told["num-clients"], told["num-server-rounds"]) == ("10000", "200")
+    assert round(float(told["fraction-train"]) * int(told["num-clients"])) == 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_example_runs(command: Command, tmp_path: Path) -> None:
+    """With fewer clients and rounds, as many of them a round; more clients than digits has training samples."""
+    settings = {"num-server-rounds": 3, "fraction-train": 0.01, "run-name": "study", "state-dir": tmp_path / "state"}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    options = ["--in-process", "--clients", "2000", "--output-dir", tmp_path]
+    code, _, err = command("run", EXAMPLE, *options, *words)
+    assert code == 0, err
+    run = RecordedRun(tmp_path / "study")
+    assert run.finished and run.failures == []
+    assert [len(record["clients"]) for record in run.rounds.values()] == [20, 20, 20]
+    assert run.coverage == (2000, 2000)

@@ -66,24 +66,6 @@ def test_a_table_by_a_column(tmp_path: Path, suffix: str) -> None:
     }
 
 
-def test_labels_that_are_words(tmp_path: Path) -> None:
-    frame().drop(columns="days").to_csv(tmp_path / "t.csv", index=False)
-    raw = {
-        "dataset": f"table:{tmp_path / 't.csv'}",
-        "target": "outcome",
-        "client": "hospital",
-        "data_dir": str(tmp_path / "root"),
-        "partition": "by-column",
-    }
-    info = data.check(config(**raw))
-    assert info.classes == ("ill", "well")
-    part = data.open_client(config(**raw), 0)
-    assert part.y_train.dtype == np.int64 and set(part.y_train) <= {0, 1}
-    assert data.check(config(**raw, classes="well,ill")).classes == ("well", "ill")
-    with rejected(DataError, "dataset", "column outcome", "among ill", "dead", "got 'well'"):
-        data.check(config(**raw, classes="ill,dead"))
-
-
 def test_a_long_table_has_one_type_per_column(tmp_path: Path) -> None:
     """pandas guesses types in parts of a million cells unless it is told not to: 01 was a class beside 1."""
     columns, rows = 260, 6_000

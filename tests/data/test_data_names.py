@@ -13,7 +13,7 @@ from fl_app import data
 from fl_app.errors import DataError, UserError
 from fl_app.server.run_folder import read_summary
 from tests.conftest import Command, config
-from tests.data.test_node_data import start
+from tests.data.test_data import start
 from tests.facts import rejected
 
 WORDS = {"partition": "iid", "train_samples": 0, "test_samples": 0, "num_clients": 2, "target": "y"}

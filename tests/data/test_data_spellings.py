@@ -15,9 +15,9 @@ from fl_app.data.spelling import spellings
 from fl_app.errors import DataError, UserError
 from fl_app.server.run_folder import read_summary
 from tests.conftest import config
+from tests.data.test_data import start
 from tests.data.test_data_folder import write_folder
 from tests.data.test_data_npz import write_npz
-from tests.data.test_node_data import start
 from tests.facts import mentions, rejected
 
 ROWS = 48

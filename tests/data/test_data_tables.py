@@ -91,15 +91,87 @@ def test_a_mistyped_column_is_one_problem(tmp_path: Path, slip: dict[str, str], 
     assert "problems" not in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_column_without_a_name_is_refused_unless_it_is_the_first(tmp_path: Path) -> None:
-    text = csv(FRAME.assign(c=1.5)).replace("a,b,y,c", "a,b,y,", 1)
-    with rejected(UserError, "dataset", "column 4", "a name"):
-        opened(tmp_path, text)
+DATES = ["2024-02-28", "2024-02-29", "2024-02-30"] * (ROWS // 3)
+WITH_COMMAS = csv(sep=";", decimal=",")
+# a text, keys, and the error's key and facts
+REFUSED: dict[str, tuple[str, dict[str, str], str, tuple[str, ...]]] = {
+    "a column without a name that is not the first": (
+        csv(FRAME.assign(c=1.5)).replace("a,b,y,c", "a,b,y,", 1),
+        {},
+        "dataset",
+        ("column 4", "a name"),
+    ),
+    "nothing but an index": (
+        csv(FRAME[["y"]].assign(id=np.arange(ROWS))),
+        {},
+        "dataset",
+        ("y", "nothing to learn", "id (it numbers"),
+    ),
+    "an empty column": (csv(FRAME.assign(c=np.nan)), {}, "dataset", ("column c", "no value", "for training")),
+    "infinity": (
+        csv(FRAME.assign(a=[np.inf] + [1.0] * (ROWS - 1))),
+        {},
+        "dataset",
+        ("column a", "finite", "inf in row 2"),
+    ),
+    "a word to fill in": (csv(), {"impute": "a=high"}, "impute", ("column=number", "a=high")),
+    "a date that is none": (
+        csv(FRAME.assign(day=DATES)),
+        {},
+        "dataset",
+        ("column day", "'2024-02-30' in row 4", "20 rows"),
+    ),
+    "labels of 0.0 and 1.0": (
+        csv(FRAME.assign(y=[0.0, 1.0] * (ROWS // 2))),
+        {},
+        "dataset",
+        ("float64", "0, 1", "whole numbers"),
+    ),
+    "labels that are no labels": (csv(FRAME.assign(y=FRAME.a)), {}, "dataset", ("float64", "task = regression")),
+    # most numbers of such a column may be below 1000, and have no comma
+    **{
+        f"thousands, 1 of {of}": (
+            csv(FRAME.assign(c=["1,153" if k % of == 0 else "222" for k in range(ROWS)])),
+            {},
+            "dataset",
+            ("column c", "'1,153' in row 2", "thousands", "decimal comma"),
+        )
+        for of in (1, 4)
+    },
+    "another separator, and rows that do not parse": (
+        "a;note;y\n1;x;u\n2;x, y, z;v\n",
+        {},
+        "separator",
+        ("set separator = ';'",),
+    ),
+    "decimal commas": (WITH_COMMAS, {}, "separator", ("set separator = ';'",)),
+    "decimal commas with their separator": (
+        WITH_COMMAS,
+        {"separator": ";"},
+        "dataset",
+        ("column a", "decimal comma"),
+    ),
+    "commas at the ends of rows": (
+        csv().replace("u\n", "u,\n").replace("v\n", "v,\n"),
+        {},
+        "dataset",
+        ("3 names", "(a, b, y)", "separators"),
+    ),
+    "a separator of two": (csv(), {"separator": ";;"}, "separator", ("one character", "';;'")),
+    "rows of one quoted empty cell": (
+        csv() + '""\n\n""\n  \nNA\n',
+        {"exclude": "a,b"},
+        "dataset",
+        ("column y", "row 62", "3 of 63 rows"),
+    ),
+}
 
 
-def test_nothing_but_an_index_is_nothing_to_learn_from(tmp_path: Path) -> None:
-    with rejected(UserError, "dataset", "y", "nothing to learn", "id (it numbers"):
-        opened(tmp_path, csv(FRAME[["y"]].assign(id=np.arange(ROWS))))
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(tmp_path: Path, case: str) -> None:
+    text, keys, key, facts = REFUSED[case]
+    with rejected(UserError, key, *facts):
+        opened(tmp_path, text, **keys)
 
 
 # Words, dates, booleans, missing values
@@ -199,27 +271,12 @@ def test_booleans_and_dates_may_be_missing_too(tmp_path: Path) -> None:
     assert (p.x_train[:3, 4].astype(float) + p.info.facts.shift[4]).tolist() == [19783, 19782, 19784]
 
 
-def test_an_empty_or_infinite_column_is_refused(tmp_path: Path) -> None:
-    with rejected(UserError, "dataset", "column c", "no value", "for training"):
-        opened(tmp_path, csv(FRAME.assign(c=np.nan)))
-    with rejected(UserError, "dataset", "column a", "finite", "inf in row 2"):
-        opened(tmp_path, csv(FRAME.assign(a=[np.inf] + [1.0] * (ROWS - 1))))
-    with rejected(UserError, "impute", "column=number", "a=high"):
-        opened(tmp_path, csv(), impute="a=high")
-
-
 @pytest.mark.parametrize("form", ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S+00:00"])
 def test_dates_are_days(tmp_path: Path, form: str) -> None:
     when = pandas.date_range("1969-12-31", periods=ROWS, freq="36h" if "H" in form else "2D")
     p = opened(tmp_path, csv(FRAME.assign(day=when.strftime(form))), test_ratio=0.0)
     assert p.x_train[:, 2].tolist() == [-1 + k * (1.5 if "H" in form else 2) for k in range(ROWS)]
     assert each_mentions(p.info.remarks, ("column 'day'", "date", "1970-01-01"))
-
-
-def test_a_date_that_is_none_is_named(tmp_path: Path) -> None:
-    frame = FRAME.assign(day=["2024-02-28", "2024-02-29", "2024-02-30"] * (ROWS // 3))
-    with rejected(UserError, "dataset", "column day", "'2024-02-30' in row 4", "20 rows"):
-        opened(tmp_path, csv(frame))
 
 
 def test_different_numbers_in_every_row_are_said_despite_gaps(tmp_path: Path) -> None:
@@ -254,13 +311,6 @@ def test_numbers_that_are_hardly_classes_are_said(tmp_path: Path) -> None:
     assert not opened(tmp_path, csv(FRAME.assign(y=np.arange(ROWS) % 20))).info.remarks
     words = [f"class {k % 21}" for k in range(ROWS)]
     assert not opened(tmp_path, csv(FRAME.assign(y=words))).info.remarks
-
-
-def test_labels_of_0_0_and_1_0_get_the_right_advice(tmp_path: Path) -> None:
-    with rejected(UserError, "dataset", "float64", "0, 1", "whole numbers"):
-        opened(tmp_path, csv(FRAME.assign(y=[0.0, 1.0] * (ROWS // 2))))
-    with rejected(UserError, "dataset", "float64", "task = regression"):
-        opened(tmp_path, csv(FRAME.assign(y=FRAME.a)))
 
 
 def test_of_new_rows_the_one_without_a_date_is_named() -> None:
@@ -334,18 +384,7 @@ def test_another_separator_is_named_and_taken(tmp_path: Path, sign: str, key: st
         opened(tmp_path, csv(), separator=key)
 
 
-@pytest.mark.parametrize("of", [1, 4])
-def test_a_comma_may_separate_thousands(tmp_path: Path, of: int) -> None:
-    """Most numbers of such a column may be below 1000, and have no comma."""
-    text = csv(FRAME.assign(c=["1,153" if k % of == 0 else "222" for k in range(ROWS)]))
-    with rejected(UserError, "dataset", "column c", "'1,153' in row 2", "thousands", "decimal comma"):
-        opened(tmp_path, text)
-
-
-def test_a_wrong_separator_is_named_before_rows_that_do_not_parse(tmp_path: Path) -> None:
-    text = "a;note;y\n1;x;u\n2;x, y, z;v\n"
-    with rejected(UserError, "separator", "set separator = ';'"):
-        opened(tmp_path, text)
+def test_rows_that_do_not_parse_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         opened(tmp_path, "a,b,y\n1,2,u\n1,2,3,u\n")
     assert "\n" not in str(caught.value) and mentions(str(caught.value), "3 fields in line 3, saw 4", "commas")
@@ -375,18 +414,6 @@ def test_suffixes_of_tables_may_be_in_any_case(tmp_path: Path, suffix: str) -> N
     keys = {"separator": ","} if suffix == "CSV" else {}
     assert data.prepare(f"table:{path}", tmp_path / "root", target="y", **keys).info.facts.features == ("a", "b")
     assert list(read_rows(path)) == ["a", "b", "y"] and places_in(path).number(0) == 2
-
-
-def test_decimal_commas_and_commas_at_the_ends_of_rows_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="set separator = ';'"):
-        opened(tmp_path, csv(sep=";", decimal=","))
-    with rejected(UserError, "dataset", "column a", "decimal comma"):
-        opened(tmp_path, csv(sep=";", decimal=","), separator=";")
-    header, *rows = csv().splitlines()
-    with rejected(UserError, "dataset", "3 names", "(a, b, y)", "separators"):
-        opened(tmp_path, "\n".join([header, *(f"{row}," for row in rows)]))
-    with rejected(UserError, "separator", "one character", "';;'"):
-        opened(tmp_path, csv(), separator=";;")
 
 
 # Numbers
@@ -568,11 +595,6 @@ def test_an_index_that_is_not_in_the_file(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     with rejected(UserError, "dataset", "t.parquet", "KeyError: 'zz'"):
         opened(tmp_path, "", dataset=f"table:{tmp_path / 't.parquet'}")
-
-
-def test_rows_of_one_quoted_empty_cell_count(tmp_path: Path) -> None:
-    with rejected(UserError, "dataset", "column y", "row 62", "3 of 63 rows"):
-        opened(tmp_path, csv() + '""\n\n""\n  \nNA\n', exclude="a,b")
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
