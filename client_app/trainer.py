@@ -24,7 +24,7 @@ from client_app import at_once
 from client_app.batches import Batch, Batches, Part
 from client_app.fisher import fisher_diagonal
 from client_app.flat import SGD, FlatModule, optimizer_of, set_mode
-from fl_app import rng, tasks
+from fl_app import gradient_checkpointing, rng, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
@@ -476,7 +476,8 @@ class LocalTrainer:
         if 0 < samples < n:
             stream = rng.generator(self.config.seed, "fisher", self.round, self.client_id)
             indices = np.sort(stream.choice(n, samples, replace=False))
-        return fisher_diagonal(self.module, self.task, indices, self.samples)
+        with gradient_checkpointing.paused(self.module):
+            return fisher_diagonal(self.module, self.task, indices, self.samples)
 
     def loss_gradient(self, model: Model) -> Vector:
         """Return the gradient of the mean loss over all training data at `model`, float32 [d]; evaluation mode."""

@@ -304,12 +304,19 @@ class ExperimentKeys:
     )
     train: str = key(
         "",
-        "Patterns over tensor names, separated by commas, such as `*.adapter.*`: only these tensors train. All others never travel "
-        "and must be the same on every node; the node checks this. Empty: all train.",
+        "Patterns over tensor names, separated by commas, such as `*.adapter.*`: only these tensors train. [All "
+        "others](tasks.md#parts-of-a-model) never travel. Empty: all train.",
     )
     frozen_dtype: Literal["float32", "bfloat16"] = key(
         "float32",
         "Type of the matrices that do not train (`train`). `bfloat16` takes half the memory, and needs `precision = bfloat16`.",
+    )
+    gradient_checkpointing: bool = key(
+        False,
+        "The backward pass computes activations again, which takes less memory. For [models that offer "
+        "it](tasks.md#parts-of-a-model).",
+        about="running",
+        checked=True,
     )
     classifier: str = key(
         "",

@@ -209,6 +209,9 @@ def check_together(values: Mapping[str, Any], problems: list[UserError]) -> None
         refuse("frozen-dtype", "needs train, the patterns of what trains", "bfloat16")
     if values["frozen-dtype"] == "bfloat16" and values["precision"] != "bfloat16":
         refuse("frozen-dtype", f"needs precision = bfloat16, not {values['precision']}", "bfloat16")
+    if values["gradient-checkpointing"] and values["dp-epsilon"]:
+        rule = "dp-epsilon takes each record's gradient once, and layers would run twice; leave it false"
+        refuse("gradient-checkpointing", rule, True)
     if values["local-steps"] and values["dp-epsilon"]:
         refuse("local-steps", "a privacy budget is planned for local-epochs; leave it 0", values["local-steps"])
     if str(values["schedule"]).startswith((STEP, PLATEAU)) and values["learning-rate-decay"] == 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
-from fl_app import metrics, rng, stopping, tasks, trainable_tensors
+from fl_app import gradient_checkpointing, metrics, rng, stopping, tasks, trainable_tensors
 from fl_app.config import RunConfig
 from fl_app.errors import MethodError, UserError
 from fl_app.figures import Figure, Scalars
@@ -162,6 +162,9 @@ class Method(Generic[P]):
                 raise MethodError(
                     key=name, rule=f"method {config.method} trains a network around the model, which has no such parts"
                 )
+        if self.compose is not None and config.gradient_checkpointing:
+            rule = f"method {config.method} trains a network around the model; leave it false"
+            raise MethodError(key="gradient-checkpointing", rule=rule, value=True)
         if taken := metrics.taken_names(metrics.declared(self.reports), tasks.measured(config)):
             raise MethodError(
                 key=f"method {config.method}",
@@ -365,6 +368,8 @@ class Method(Generic[P]):
         module = self.around(ModelFactory(drawn, shape, config.seed), config)
         if config.train:
             trainable_tensors.freeze(module, config.train, config.frozen_dtype)
+        if config.gradient_checkpointing:
+            gradient_checkpointing.enable(module, config.model)
         handed_on.made(module, wanted, said)
         for line in said:
             told(line)

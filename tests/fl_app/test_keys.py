@@ -47,6 +47,7 @@ RUNNING = {
     "discover",
     "record-matrices",
     "keep-uploads",
+    "gradient-checkpointing",
 }
 # what a run that goes on may change, although it changes what comes out
 EXTENDING = {"num-server-rounds", "min-available-clients", "without"}
@@ -213,7 +214,9 @@ def test_running_keys_and_places_do_not_change_what_comes_out(run: Run, tmp_path
     places = {"state-dir": str(tmp_path / "other-state"), "data-dir": str(tmp_path / "other-data"), "run-name": "other"}
 
     def outcome(**given: Any) -> tuple[Mapping[str, Any], list[Any]]:
-        folder = run(num_server_rounds=3, evaluate_every=1, **given)
+        # a model that offers gradient checkpointing
+        model = "tests.fl_app.test_gradient_checkpointing:earlier"
+        folder = run(model=model, num_server_rounds=3, evaluate_every=1, **given)
         summary = json.loads((folder.path / "summary.json").read_text())
         rounds = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
         for record in rounds:

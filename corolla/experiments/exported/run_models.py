@@ -276,8 +276,8 @@ def networks(
     if config.train:
         trainable_tensors.freeze(module, config.train, config.frozen_dtype)
     yield module
-    method = methods[config.method]
-    yield method.network(config, **shape, initial_weights=initial, names=of_data, tried=True)
+    method, kept = methods[config.method], dataclasses.replace(config, gradient_checkpointing=False)
+    yield method.network(kept, **shape, initial_weights=initial, names=of_data, tried=True)
     if method.exported.network is not None:
         yield method.exported.network(functools.partial(build, config, shape), names)
 
