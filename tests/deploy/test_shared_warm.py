@@ -8,9 +8,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +23,7 @@ from fl_app import forking, machine
 from fl_app.errors import DeploymentError
 from fl_app.forking import Link
 from fl_app.processes import LAUNCH
+from tests.conftest import wait_for
 from tests.facts import mentions, rejected
 
 # a warm process whose children wait for a word
@@ -57,7 +58,7 @@ def forked(link: Link) -> tuple[psutil.Process, psutil.Process, socket.socket]:
     return child, warm, own
 
 
-def ended(*found: psutil.Process) -> bool:
+def ended(*found: psutil.Process) -> Any:
     """Wait until they have ended, whether or not their parent looks after those that have."""
 
     def runs(process: psutil.Process) -> bool:
@@ -65,10 +66,7 @@ def ended(*found: psutil.Process) -> bool:
             return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
-    until = time.monotonic() + 20
-    while any(map(runs, found)) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not any(map(runs, found))
+    return wait_for(lambda: not any(map(runs, found)), 20)
 
 
 def test_nodes_share_a_process_whose_children_end_with_their_node() -> None:
@@ -157,9 +155,8 @@ def test_a_childs_own_processes_end_with_its_node(tmp_path: Path) -> None:
     assert link is not None
     with (tmp_path / "out").open("wb") as output:
         pid, own = link.fork(output.fileno(), followed=False)
-    while not (text := (tmp_path / "out").read_text()).endswith("\n"):
-        time.sleep(0.01)
-    grandchild = psutil.Process(int(text))
+    wait_for(lambda: (tmp_path / "out").read_text().endswith("\n"), 30)
+    grandchild = psutil.Process(int((tmp_path / "out").read_text()))
     link.close()
     assert ended(grandchild)
     own.close()

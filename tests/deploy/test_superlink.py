@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from deploy import superlink
 from fl_app.errors import DeploymentError
 from fl_app.processes import free_ports
+from tests.conftest import wait_for
 from tests.facts import rejected
 
 PATH = "/v1/fleet/get-run"
@@ -55,10 +55,7 @@ def ports() -> Iterator[tuple[int, int]]:
     run = {"app": flower, "host": "127.0.0.1", "port": own, "workers": 1, "reload": False, "log_level": "warning"}
     thread = threading.Thread(target=lambda: module.uvicorn.run(**run))
     thread.start()
-    until = time.monotonic() + 20
-    while not (servers and servers[0].started):
-        assert time.monotonic() < until and thread.is_alive()
-        time.sleep(0.01)
+    wait_for(lambda: servers and servers[0].started, 20)
     yield fleet, own
     servers[0].should_exit = True
     thread.join(20)

@@ -20,6 +20,7 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from deploy import unanswered
 from deploy.unanswered import Answering, Kept
+from tests.conftest import wait_for
 
 RUN = 7
 
@@ -216,8 +217,7 @@ def test_a_process_that_takes_no_task_is_ended_and_started_again(
     now[0] += 3600.0
     assert node.replies() == [] and ended[0].is_set()
     assert ended[0].wait(10)
-    while len(ended) < 2:
-        time.sleep(0.01)
+    wait_for(lambda: len(ended) == 2, 20)
     assert node.answering.working()
     node.begin()
     now[0] += 3600.0
@@ -236,7 +236,6 @@ def test_a_process_that_works_on_an_expired_message_is_ended_and_answered_for(
     now[0] += 2.0
     node.replies()
     assert ended[0].is_set()
-    while node.answering.working():
-        time.sleep(0.01)
+    wait_for(lambda: not node.answering.working(), 20)
     (reply,) = node.replies()
     assert reply.has_error()
