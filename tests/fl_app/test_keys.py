@@ -61,7 +61,7 @@ OTHER_WORDS: dict[str, Scalar] = {
     "classes": "a,b",
     "initial-weights": "/w.safetensors",
     "task": "multi-label",
-    "track": "mlflow",
+    "track": "tensorboard",
     "callbacks": "tests.tracking.watching:Watch",
     "keep-uploads": "every 3",
     "speeds": "lognormal:1",

@@ -22,7 +22,7 @@ from fl_app.metrics import Metric
 from fl_app.server.record import evaluation_record
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHOD_PARAMS
-from tests.conftest import SMALL, Command, Run
+from tests.conftest import SMALL, Command, Made, Run
 from tests.experiments.months import SETTING, wine
 from tests.facts import mentions, rejected
 
@@ -110,24 +110,19 @@ def test_the_command_ends_with_an_error(command: Command, tmp_path: Path, monkey
 LOST = (1, 4)
 
 
-@pytest.fixture
-def losing() -> ClientApp:
-    """An app two of whose clients fail when they are evaluated."""
-
-    def handle(message: Message, context: Context) -> Message:
-        if message.metadata.message_type == "evaluate" and context.node_config["partition-id"] in LOST:
-            raise RuntimeError("out of memory")
-        return app(message, context)
-
-    return handle  # type: ignore[return-value]
+def losing(message: Message, context: Context) -> Message:
+    """Answer as the ClientApp does; two clients fail when they are evaluated."""
+    if message.metadata.message_type == "evaluate" and context.node_config["partition-id"] in LOST:
+        raise RuntimeError("out of memory")
+    return app(message, context)
 
 
 @pytest.fixture
-def folders(run: Run, losing: ClientApp) -> list[Path]:
+def folders(made_once: Made, tmp_path: Path) -> list[Path]:
     """A run that lost two of six clients, and one that lost none."""
     settings: dict[str, Any] = {"num_clients": 6, "num_server_rounds": 2}
-    lacking = run(app=losing, method="local", run_name="lacking", **settings)
-    whole = run(method="fedavg", run_name="whole", **settings)
+    lacking = made_once(tmp_path / "runs" / "lacking", app=losing, method="local", run_name="lacking", **settings)
+    whole = made_once(tmp_path / "runs" / "whole", method="fedavg", run_name="whole", **settings)
     return [lacking.path, whole.path]
 
 
