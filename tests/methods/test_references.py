@@ -1,10 +1,10 @@
-"""The twelve newest methods beside tests/methods/references.py, in rounds of drawn clients: nightly.
+"""The twelve newest methods beside tests/methods/references.py, in rounds of drawn clients.
 
 They are AdaBest, APPLE, FedPAC, FedProto, FedRoD, HeteroFL, Per-FedAvg, pFedSim, pFedHN, pFedLA, FedMA and FAVOR. Each has
 60 cases, drawn from a seed, of two or three rounds around a real server half. A case's kind follows from its number: one client
 alone, one sample or one class for each client, a class of nobody, clients with equal data or models, absent clients, and large
-numbers. Clients' training is compared step by step where the method changes it, on the batches that the
-trainer draws; methods that train as FedAvg does get drawn models in its place.
+numbers. The first case of each kind runs daily, the others by night. Clients' training is compared step by step where the
+method changes it, on the batches that the trainer draws; methods that train as FedAvg does get drawn models in its place.
 
 Corolla computes in float32, the references in float64: results agree to 2e-5 of the largest number of an array, and of 1 at
 least. Where a difference of two gradients stands for a Hessian (Per-FedAvg), it is 1e-4.
@@ -33,10 +33,10 @@ from strategies.baselines.fedpac import head_weights
 from tests.conftest import flat
 from tests.methods import references as ref
 
-pytestmark = [pytest.mark.nightly, pytest.mark.parametrize("case", range(60))]
-
 INPUTS, CLASSES, TOLERANCE = 3, 3, 2e-5
 KINDS = ("any", "alone", "one sample each", "one class each", "a class of nobody", "alike", "absent", "large")
+CASES = [pytest.param(case, marks=() if case < len(KINDS) else pytest.mark.nightly) for case in range(60)]
+pytestmark = pytest.mark.parametrize("case", CASES)
 
 
 def kind(case: int) -> str:
