@@ -22,7 +22,7 @@ from corolla.report.arrays import (
     smooth,
     unseen_accuracies,
 )
-from corolla.report.charts import ROUNDS, Axis, Chart, Panel, by_cost, metric_axis
+from corolla.report.charts import ROUNDS, Axis, Chart, Panel, by_cost, metric_axis, sentences
 from corolla.report.groups import DATA_KEYS, Group, by_client, judged_by, long_runs, over_costs, over_seeds, short
 from fl_app.metrics import LOSS, Metric, moments
 
@@ -144,29 +144,26 @@ def any_unseen(groups: Sequence[Group]) -> bool:
 
 
 def _caption(shown: Sequence[Group], known: Mapping[str, Curves], titles: Mapping[str, str]) -> str:
-    told = ["Lines: mean over the round's clients, each on its own test data."]
-    if "evaluation" in known:
-        whose = " (right): mean over all clients."
-        if any_unseen(shown):
-            whose = ": mean over all of these; clients that never train are on the right."
-        told.append(titles["evaluation"] + whose)
-    bands = bands_told(shown, known)
-    told += [bands or "The next picture shows their spread."]
-    told.append("The gap between the pictures shows how much local training gains and aggregation loses again.")
-    told.append(tested(shown))
-    if {*DATA_KEYS, "seed"} & set(groups.differing([group.first for group in shown])):
-        told.append("The runs do not all have the same test data: see their settings.")
-    title = shown[0].first.headline.title
+    everybody = " (right): mean over all clients."
+    if any_unseen(shown):
+        everybody = ": mean over all of these; clients that never train are on the right."
+    other_data = {*DATA_KEYS, "seed"} & set(groups.differing([group.first for group in shown]))
     notes = undefined_notes(run for group in shown for run in group.runs)
-    told += [f"{note}." for note in notes if note.startswith(f"{title}: ")]
     gone = [
         f"{f'{one.number}: ' * (len(shown) > 1)}{what} from round {t} on"
         for one in shown
         for t, what in groups.departures(one).items()
     ]
-    if gone:
-        told.append(f"Dotted: fewer clients than in the round before ({'; '.join(gone)}).")
-    return " ".join(filter(None, told))
+    return sentences(
+        "Lines: mean over the round's clients, each on its own test data.",
+        f"{titles['evaluation']}{everybody}" * ("evaluation" in known),
+        bands_told(shown, known) or "The next picture shows their spread.",
+        "The gap between the pictures shows how much local training gains and aggregation loses again.",
+        tested(shown),
+        "The runs do not all have the same test data: see their settings." * bool(other_data),
+        *(f"{note}." for note in notes if note.startswith(f"{shown[0].first.headline.title}: ")),
+        f"Dotted: fewer clients than in the round before ({'; '.join(gone)})." * bool(gone),
+    )
 
 
 def bands_told(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:

@@ -21,12 +21,10 @@ from corolla.report.arrays import (
     client_labels,
     groups,
     layers,
-    links,
     scalars,
 )
 from corolla.report.charts import IN_TIME, LATE, LOST, ROUNDS, WIDTH, WORKING, Axis, Chart, Panel
-from corolla.report.groups import grid as cells_of
-from corolla.report.groups import marked
+from corolla.report.groups import as_cells, marked
 from corolla.report.heat_maps import matrix_panel
 from corolla.report.theme import CONFIG
 from fl_app import figures
@@ -64,21 +62,21 @@ def of_run(run: ReportedRun) -> Iterator[Panel]:
 
 
 def _links(run: ReportedRun, figure: figures.Links) -> Drawn | None:
-    found = links(run, figure.record)
-    if found is None:
-        return None
-    text = f"{figure.caption} {_above(found[1])} Grey: not in the round."
-    return figure.title, text, lambda: _clients_over_rounds(run, *found, Axis(figure.unit, "~g", zero=True), zero=True)
+    return _numbers(run, figure, Axis(figure.unit, zero=True), "not in the round")
 
 
 def _scalars(run: ReportedRun, figure: figures.Scalars) -> Drawn | None:
+    return _numbers(run, figure, Axis(figure.unit, "~%" if figure.percent else "~g"), "nothing was recorded")
+
+
+def _numbers(run: ReportedRun, figure: figures.Links | figures.Scalars, axis: Axis, grey: str) -> Drawn | None:
+    """Return the picture of a number of every client, or of the round. grey: what a cell without a number means."""
     found = scalars(run, figure.record)
     if found is None:
         return None
-    axis = Axis(figure.unit, "~%" if figure.percent else "~g")
     if not found[0]:
         return figure.title, figure.caption, lambda: charts.lines(_means(run, found[1]), ROUNDS, axis)
-    text = f"{figure.caption} {_above(found[1])} Grey: nothing was recorded."
+    text = f"{figure.caption} {_above(found[1])} Grey: {grey}."
     return figure.title, text, lambda: _clients_over_rounds(run, *found, axis)
 
 
@@ -124,17 +122,17 @@ def _above(grid: Floats) -> str:
     )
 
 
-def _clients_over_rounds(run: ReportedRun, ids: Sequence[int], grid: Floats, axis: Axis, zero: bool = False) -> Chart:
+def _clients_over_rounds(run: ReportedRun, ids: Sequence[int], grid: Floats, axis: Axis) -> Chart:
     """Return the mean over the clients, and below it a row per client."""
     many, rows, labels, title = len(ids) > MANY, grid, client_labels(run, ids), "client"
     if many:
         rows = averaged(grid[np.argsort(pandas.DataFrame(grid).mean(axis=1), kind="stable")], MOST_ROWS)
         labels, title = list(map(str, range(len(rows)))), f"{len(ids):,} clients, least to most"
     below = _cells(
-        labels, rows, axis, title, shown=not many, limits=(0.0, float(np.nanmax(rows)) or 1.0) if zero else None
+        labels, rows, axis, title, shown=not many, limits=(0.0, float(np.nanmax(rows)) or 1.0) if axis.zero else None
     )
     return charts.below(
-        _top(run, grid, Axis("mean", axis.format, zero=zero), _room(labels, not many)), below, shared=True
+        _top(run, grid, Axis("mean", axis.format, zero=axis.zero), _room(labels, not many)), below, shared=True
     )
 
 
@@ -170,7 +168,7 @@ def _cells(
     step = math.ceil(grid.shape[1] / MOST_COLUMNS)
     cells = averaged(grid, math.ceil(grid.shape[1] / step), axis=1)
     row = "client" if title == "client" else "row"
-    frame = cells_of(
+    frame = as_cells(
         rows, (1 + np.linspace(0, grid.shape[1], cells.shape[1] + 1)[:-1]).astype(int).tolist(), cells, row
     )
     colour = charts.coloured(axis, limits, across=300)

@@ -104,6 +104,11 @@ def by_cost() -> dict[str, dict[str, Any]]:
     }
 
 
+def sentences(*texts: str) -> str:
+    """Return a caption of sentences; empty ones are left out."""
+    return " ".join(filter(None, texts))
+
+
 @dataclass(frozen=True)
 class Panel:
     """A picture of the report. name: its files' name. caption: explains it. folded: the page shows it on demand.

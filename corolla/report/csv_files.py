@@ -31,12 +31,14 @@ def client_lines(run: RecordedRun) -> list[Line]:
 
 def _round(record: Record) -> Line:
     measured = record.get("evaluation") or {}
-    evaluation = {f"evaluation-{name}": value for name, value in _numbers(measured) if name != "digest-version"}
-    unseen = {f"evaluation-unseen-{name}": value for name, value in _numbers(measured.get("unseen", {}))}
-    seconds = {f"seconds-{name}": value for name, value in _numbers(record.get("seconds", {}))}
-    plain = {name: value for name, value in _numbers(record) if name not in _PARTS}
-    counts = {"failures": len(record.get("failures", [])), "far-uploads": len(record.get("far", []))}
-    return {**plain, **evaluation, **unseen, **counts, **seconds}
+    return {
+        **_numbers(record, but=_PARTS),
+        **_numbers(measured, "evaluation-", but=("digest-version",)),
+        **_numbers(measured.get("unseen", {}), "evaluation-unseen-"),
+        "failures": len(record.get("failures", [])),
+        "far-uploads": len(record.get("far", [])),
+        **_numbers(record.get("seconds", {}), "seconds-"),
+    }
 
 
 def _clients(run: RecordedRun, record: Record) -> Iterator[Line]:
@@ -50,16 +52,16 @@ def _clients(run: RecordedRun, record: Record) -> Iterator[Line]:
             **named,
             "unseen": int(client_id) in unseen,
             **{name: facts.get(name) for name in ("train-samples", "test-samples")},
-            **dict(_numbers(row)),
-            **{f"evaluation-{name}": value for name, value in _numbers(evaluated.get(client_id, {}))},
-            **{f"seconds-{name}": value for name, value in _numbers(row.get("seconds", {}))},
+            **_numbers(row),
+            **_numbers(evaluated.get(client_id, {}), "evaluation-"),
+            **_numbers(row.get("seconds", {}), "seconds-"),
         }
 
 
-def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, value
+def _numbers(values: Mapping[str, object], before: str = "", but: Sequence[str] = ()) -> Line:
+    """Return the numbers of a table. before: what their names begin with in the file. but: names that are left out."""
+    kept = {name: value for name, value in values.items() if name not in but and not isinstance(value, bool)}
+    return {f"{before}{name}": value for name, value in kept.items() if isinstance(value, (int, float))}
 
 
 def as_csv(runs: Sequence[RecordedRun], lines_of: Callable[[RecordedRun], list[Line]]) -> str:

@@ -335,7 +335,9 @@ def bins(values: Floats, edges: Floats) -> Frame:
     return pandas.DataFrame({"low": edges[:-1], "high": edges[1:], "count": np.histogram(values, edges)[0]})
 
 
-def grid(rows: Sequence[Any], columns: Sequence[Any], values: NDArray[Any], row: str, column: str = "round") -> Frame:
+def as_cells(
+    rows: Sequence[Any], columns: Sequence[Any], values: NDArray[Any], row: str, column: str = "round"
+) -> Frame:
     """Return a matrix as lines: `row`, `column`, value. Cells without a number are left out."""
     at = np.nonzero(~np.isnan(values))
     cells = {row: np.array(rows, object)[at[0]], column: np.array(columns)[at[1]], "value": values[at]}

@@ -30,8 +30,8 @@ from corolla.report.arrays import (
     groups,
     matrices,
 )
-from corolla.report.charts import WIDTH, Axis, Chart, Panel
-from corolla.report.groups import bins, grid, spaced
+from corolla.report.charts import WIDTH, Axis, Chart, Panel, sentences
+from corolla.report.groups import as_cells, bins, spaced
 from fl_app.figures import Groups, Matrix
 
 # two class distributions count as equal from this cosine similarity on
@@ -86,12 +86,7 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
     beside, order, near = "Colour", by_likeness(by_round[last] if alike is None else alike.similarity), "values"
     if alike is not None:
         beside, near, title = "Left", "data", f"{title}, and similarity of the clients' data"
-    text = (
-        f"{figure.caption} {_rows(everybody)}; neighbours have similar {near}. {beside}: the last recorded value of each pair; "
-        "grey: a client with itself, and pairs that never shared a round. "
-    )
-    if alike is not None:
-        text += _agreement(figure.value, by_round[last], alike)
+    fallen = ""
     orders = {near: order}
     if len(ids) <= MANY:
         orders = {"data": order} if alike is not None else {}
@@ -99,7 +94,7 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
         clearest = max(by_round, key=lambda t: (clusters(by_round[t])[0], t))
         clear, count = clusters(by_round[clearest])
         if clear >= CLEAR:
-            text += f" In round {clearest} the clients fall into {count} clusters most clearly."
+            fallen = f"In round {clearest} the clients fall into {count} clusters most clearly."
             if clearest < last:
                 orders[f"clusters of round {clearest}"] = by_likeness(by_round[clearest])
         if group := _groups(run, ids):
@@ -108,6 +103,12 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
     for word, one in orders.items() if len(orders) > 1 else ():
         sort = {"sort": [labels[k] for k in one]}
         switch[f"order by {word}"] = {"client": sort, "other": sort}
+    text = sentences(
+        f"{figure.caption} {_rows(everybody)}; neighbours have similar {near}. {beside}: the last recorded value of each pair;",
+        "grey: a client with itself, and pairs that never shared a round.",
+        _agreement(figure.value, by_round[last], alike) if alike is not None else "",
+        fallen,
+    )
     return Panel(
         name,
         title,
@@ -180,7 +181,7 @@ def _matrices(
         ordered = np.where(np.eye(len(labels), dtype=bool), np.nan, values)[np.ix_(order, order)]
         if many:
             ordered = averaged(averaged(ordered, MOST_ROWS), MOST_ROWS, axis=1)
-        return grid(rows, rows, ordered, "client", "other")
+        return as_cells(rows, rows, ordered, "client", "other")
 
     def matrix(frame: Frame, axis: Axis, limits: tuple[float, float], title: str) -> Chart:
         return charts.cells(frame, x, y, charts.coloured(axis, limits, across=side), axis, side, side).properties(
@@ -202,7 +203,7 @@ def _matrices(
         chart, similar = charts.outlined(chart, pairs), charts.outlined(similar, pairs)
     width, (classes, title) = WIDTH - 2 * side - 60, alike.classes
     mix = charts.cells(
-        grid(rows, classes, averaged(_shares(alike.counts[order]), MOST_ROWS), "client", "class"),
+        as_cells(rows, classes, averaged(_shares(alike.counts[order]), MOST_ROWS), "client", "class"),
         charts.names("x", "class", title, classes, room=width),
         charts.names("y", "client", None, rows, shown=False),
         charts.coloured(SHARE, (0.0, 1.0), share=True, across=width),
@@ -268,7 +269,7 @@ def partitions(runs: Sequence[ReportedRun]) -> Iterator[Panel]:
 
 def _dots(run: ReportedRun, ids: list[int], counts: NDArray[np.int64]) -> Chart:
     (names, title), clients = _classes(run, counts.shape[1]), client_labels(run, ids)
-    frame = grid(clients, names, np.where(counts, counts, np.nan), "client", "class")
+    frame = as_cells(clients, names, np.where(counts, counts, np.nan), "client", "class")
     return charts.dots(frame.rename(columns={"value": "samples"}), clients, names, title)
 
 
@@ -279,7 +280,7 @@ def _grouped(run: ReportedRun, ids: list[int], counts: NDArray[np.int64]) -> Cha
     rows = averaged(_shares(counts)[by_classes(counts)], 2 * MOST_ROWS)
     places = [f"{100 * k / len(rows):.3g} %" for k in range(len(rows))]
     mix = charts.cells(
-        grid(places, names, rows, "clients", "class"),
+        as_cells(places, names, rows, "clients", "class"),
         charts.names("x", "clients", f"{len(ids):,} clients, similar ones side by side", places, shown=False),
         charts.names("y", "class", title, names[::-1]),
         charts.coloured(SHARE, (0.0, 1.0), share=True, across=300),

@@ -20,7 +20,7 @@ from corolla.report import charts
 from corolla.report.arrays import Floats, Frame, ReportedRun, averaged, class_counts, class_labels, client_labels
 from corolla.report.by_kind import MOST_LINES, layer_lines
 from corolla.report.charts import ROUNDS, WIDTH, Axis, Chart, Panel
-from corolla.report.groups import Group, bins, grid, line, spaced
+from corolla.report.groups import Group, as_cells, bins, line, spaced
 from fl_app.layout import Slot
 from fl_app.server import kept_uploads
 from fl_app.server.checkpoint import read_tensors
@@ -376,7 +376,7 @@ def _by_layer(spreads: Sequence[Spread], values: Sequence[Floats], label: str, l
     texts = list(map(str, rounds))
     x, y = charts.names("x", "at", "round", texts), charts.names("y", "row", "", names)
     return charts.cells(
-        grid(names, texts, by_layer, "row", "at"), x, y, charts.coloured(axis), axis, WIDTH - 250, 16 * len(names)
+        as_cells(names, texts, by_layer, "row", "at"), x, y, charts.coloured(axis), axis, WIDTH - 250, 16 * len(names)
     )
 
 
@@ -393,7 +393,7 @@ def _sensitivities(run: ReportedRun, ids: list[int], scores: Floats) -> Chart:
         share = np.array(mix.get(i, np.full(classes, np.nan)), np.float64)[:, None]
         rows, column = charts.names("y", "class", None, names), charts.names("x", "samples", None, [""], shown=False)
         first = charts.cells(
-            grid(names, [""], share / max(np.nanmax(share, initial=1), 1), "class", "samples"),
+            as_cells(names, [""], share / max(np.nanmax(share, initial=1), 1), "class", "samples"),
             column,
             rows,
             charts.coloured(axis, (0.0, 1.0), share=True).legend(None),
@@ -403,7 +403,7 @@ def _sensitivities(run: ReportedRun, ids: list[int], scores: Floats) -> Chart:
         )
         cells = averaged(scores[k], MOST_INPUTS, axis=1)
         inputs = list(map(str, np.linspace(0, scores.shape[2], cells.shape[1] + 1).astype(int)[:-1]))
-        frame = grid(names, inputs, cells / (cells.max() or 1), "class", "input")
+        frame = as_cells(names, inputs, cells / (cells.max() or 1), "class", "input")
         across = charts.names("x", "input", "input of the last layer", inputs, shown=False)
         colour, rows = (
             charts.coloured(axis, (0.0, 1.0), across=200),

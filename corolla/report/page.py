@@ -148,16 +148,13 @@ def write_report(
         for name in map(unescape, re.findall('<figure id="([^"]+)">', earlier)):
             if Path(name).name == name:
                 (pictures / f"{name}.png").unlink(missing_ok=True)
-        pngs = {name: content for name, content in drawn.items() if name.endswith(".png")}
-        _write_files(pictures, pngs)
-        # the height in a PNG's header, in pixels of the page
-        heights = {
-            name.removesuffix(".png"): int(int.from_bytes(png[20:24], "big") / SCALE) for name, png in pngs.items()
-        }
-        _write_files(output, {PAGE: report.html(heights).encode()})
+    pngs = {name: content for name, content in drawn.items() if name.endswith(".png")}
+    _write_files("--output", pictures, pngs)
+    # the height in a PNG's header, in pixels of the page
+    heights = {name.removesuffix(".png"): int(int.from_bytes(png[20:24], "big") / SCALE) for name, png in pngs.items()}
+    _write_files("--output", output, {PAGE: report.html(heights).encode()})
     if figures:
-        with _writing("--figures", figures):
-            _write_files(figures, drawn)
+        _write_files("--figures", figures, drawn)
     if tables:
         files = {
             ROUNDS: csv_files.as_csv(report.runs, csv_files.round_lines),
@@ -165,8 +162,7 @@ def write_report(
         }
         if title:
             files[LATEX] = _latex(report.groups, title)
-        with _writing("--tables", tables):
-            _write_files(tables, {name: text.encode() for name, text in files.items()})
+        _write_files("--tables", tables, {name: text.encode() for name, text in files.items()})
     return output / PAGE, pictures
 
 
@@ -193,11 +189,10 @@ def _latex(groups: Sequence[Group], title: Callable[[str], str]) -> str:
 def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> dict[str, bytes]:
     """Return every picture in every kind by file name, and report the progress: on a busy machine each takes seconds."""
     drawn: dict[str, bytes] = {}
-    every = len(panels) * len(kinds)
-    for panel in panels:
-        for kind in kinds:
-            progress.report("drawing pictures", len(drawn), every)
-            drawn[f"{panel.name}.{kind}"] = panel.render(kind)
+    every = [(panel, kind) for panel in panels for kind in kinds]
+    for panel, kind in every:
+        progress.report("drawing pictures", len(drawn), len(every))
+        drawn[f"{panel.name}.{kind}"] = panel.render(kind)
     return drawn
 
 
@@ -227,10 +222,11 @@ def _writing(option: str, directory: Path) -> Iterator[None]:
         raise UserError(key=option, rule=f"cannot write into {directory}: {error.strerror}") from None
 
 
-def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
-    make_directory(directory)
-    for name, content in contents.items():
-        publish(directory / name, functools.partial(Path.write_bytes, data=content))
+def _write_files(option: str, directory: Path, contents: Mapping[str, bytes]) -> None:
+    with _writing(option, directory):
+        make_directory(directory)
+        for name, content in contents.items():
+            publish(directory / name, functools.partial(Path.write_bytes, data=content))
 
 
 def data_of(panels: Sequence[Panel]) -> str:

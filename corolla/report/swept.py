@@ -17,7 +17,7 @@ import pandas
 from corolla.experiments.result_table import Mean
 from corolla.report import charts
 from corolla.report.all_runs import TOGETHER, by_metric
-from corolla.report.charts import WIDTH, Axis, Chart, Panel, metric_axis
+from corolla.report.charts import WIDTH, Axis, Chart, Panel, metric_axis, sentences
 from corolla.report.groups import Group, behind, marked, short
 from fl_app.keys import Scalar, show
 from fl_app.metrics import Metric
@@ -81,11 +81,6 @@ def _name(metric: Metric, *keys: str) -> str:
 
 def _repeated(lines: Sequence[KeyLine]) -> bool:
     return any(std is not None for line in lines for _, std in line.known)
-
-
-def _text(sentences: Mapping[str, bool]) -> str:
-    """Return a caption of the sentences that hold."""
-    return " ".join(text for text, holds in sentences.items() if holds)
 
 
 # Rows as lines --------------------------------------------------------------------------------------------------------
@@ -176,21 +171,19 @@ def values_of(lines: Sequence[KeyLine], place: int = 0) -> list[float]:
 def _line_panel(metric: Metric, key: str, lines: Sequence[KeyLine], levels: Sequence[KeyLine]) -> Panel:
     drawn = labelled([*(line for line in lines if len(line.means) > 1 and line.known), *levels])
     kind = placed(values_of(drawn))[1]
-    sentences = {
-        f"{drawn[0].label}.": len(drawn) == 1,
-        "Mean over all clients after the last round.": True,
-        "Bands: ± one sample standard deviation over the seeds.": _repeated(drawn),
-        "Rows that differ only in this key share a line.": len(drawn) > 1,
-        "Horizontal lines: methods without swept keys.": len(levels) > 0,
-        "A line has a gap at runs that are not finished or have no final figure.": any(
-            None in line.means.values() for line in drawn
-        ),
-        f"The axis is {kind}.": bool(kind),
-    }
+    gaps = any(None in line.means.values() for line in drawn)
     return Panel(
         _name(metric, key),
         f"Final {metric.title} over {key}",
-        _text(sentences),
+        sentences(
+            f"{drawn[0].label}." * (len(drawn) == 1),
+            "Mean over all clients after the last round.",
+            "Bands: ± one sample standard deviation over the seeds." * _repeated(drawn),
+            "Rows that differ only in this key share a line." * (len(drawn) > 1),
+            "Horizontal lines: methods without swept keys." * bool(levels),
+            "A line has a gap at runs that are not finished or have no final figure." * gaps,
+            f"The axis is {kind}." * bool(kind),
+        ),
         lambda: _over_key(metric, key, drawn),
     )
 
@@ -256,17 +249,16 @@ def _map_panel(metric: Metric, pair: tuple[str, str], maps: Sequence[KeyLine]) -
         maps = [replace(one, means={at[::-1]: mean for at, mean in one.means.items()}) for one in maps]
     drawn = labelled(maps)[:MOST_MAPS]
     spread = ", below it the sample standard deviation over the seeds" * _repeated(drawn)
-    sentences = {
-        f"{drawn[0].label}.": len(drawn) == 1,
-        f"Mean over all clients after the last round{spread}.": True,
-        "Colours are the same in all maps.": len(drawn) > 1,
-        "Grey: no finished run with a final figure.": True,
-        f"The first {MOST_MAPS} of {len(maps)} maps.": len(maps) > MOST_MAPS,
-    }
     return Panel(
         _name(metric, *pair),
         f"Final {metric.title} over {pair[0]} and {pair[1]}",
-        _text(sentences),
+        sentences(
+            f"{drawn[0].label}." * (len(drawn) == 1),
+            f"Mean over all clients after the last round{spread}.",
+            "Colours are the same in all maps." * (len(drawn) > 1),
+            "Grey: no finished run with a final figure.",
+            f"The first {MOST_MAPS} of {len(maps)} maps." * (len(maps) > MOST_MAPS),
+        ),
         lambda: _heat_maps(metric, pair, drawn),
     )
 
