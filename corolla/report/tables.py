@@ -39,6 +39,8 @@ HEADINGS = ("final", "validation", "pooled", "fine-tuned", *OF_GLOBAL, *UNSEEN, 
 ENDS = 20
 # lines of all clients' tables on the page; a run without room for all its clients has only the best and the worst
 MOST_LINES = 5000
+# headings of a client's samples
+SAMPLES = ("n train-samples", "n test-samples")
 # most groups whose figures before and after training have columns
 MOST_WITH_MOMENTS = 3
 
@@ -214,16 +216,10 @@ def _of_few(groups: Sequence[Group]) -> list[ClientTable]:
         best = finals.max(axis=1) if metric.higher_is_better else finals.min(axis=1)
         lines = []
         for i, values in figures.iterrows():
-            facts = run.clients.get(i, {})
-            line = [
-                Cell(run.client_name(i), int(i)),
-                *(_number(facts.get(f"{kind}-samples")) for kind in ("train", "test")),
-            ]
-            line += [_score(metric, value) for value in values]
-            if several:
-                line.append(Cell(", ".join(finals.columns[finals.loc[i] == best[i]])))
-            lines.append(line)
-        head = ["client", "n train-samples", "n test-samples", *(f"n {name}{unit}" for name in columns)]
+            winners = Cell(", ".join(finals.columns[finals.loc[i] == best[i]]))
+            scores = [_score(metric, value) for value in values]
+            lines.append([*_client(run, i), *_samples(run, i), *scores, *[winners] * several])
+        head = ["client", *SAMPLES, *(f"n {name}{unit}" for name in columns)]
         seeds = "; each figure is the mean over the seeds" * any(len(group.runs) > 1 for group in judged)
         where = "; ".join(dict.fromkeys(sources))
         text = f"{where}; before, after: in the client's last round; samples: of the first run{seeds}."
@@ -246,25 +242,29 @@ def _of_run(run: ReportedRun, several: bool) -> ClientTable:
 
 def client_lines(run: ReportedRun) -> tuple[list[str], list[Line]]:
     """Return the headings, and the lines of the clients with a known headline metric, worst first."""
-    metric, facts = run.headline, run.clients
-    counted = {i: own["class-counts"] for i, own in facts.items() if own.get("class-counts")}
+    metric = run.headline
+    counted = {i: own["class-counts"] for i, own in run.clients.items() if own.get("class-counts")}
     names = class_names(run, max(map(len, counted.values()), default=0))
     known = pandas.DataFrame({"final": last_known(run)[0]}).join(participation(run))
     known.index = known.index.astype(int)
     # at equal values, the client with the worse metric after training comes first
     known = known.sort_index().fillna({"rounds": 0}).astype({"rounds": int})
     known = known.sort_values(["final", "after"], ascending=metric.higher_is_better, kind="stable", na_position="first")
-    lines = []
+    moments, lines = ("final", "before", "after"), []
     for i, row in zip(map(str, known.index), known.to_dict("records"), strict=True):
-        line = [Cell(run.client_name(i), int(i)), *(_score(metric, row[name]) for name in ("final", "before", "after"))]
-        own = facts.get(i, {})
-        line += map(_number, (row["rounds"], own.get("train-samples"), own.get("test-samples")))
-        if counted:
-            line += _classes(counted.get(i), names)
-        lines.append(line)
-    head = [f"n {moment}{' (%)' * metric.ratio}" for moment in ("final", "before", "after")]
-    head = ["client", *head, "n rounds", "n train-samples", "n test-samples"]
+        scores = [_score(metric, row[moment]) for moment in moments]
+        classes = _classes(counted.get(i), names) if counted else []
+        lines.append([*_client(run, i), *scores, _number(row["rounds"]), *_samples(run, i), *classes])
+    head = ["client", *(f"n {moment}{' (%)' * metric.ratio}" for moment in moments), "n rounds", *SAMPLES]
     return head + ["n classes", "mostly"] * bool(counted), lines
+
+
+def _client(run: ReportedRun, client_id: str) -> Line:
+    return [Cell(run.client_name(client_id), int(client_id))]
+
+
+def _samples(run: ReportedRun, client_id: str) -> Line:
+    return [_number(run.clients.get(client_id, {}).get(name.removeprefix("n "))) for name in SAMPLES]
 
 
 def participation(run: ReportedRun) -> Any:
