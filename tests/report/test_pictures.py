@@ -247,14 +247,18 @@ def test_long_runs_are_drawn_as_running_means_without_their_first_rounds(tmp_pat
         return [record(t, {"0": row, "1": row}) for t, row in enumerate(rows, start=1)]
 
     runs = {"long": accuracies(400, 0.1), "flat": accuracies(400, 0.89), "short": accuracies(60, 0.1)}
-    said, limits = {}, {}
+    said, limits, files = {}, {}, {}
     for name, records in runs.items():
         found = {panel.name: panel for panel in accuracy(grouped(read_runs([folder(tmp_path / name, records)])))}
+        files[name] = words(found["accuracy"])
         said[name], limits[name] = found["accuracy"].caption, encoding(found["accuracy"], "y")["scale"].get("domain")
     assert mentions(said["long"], "running means of 11", "first rounds", "outside the picture")
     assert mentions(said["flat"], "running means of 11", "rounds") and "running" not in said["short"]
     assert 0.87 < limits["long"][0] < 0.88 and 0.92 < limits["long"][1] < 0.93
     assert limits["flat"] is limits["short"] is None
+    # a file cuts off what its axis leaves out, and describes its axes, not every mark
+    assert ["clip-path" in files[name] for name in runs] == [True, False, False]
+    assert all("X-axis titled" in file and "line mark" not in file for file in files.values())
 
 
 def test_losses_of_many_runs_are_valid(tmp_path: Path) -> None:
