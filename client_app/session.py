@@ -29,7 +29,7 @@ from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
 from fl_app.sources import NODE
-from fl_app.weight_files import refuse_missing, stamps_of
+from fl_app.weight_files import INITIAL_WEIGHTS, at_site, refuse_missing, stamps_of
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base.method import AnyMethod
 
@@ -168,7 +168,7 @@ class Session:
     def require_weights(self) -> None:
         """Raise UserError, at a client's first request, if the file of `weights_file` or one of its shards is missing."""
         if self.weights_file and not self._has_weights:
-            refuse_missing(Path(self.weights_file), "initial-weights")
+            refuse_missing(Path(self.weights_file), INITIAL_WEIGHTS)
             self._has_weights = True
 
     @functools.cached_property
@@ -210,7 +210,8 @@ def session_of(run_config: str, num_clients: int, run: int, plugins_generation: 
     method = str(raw.get("method", RunConfig.method))
     config = parse(own(raw, method), METHOD_PARAMS.of(method))
     # the run's number: a site's own is of the day on which it was invited
-    return Session(dataclasses.replace(config, num_clients=config.num_clients or num_clients), METHODS[method])
+    clients, weights = config.num_clients or num_clients, at_site(config.initial_weights)
+    return Session(dataclasses.replace(config, num_clients=clients, initial_weights=weights), METHODS[method])
 
 
 # The process

@@ -48,6 +48,7 @@ from fl_app.paths import path_keys, path_of
 from fl_app.toml import flatten, read_toml
 from fl_app.transport.app_bundle import project_file
 from fl_app.transport.outgoing import DETAILED, OPEN, modes_of
+from fl_app.weight_files import INITIAL_WEIGHTS
 
 ASK, STRICT = "ask", "strict"
 
@@ -70,6 +71,7 @@ def _is_bound(value: Any) -> bool:
 
 
 _COUNT = Form("an integer >= 1", lambda v: type(v) is int and v >= 1)
+_PATH = Form("an absolute path", lambda v: isinstance(v, str) and v.startswith("/"))
 _BOUNDS = Form(
     "a table of run-config keys with {min = ...}, {max = ...} or {one-of = [...]}",
     lambda v: isinstance(v, dict) and all(map(_is_bound, v.values())),
@@ -125,9 +127,9 @@ class Site:
     )
     confine: bool | str | None = key(
         None,
-        "`true`: applications read `readable-paths`, the node's `data-path` and the installation, write their own directories, "
-        "and connect to their SuperNode; nothing else. By bubblewrap, or without it by Landlock alone (Linux 5.13, TCP 6.7), "
-        "which stops less. `strict`: only by bubblewrap",
+        "`true`: applications read `readable-paths`, `initial-weights`, the node's `data-path` and the installation, write their "
+        "own directories, and connect to their SuperNode; nothing else. By bubblewrap, or without it by Landlock alone (Linux "
+        "5.13, TCP 6.7), which stops less. `strict`: only by bubblewrap",
         Form("true, false or strict", lambda v: isinstance(v, bool) or v == STRICT),
     )
     approval: str | None = key(
@@ -146,7 +148,7 @@ class Site:
         None,
         "Directory of this site's notes of privacy budgets and private rounds, and of its own model of each run "
         "(`corolla node export`). `$COROLLA_SITE_DIR` takes precedence",
-        Form("an absolute path", lambda v: isinstance(v, str) and v.startswith("/")),
+        _PATH,
     )
     max_evaluations: int | None = key(
         None,
@@ -166,6 +168,11 @@ class Site:
         "How this site's own table differs from the run's: `separator`, `decimal`, `rename`, `scale`, `fill`, `exclude`. "
         "`corolla data show --site site.toml` checks it",
         _DATA,
+    )
+    initial_weights: str | None = key(
+        None,
+        "This site's own copy of a run's `initial-weights`, a file or a folder, in place of the path that the run names",
+        _PATH,
     )
 
 
@@ -280,6 +287,9 @@ def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
     """
     allowed = [place for path in site.readable_paths or () for place in (Path(path), Path(path).resolve())]
     for name, spec in path_keys().items():
+        if name == INITIAL_WEIGHTS and site.initial_weights:
+            # applications read the site's own instead
+            continue
         text = path_of(name, config.get(name))
         if text and spec.path and spec.path.at_site and not _lies_in(text, allowed):
             return f"readable-paths: {name} names a path that no run may name here"

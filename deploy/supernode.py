@@ -34,7 +34,7 @@ from deploy.inventory import OWN, SHARED
 from deploy.patches import Pace
 from deploy.site import Site
 from deploy.unanswered import Answering, Arriving, Kept, WaitedProcess
-from fl_app import foreign_files, log_format
+from fl_app import foreign_files, log_format, model_card, weight_files
 from fl_app.config import RunConfig
 from fl_app.data import site_columns
 from fl_app.data.prepared import DOWNLOADS, PREPARED, data_root
@@ -118,6 +118,8 @@ def run(name: str, rules: str, options: list[str], warm: str = "") -> None:
     detached.keep_small()
     path = site.find(rules)
     found = use_rules(path)
+    if found.initial_weights:
+        weight_files.refuse_missing(Path(found.initial_weights), f"{path}: {weight_files.INITIAL_WEIGHTS}")
     os.environ[TELL] = found.tell or ""
     directory = sites_directory() / name
     check_places(directory)
@@ -138,6 +140,8 @@ def use_rules(path: Path | None) -> Site:
     found = site.read_site(path) if path else Site()
     if found.data:
         os.environ[site_columns.VARIABLE] = SiteColumns.of(found.data).text
+    if found.initial_weights:
+        os.environ[weight_files.VARIABLE] = found.initial_weights
     if found.site_dir:
         # applications inherit the variable
         os.environ.setdefault(VARIABLE, found.site_dir)
@@ -214,14 +218,12 @@ def install(rules: Site, audit: Audit, directory: Path, warm: str = "", keys: Se
         )
         confinement: Confinement | None = None
         if rules.confine:
-            data = [node.data_path] if node.data_path else []
             refuse_secrets(
                 [
                     *confine.installation(),
                     "/dev",
                     *data_files(),
-                    *(rules.readable_paths or ()),
-                    *data,
+                    *readable(rules, node.data_path),
                     *writable.values(),
                 ],
                 (superexec.shared_directory(), directory, *keys),
@@ -385,6 +387,16 @@ def data_files() -> list[str]:
     return [str(root / DOWNLOADS), *map(str, root.glob("*.npz"))]
 
 
+def readable(rules: Site, data_path: str = "") -> list[str]:
+    """Return the files and directories of the site that its applications read: those of its rules, and its own data."""
+    found = [*(rules.readable_paths or ()), *([data_path] if data_path else [])]
+    if rules.initial_weights:
+        weights = Path(rules.initial_weights)
+        # shards may be links that lead elsewhere, or lie beside their index
+        found += map(str, (weights, model_card.beside(weights), *weight_files.files_of(weights)))
+    return found
+
+
 def refuse_secrets(places: Iterable[str | Path], secrets: Iterable[Path]) -> None:
     """Raise UserError if one of the places that confined applications read contains one of the secrets.
 
@@ -404,9 +416,7 @@ def confinement_of(
 
     runtime: the SuperNode's address for them. private_key: the path of the node's key for private runs.
     """
-    read = [*confine.installation(), *data_files(), *(rules.readable_paths or ())]
-    if node.data_path:
-        read.append(node.data_path)
+    read = [*confine.installation(), *data_files(), *readable(rules, node.data_path)]
     if private_key:
         keys = (Path(private_key), Path(private_key).with_name(PEERS))
         read += [str(path) for path in keys if path.is_file()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
@@ -24,6 +25,9 @@ from fl_app.files import nearest_path, refuse_unreadable
 if TYPE_CHECKING:
     from torch import Tensor
 
+INITIAL_WEIGHTS = "initial-weights"
+VARIABLE = "COROLLA_SITE_WEIGHTS"
+"""Environment variable of applications, with a site's own `initial-weights` (site.toml)."""
 PYTORCH = (".pt", ".pth")
 """Endings of files of torch.save."""
 _SAFETENSORS = ".safetensors"
@@ -54,6 +58,11 @@ class StoredTensor:
         """Its shape, with the dtype if it is not floating-point, and the shard."""
         kind = "" if self.is_floating else f"{self.dtype} "
         return f"{kind}{list(self.shape)}{f' in {self.shard}' if self.shard else ''}"
+
+
+def at_site(path: str) -> str:
+    """Return the path of a run's `initial-weights` on this machine: that of its site, if the site names one."""
+    return path and (os.environ.get(VARIABLE) or path)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -133,7 +142,8 @@ def _of_file(file: Path, key: str, shard: str = "") -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, "pt") as opened:
+        # as NumPy's: a header needs no torch
+        with safe_open(file, "np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
             return {
                 name: StoredTensor(

@@ -21,9 +21,16 @@ from fl_app.errors import UserError, listed
 from fl_app.files import publish
 from fl_app.layout import Layout, Model, Slot, Vector
 from fl_app.model_names import ModelNames, Reordering
-from fl_app.weight_files import PYTORCH, StoredTensor, is_unused, named_as_wrapped, open_weights, without_prefix
+from fl_app.weight_files import (
+    INITIAL_WEIGHTS,
+    PYTORCH,
+    StoredTensor,
+    is_unused,
+    named_as_wrapped,
+    open_weights,
+    without_prefix,
+)
 
-INITIAL_WEIGHTS = "initial-weights"
 _PARTIAL = "\n  initial-weights-partial = true takes what fits from the file, and the rest from the seed"
 
 

@@ -328,8 +328,8 @@ class ExperimentKeys:
     initial_weights: str = key(
         "",
         "File or folder with the [initial weights](models.md#initial-weights): safetensors, whole or in shards, or a PyTorch state "
-        "dict. The server reads it. If part of the model stays on the clients, they read it too, at the same path. Empty: drawn by "
-        "`seed`.",
+        "dict. The server reads it. If part of the model stays on the clients, they read it too, at this path or that of their "
+        "`site.toml`. Empty: drawn by `seed`.",
         checked=True,
         path=File(),
     )

@@ -121,6 +121,28 @@ def test_a_node_does_not_start_whose_applications_would_read_its_keys_or_audit(t
     assert supernode.key_in(["--insecure"]) == ()
 
 
+def test_a_sites_own_weights_are_read_with_all_that_they_lead_to(tmp_path: Path) -> None:
+    folder, blob = tmp_path / "snapshot", tmp_path / "blobs" / "ab12"
+    for directory in (folder, blob.parent):
+        directory.mkdir()
+    blob.write_text("x")
+    (folder / "model.safetensors").symlink_to(blob)
+    (tmp_path / "other").write_text("x")
+    read = supernode.readable(Site(initial_weights=str(folder)))
+    tries = "import sys\nfor path in sys.argv[1:]:\n  try: print(open(path).read())\n  except OSError: print('denied')"
+    rules = Confinement((*confine.installation(), *read), (), ())
+    asked = [str(folder / "model.safetensors"), str(tmp_path / "other")]
+    command = confine.confined_command(rules, [sys.executable, "-P", "-c", tries, *asked])
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.stdout.split() == ["x", "denied"], done.stderr
+    # an index stands for its folder, and a file has its card beside it
+    index = folder / "model.safetensors.index.json"
+    index.touch()
+    assert {str(index), str(folder / "model.safetensors")} <= set(supernode.readable(Site(initial_weights=str(index))))
+    given = Site(readable_paths=("/a",), initial_weights="/w.pt")
+    assert set(supernode.readable(given, "/own")) == {"/a", "/own", "/w.pt", "/w.pt.json"}
+
+
 def test_what_a_confined_node_prepares_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of the account read its data directory without walls."""
     monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "data"))

@@ -13,12 +13,15 @@ import pytest
 
 from deploy import site, supernode
 from deploy.site import Site
+from fl_app import weight_files
 from fl_app.config import RunConfig
 from fl_app.errors import DeploymentError, UserError
 from fl_app.keys import specs
 from fl_app.paths import path_keys
 from fl_app.site_directory import site_directory
 from tests.facts import rejected
+from tests.fl_app.test_models import small
+from tests.fl_app.test_weight_files import INDEX, SHARDS, in_shards
 
 HASH = "ab" * 32
 
@@ -34,7 +37,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     text = (
         f'applications = ["{HASH}"]\nmethods = ["fedcac"]\nmin-samples = 50\nmax-upload = 20_000_000\n'
         'max-evaluations = 9\nreadable-paths = ["/data"]\nconfine = true\nsite-dir = "/notes"\n'
-        'approval = "ask"\n[bounds]\nlocal-epochs = {max = 10}\ndevice = {one-of = ["cpu"]}\n'
+        'approval = "ask"\ninitial-weights = "/w"\n[bounds]\nlocal-epochs = {max = 10}\ndevice = {one-of = ["cpu"]}\n'
         "[bounds.fedcac]\ntau = {min = 0.1, max = 0.9}\n"
     )
     path = written(tmp_path, text)
@@ -44,13 +47,24 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "fedcac.tau": {"min": 0.1, "max": 0.9},
     }
     assert site.read_site(path) == Site(
-        (HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path), "/notes", 9
+        (HASH,),
+        ("fedcac",),
+        50,
+        20_000_000,
+        ("/data",),
+        True,
+        "ask",
+        bounds,
+        str(path),
+        "/notes",
+        9,
+        initial_weights="/w",
     )
     assert site.read_site(written(tmp_path, "")) == Site(source=str(path))
 
 
 def test_problems_are_reported_together(tmp_path: Path) -> None:
-    text = 'site-dir = "notes"\n'
+    text = 'site-dir = "notes"\ninitial-weights = "w.safetensors"\n'
     text += 'method = ["x"]\nmin-samples = 0\napproval = "maybe"\nreadable-paths = ["data"]\napplications = ["12"]\n'
     text += "[bounds]\ntau = 3\n"
     with pytest.raises(UserError) as error:
@@ -61,6 +75,7 @@ def test_problems_are_reported_together(tmp_path: Path) -> None:
         "approval: must be ask or none, got 'maybe'",
         "readable-paths: must be a list of absolute paths",
         "site-dir: must be an absolute path, got 'notes'",
+        "initial-weights: must be an absolute path, got 'w.safetensors'",
         "applications: must be a list of sha256 values",
         "bounds: must be a table of run-config keys",
     ):
@@ -198,6 +213,10 @@ def test_paths_of_a_run_must_lie_where_the_site_says(tmp_path: Path) -> None:
     ):
         assert site.refusal(rules, HASH, {key: value}).startswith(f"readable-paths: {key}"), (key, value)
     assert site.refusal(Site(readable_paths=()), HASH, {"state-dir": "/tmp"}).startswith("readable-paths: state-dir")
+    # a path of the run that nobody opens here
+    own = Site(readable_paths=(), initial_weights=str(outside / "own.safetensors"))
+    assert site.refusal(own, HASH, {"initial-weights": "/of/the/server.safetensors"}) == ""
+    assert site.refusal(own, HASH, {"dataset": f"npz:{outside}/x.npz"}).startswith("readable-paths: dataset")
 
 
 def test_a_key_that_says_that_it_takes_the_place_of_another_declares_it() -> None:
@@ -238,6 +257,24 @@ def test_the_gate_tells_applications_where_the_site_keeps_its_notes(
     monkeypatch.delenv("COROLLA_SITE_DIR")
     supernode.run("b", str(rules), [])
     assert seen == [tmp_path / "site", tmp_path / "ruled"]
+
+
+def test_a_supernode_starts_with_all_of_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    monkeypatch.setattr(supernode, "install", lambda *given: lambda: seen.append(weight_files.at_site("/servers.pt")))
+    monkeypatch.setattr(supernode, "sites_directory", lambda: tmp_path / "sites")
+    monkeypatch.setattr("fl_app.log_format.configure", lambda *given, **more: None)
+    monkeypatch.setenv(weight_files.VARIABLE, "")
+    folder = in_shards(small("mlp"), tmp_path / "own")
+    rules = written(tmp_path, f'initial-weights = "{folder}"\n')
+    supernode.run("a", str(rules), [])
+    assert seen == [str(folder)] and weight_files.at_site("") == ""
+    (folder / SHARDS[1]).unlink()
+    with rejected(UserError, f"{rules}: initial-weights {folder / INDEX}", "lacks 1 of 3 shards", SHARDS[1]):
+        supernode.run("b", str(rules), [])
+    with rejected(UserError, f"{rules}: initial-weights", "gone.pt", "no such file"):
+        supernode.run("b", str(written(tmp_path, f'initial-weights = "{tmp_path}/gone.pt"\n')), [])
+    assert len(seen) == 1 and not (tmp_path / "sites" / "b").exists()
 
 
 @pytest.mark.parametrize("variable", ["COROLLA_STATE_HOME", "COROLLA_STATE_DIR", "COROLLA_DATA_DIR"])

@@ -9,11 +9,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from deploy import audit, confine
+from fl_app import models
 from fl_app.processes import script
 from fl_app.transport.app_bundle import application_hash
 from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, summary, wait_for
+from tests.fl_app.test_weight_files import INDEX, SHARDS, in_shards
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -135,7 +138,19 @@ def test_a_reply_that_is_too_large_stays_at_the_site(cluster: Cluster, tmp_path:
 
 
 def test_a_site_joins_without_a_login(lab: Lab) -> None:
-    """One SuperNode is the launcher's, the other its site's own: only the key's public half and the invitation travel."""
+    """One SuperNode is the launcher's, the other its site's own: only the key's public half and the invitation travel.
+
+    Both have the frozen tensors, each at a place of its own; the site's node is confined, and has them in shards.
+    """
+    network = models.build("mlp", in_channels=1, num_classes=10, image_size=8, seed=1)
+    servers, own = lab.directory / "servers.safetensors", in_shards(network, lab.directory / "own")
+    save_file(network.state_dict(), servers)
+    blob = (own / SHARDS[0]).rename(lab.directory / "blob")
+    (own / SHARDS[0]).symlink_to(blob)
+    rules = lab.directory / "corolla" / "site.toml"
+    rules.parent.mkdir()
+    confined = "confine = true\nreadable-paths = []\n" * bool(confine.landlock_version())
+    rules.write_text(f'{confined}initial-weights = "{own}"\n')
     lab.write(tls=True, hosts=[{"host": "local", "warm": True}, {"host": "joins"}])
     site = lab.environment | {
         "COROLLA_STATE_HOME": str(lab.directory / "clinic"),
@@ -166,10 +181,16 @@ def test_a_site_joins_without_a_login(lab: Lab) -> None:
         )
     try:
         wait_for(lambda: "SuperNode ID" in log.read_text(errors="replace") or supernode.poll() is not None)
-        config = CONFIG | {"state-dir": str(lab.directory / "client-state")}
-        run = BackgroundRun(lab, lab.directory / "r", 2, config, superlink="lab")
+        frozen = {"model": "mlp", "train": "classifier.*", "initial-weights": str(servers), "available-timeout": 30.0}
+        run = BackgroundRun(lab, lab.directory / "r", 2, CONFIG | frozen, superlink="lab")
         run.finish()
         assert summary(run.folder)["absent"] == []
+        (own / SHARDS[1]).unlink()
+        lacking = BackgroundRun(lab, lab.directory / "lacking", 2, CONFIG | frozen, superlink="lab")
+        assert lacking.process.wait(timeout=300) != 0 and not lacking.folder.exists()
+        refusal, told = (" ".join(text.split()) for text in (lacking.log, log.read_text(errors="replace")))
+        assert re.search(r"clinic-a\): its machine .* \(initial-weights: must be available\)", refusal), refusal
+        assert f"initial-weights {own / INDEX}: lacks 1 of 3 shards" in told and SHARDS[1] in told
     finally:
         supernode.terminate()
         supernode.wait(30)

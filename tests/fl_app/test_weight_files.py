@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from collections.abc import Callable
@@ -13,12 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from client_app.client_app import app as client_app
 from corolla.api.checks import check_files
-from fl_app import models, weight_files, weights
+from fl_app import models, server_app, weight_files, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.server.run_folder import check_unchanged, read_about
+from fl_app.transport.flower import Message
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
+from strategies.base.method import Method
 from tests.conftest import Run, config, flat
 from tests.facts import mentions, rejected
 from tests.fl_app.test_models import same, small
@@ -185,6 +190,50 @@ def test_a_client_that_lacks_a_shard_says_so_before_the_run(run: Run, tmp_path: 
         run(method="fedavg", num_clients=2, model="mlp", train="classifier.*", initial_weights=str(folder))
     assert mentions(str(caught.value), "client 0", INDEX, "lacks 1 of 3 shards", SHARDS[1])
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_client_reads_its_sites_own_copy(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = models.build("mlp", in_channels=1, num_classes=10, image_size=8, seed=1)
+    servers, own = tmp_path / "servers.safetensors", in_shards(module, tmp_path / "own")
+    save_file(module.state_dict(), servers)
+    settings: dict[str, Any] = {"method": "fedavg", "num_clients": 2, "model": "mlp", "train": "classifier.*"}
+    settings |= {"initial_weights": str(servers), "available_timeout": 10.0}
+    monkeypatch.setenv(weight_files.VARIABLE, str(own))
+    folder = run(**settings, run_name="equal").path
+    assert set(load_file(folder / "models" / "global.safetensors")) == {"classifier.weight", "classifier.bias"}
+    change_shard(1, lambda t: t["fc1.bias"].add_(1))(own)
+    with rejected(UserError, "", "train", "frozen tensors", "differ from the server's"):
+        run(**settings, run_name="other")
+    (own / SHARDS[1]).unlink()
+    with rejected(UserError, "", f"initial-weights {own / INDEX}", "lacks 1 of 3 shards", SHARDS[1]):
+        run(**settings, run_name="gone")
+    # a run that names no file reads none
+    run(**settings | {"initial_weights": ""}, run_name="seeded")
+
+
+def test_a_deployments_server_holds_no_frozen_tensor_in_rounds(
+    raw_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, frozen, held = Method.network, list[weakref.ref[Tensor]](), list[bool]()
+    folder = in_shards(models.build("mlp", in_channels=1, num_classes=10, image_size=8, seed=1), tmp_path / "model")
+
+    def noted(*arguments: Any, **more: Any) -> nn.Module:
+        module = network(*arguments, **more)
+        frozen.append(weakref.ref(module.get_buffer("fc1.weight")))
+        return module
+
+    class Deployed(InProcessGrid):
+        def _handle(self, message: Message) -> Message:
+            if message.metadata.message_type == "train":
+                gc.collect()
+                held.append(frozen[0]() is not None)
+            return super()._handle(message)
+
+    monkeypatch.setattr(Method, "network", noted)
+    settings = {"method": "fedavg", "num-clients": 2, "model": "mlp", "train": "classifier.*"}
+    raw = raw_config | settings | {"initial-weights": str(folder)}
+    server_app.run(Deployed(client_app, raw, 2), parse(raw, METHOD_PARAMS), lambda what, done, total: None)
+    assert held and not any(held)
 
 
 def test_a_run_from_shards_is_one_from_the_whole_file_and_notices_a_change(

@@ -23,6 +23,7 @@ from fl_app.model_names import ModelNames
 from fl_app.server.properties import SAMPLES
 from fl_app.server.run_folder import FROZEN, INITIAL, MODELS, NAME, SHAPE
 from fl_app.transport import wire
+from fl_app.weight_files import at_site
 
 if TYPE_CHECKING:
     from torch import nn
@@ -261,7 +262,7 @@ def networks(
     from fl_app import weights
 
     # frozen tensors get their values from these weights
-    initial = config.initial_weights if config.train else ""
+    initial = at_site(config.initial_weights) if config.train else ""
     module = build(config, shape)
     if initial:
         sample = shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"])
