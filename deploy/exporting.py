@@ -18,7 +18,7 @@ from pathlib import Path
 from deploy import bubblewrap, confine
 from deploy.confine import Confinement
 from deploy.site import Site
-from deploy.supernode import walls_for
+from deploy.supernode import readable, walls_for
 from fl_app import foreign_files
 from fl_app.errors import DeploymentError, plain
 from fl_app.files import make_directory
@@ -29,9 +29,12 @@ SECONDS = 600.0
 MOST_BYTES = 8 << 30
 """Most bytes of all files that an export writes."""
 _INSIDE = "COROLLA_EXPORT_INSIDE"
-# a model, its card, its plugins (corolla/experiments/exported/export.py)
-_MODEL = re.compile(r"[\w-][\w.-]*\.(?:pt|onnx)")
-_WRITTEN = re.compile(r"[\w-][\w.-]*\.(?:pt|onnx)(?:\.json|\.plugins(?:/[\w-][\w.-]*)+)?")
+# a model, its card, its plugins; an adapter or a merged model is a folder of them (corolla/experiments/exported/export.py)
+_NAME = r"[\w-][\w.-]*"
+_OWN = rf"\.json|\.plugins(?:/{_NAME})+"
+_FILE, _FOLDER = rf"{_NAME}\.(?:pt|onnx)", rf"{_NAME}-(?:adapter|merged)/{_NAME}"
+_MODEL = re.compile(rf"{_FILE}|{_FOLDER}\.safetensors")
+_WRITTEN = re.compile(rf"{_FILE}(?:{_OWN})?|{_FOLDER}(?:\.safetensors|{_OWN})")
 
 
 def is_inside() -> bool:
@@ -49,7 +52,7 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
     walls = walls_for(rules.confine)
     with tempfile.TemporaryDirectory(prefix="corolla-export-") as made:
         fresh = Path(made)
-        inside = Confinement(confine.installation(), (str(site_directory()), made), ())
+        inside = Confinement((*confine.installation(), *readable(rules)), (str(site_directory()), made), ())
         command = [
             sys.executable,
             "-P",
@@ -86,8 +89,8 @@ def export_inside(rules: Site, words: Sequence[str], to: Path) -> list[Path]:
 def taken(root: Path, below: str, to: Path) -> list[Path]:
     """Copy an export's files from below a directory, and return their new paths.
 
-    There is one model, a new one. Raises UserError for any other file, and if the model or a file of it exists already: the
-    files of another model in the directory are the person's, and some of them are code.
+    There is one model, a new one: a file, or a folder. Raises UserError for any other file, and if the model or a file of it
+    exists already: the files of another model in the directory are the person's, and some of them are code.
     """
     found = {
         entry.path.removeprefix(f"{below}/"): entry
@@ -100,16 +103,17 @@ def taken(root: Path, below: str, to: Path) -> list[Path]:
             raise DeploymentError(
                 key="node export", rule=f"must write a model, its card and its own Python files, wrote {plain(path)}"
             )
-    models = sorted(path for path in found if _MODEL.fullmatch(path))
-    own = [path for path in found if models and path.startswith((f"{models[0]}.json", f"{models[0]}.plugins/"))]
-    if len(models) != 1 or len(own) + 1 != len(found):
+    model, *others = sorted(path for path in found if _MODEL.fullmatch(path)) or [""]
+    folder = model.rpartition("/")[0]
+    own = (f"{folder}/",) if folder else (f"{model}.json", f"{model}.plugins/")
+    if not model or others or not all(path == model or path.startswith(own) for path in found):
         raise DeploymentError(
             key="node export",
             rule=f"must write one model and its own files, wrote {', '.join(sorted(found)) or 'none'}",
         )
     if (size := sum(entry.nbytes for entry in found.values())) > MOST_BYTES:
         raise DeploymentError(key="node export", rule=f"may write {MOST_BYTES} bytes, wrote {size}")
-    for name in (models[0], f"{models[0]}.json", f"{models[0]}.plugins"):
+    for name in (folder,) if folder else (model, f"{model}.json", f"{model}.plugins"):
         if os.path.lexists(to / name):
             raise DeploymentError(
                 key="node export",

@@ -33,6 +33,17 @@ Exported = Annotated[
 ]
 
 
+OnnxOption = Annotated[
+    bool, typer.Option("--onnx", help="Write ONNX, from pixels or rows to predictions (needs corolla[onnx]).")
+]
+PeftOption = Annotated[
+    bool, typer.Option("--peft", help="Write the adapter of a model with peft into a folder (needs corolla[peft]).")
+]
+MergedOption = Annotated[
+    bool, typer.Option("--merged", help="Write a model with peft, its adapter merged into it, into a folder.")
+]
+
+
 class OnError(Enum):
     """What becomes of rows that do not fit a model."""
 
@@ -58,21 +69,14 @@ def export(
             metavar="DIR", help="Directory to write the client's model into; without --client, each client's."
         ),
     ] = None,
-    onnx: Annotated[
-        bool, typer.Option("--onnx", help="Write ONNX, from pixels or rows to predictions (needs corolla[onnx]).")
-    ] = False,
-    peft: Annotated[
-        bool, typer.Option("--peft", help="Write the adapter of a model with peft into a folder (needs corolla[peft]).")
-    ] = False,
-    merged: Annotated[
-        bool, typer.Option("--merged", help="Write a model with peft, its adapter merged into it, into a folder.")
-    ] = False,
+    onnx: OnnxOption = False,
+    peft: PeftOption = False,
+    merged: MergedOption = False,
     data_path: Annotated[str, typer.Option(help="For dataset node: path of the node's data.")] = "",
     quiet: QuietOption = False,
 ) -> None:
     """Write one of a run's final models as a PyTorch state dict, ONNX or an adapter of peft, with its card."""
-    if len(forms := [name for name, asked in (("onnx", onnx), ("peft", peft), ("merged", merged)) if asked]) > 1:
-        raise UserError(f"{' and '.join(f'--{name}' for name in forms)} exclude each other")
+    form = _form(onnx, peft, merged)
     if to is not None and output is not None:
         raise UserError("--to and --output exclude each other")
     if to is not None and data_path and client is None:
@@ -93,18 +97,25 @@ def export(
         from corolla.experiments.exported.export import FileForm, export_each, own_files
         from corolla.experiments.exported.export import export as write
 
-        form = FileForm[forms[0]] if forms else FileForm.pytorch
         failed: dict[str, str] = {}
         if to is None:
-            written = [write(run, METHODS, client, output, form=form, data_path=data_path)]
+            written = [write(run, METHODS, client, output, form=FileForm[form], data_path=data_path)]
         else:
-            written, failed = export_each(run, METHODS, client, to, form=form, data_path=data_path)
+            written, failed = export_each(run, METHODS, client, to, form=FileForm[form], data_path=data_path)
     for path, card in written:
         _show(path, card, own_files(path))
     for name, why in failed.items():
         errors.print(escape(f"{name}: not exported: {why}"), soft_wrap=True)
     if failed:
         raise typer.Exit(exit_codes.FAILED)
+
+
+def _form(onnx: bool, peft: bool, merged: bool) -> str:
+    """Return the name of the FileForm that options ask for. Raises UserError if they ask for several."""
+    asked = [name for name, is_asked in (("onnx", onnx), ("peft", peft), ("merged", merged)) if is_asked]
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join(f'--{name}' for name in asked)} exclude each other")
+    return asked[0] if asked else "pytorch"
 
 
 def _show(path: Path, card: Mapping[str, Any], own: Path) -> None:
@@ -119,10 +130,13 @@ def node_export(
     ] = None,
     to: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write the model into.")] = Path(),
     name: Annotated[str, typer.Option("--name", help="The site's name, for the file and its card.")] = "",
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write ONNX (needs corolla[onnx]).")] = False,
+    onnx: OnnxOption = False,
+    peft: PeftOption = False,
+    merged: MergedOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write this site's own model of a run, which stays here, with its card. Its directory: $COROLLA_SITE_DIR, or site.toml's."""
+    form = _form(onnx, peft, merged)
     # it imports flwr, which takes seconds
     from deploy import exporting
     from deploy import site as rules
@@ -130,7 +144,7 @@ def node_export(
 
     found = use_rules(rules.find())
     if found.confine and not exporting.is_inside():
-        words = [*([run] if run else []), "--name", name, *["--onnx"] * onnx]
+        words = [*([run] if run else []), "--name", name, *[f"--{form}"] * (onnx or peft or merged)]
         for path in exporting.export_inside(found, words, to):
             console.print(escape(str(path)), soft_wrap=True)
         return
@@ -145,7 +159,7 @@ def node_export(
         if name:
             entry = {**read_clients(last)[str(client)], NAME: name}
             publish_text(last / CLIENTS, json.dumps({str(client): entry}) + "\n")
-        written, _ = export_each(last, METHODS, client, to, form=FileForm.onnx if onnx else FileForm.pytorch)
+        written, _ = export_each(last, METHODS, client, to, form=FileForm[form])
     for path, card in written:
         _show(path, card, own_files(path))
 

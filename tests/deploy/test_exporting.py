@@ -11,6 +11,7 @@ import pytest
 from deploy import exporting
 from deploy.exporting import taken
 from fl_app.errors import UserError
+from tests.facts import rejected
 
 
 def test_an_export_is_taken(tmp_path: Path) -> None:
@@ -27,7 +28,25 @@ def test_an_export_is_taken(tmp_path: Path) -> None:
     assert all((to / name).read_text() == name for name in names)
 
 
-@pytest.mark.parametrize("name", [".bashrc", ".pt", "own.py", "celle.pt/x", "celle.pt.plugins/.x", "a b.pt", "x.pt.sh"])
+def test_an_adapter_is_taken_as_a_new_folder(tmp_path: Path) -> None:
+    out, to = tmp_path / "made" / "out", tmp_path / "to"
+    weights = "celle-adapter/adapter_model.safetensors"
+    names = (weights, f"{weights}.json", f"{weights}.plugins/own.py", "celle-adapter/adapter_config.json")
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    assert {path.relative_to(to).as_posix() for path in taken(out.parent, "out", to)} == set(names)
+    with rejected(UserError, "node export", "celle-adapter exists already"):
+        taken(out.parent, "out", to)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".bashrc", ".pt", "own.py", "celle.pt/x", "celle.pt.plugins/.x", "a b.pt", "x.pt.sh", "x-adapter"),
+        *("x-adapter/own.py", "x/model.safetensors", "x-merged/sub/model.safetensors", "x-merged/.x.json"),
+    ],
+)
 def test_no_other_file_is_taken(tmp_path: Path, name: str) -> None:
     (tmp_path / "out" / name).parent.mkdir(parents=True)
     (tmp_path / "out" / name).touch()
@@ -46,6 +65,10 @@ def test_no_other_file_is_taken(tmp_path: Path, name: str) -> None:
         (["other.pt"], ["other.pt", "other.pt.json"]),
         (["other.pt.json"], ["other.pt", "other.pt.json"]),
         (["other.pt.plugins/own.py"], ["other.pt"]),
+        (["x-adapter/own.py"], ["x-adapter/model.safetensors"]),
+        ([], ["x-adapter/model.safetensors", "own.pt"]),
+        ([], ["x-adapter/model.safetensors", "y-adapter/config.json"]),
+        ([], ["x-adapter/config.json"]),
         ([], ["own.pt", "other.onnx"]),
         ([], []),
     ],

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from corolla.experiments.exported import loading, predict, run_models
 from corolla.experiments.exported.export import export
 from deploy import bubblewrap
-from fl_app import data, model_card
+from fl_app import data, model_card, weight_files
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.server.run_folder import PLUGINS, read_config, read_metrics
 from fl_app.site_directory import site_directory
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Command, Run
+from tests.conftest import Command, Run, config
 from tests.experiments.months import SETTING, WINE, cancer, wine
 
 SITES: dict[str, Any] = {
@@ -238,3 +241,69 @@ def test_an_export_at_a_confined_site_runs_the_runs_own_files_behind_walls(
     assert code == 0, err
     assert seen.read_text() == "False"
     assert model_card.read(tmp_path / "own" / "celle.pt")["client"] == "celle"  # type: ignore[typeddict-item]
+
+
+ADAPTED = """
+import peft
+from torch import nn
+
+
+def mlp(in_channels, num_classes, image_size):
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 16), nn.ReLU(), nn.Linear(16, num_classes))
+    return peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["1", "3"]))
+"""
+
+
+@pytest.mark.parametrize("confined", [False, True])
+def test_a_site_exports_its_adapter_and_the_merged_model(
+    run: Run, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, site_dir: Path, confined: bool
+) -> None:
+    """The frozen tensors are read at the site's own path; the server's is gone."""
+    peft = pytest.importorskip("peft")
+    if confined and bubblewrap.find() is None:
+        pytest.skip(bubblewrap.why_not())
+    code, servers, own = tmp_path / "code", tmp_path / "servers.safetensors", tmp_path / "own.safetensors"
+    # a process imports one module of a name
+    module = f"adapted_{confined}".lower()
+    code.mkdir()
+    (code / f"{module}.py").write_text(ADAPTED)
+    monkeypatch.syspath_prepend(code)
+    monkeypatch.chdir(code)
+    files = [cancer(tmp_path / f"{k}.csv", slice(k, None, 3)) for k in range(3)]
+    width = data.prepare_for(config(**SITES), str(files[0])).x_train.shape[1]
+    build = importlib.import_module(module).mlp
+    for file in (servers, own):
+        torch.manual_seed(5)
+        save_file(build(width, 2, 1).state_dict(), file)
+    frozen = {"model": f"{module}:mlp", "train": "*lora_*", "initial_weights": str(servers), "learning_rate": 0.1}
+    nodes = {k: {"data-path": str(path)} for k, path in enumerate(files)}
+    run(**SITES | frozen | {"collect_personal_models": False}, run_name="june", node_configs=nodes)
+    servers.unlink()
+    for folder in site_dir.glob("models/*/june") if confined else ():
+        (folder / PLUGINS).mkdir(exist_ok=True)
+        (folder / PLUGINS / f"{module}.py").write_text(ADAPTED)
+    rules, to = tmp_path / "site.toml", tmp_path / "to"
+    rules.write_text(f'initial-weights = "{own}"\n{"confine = true" * confined}\n')
+    monkeypatch.setenv("COROLLA_SITE", str(rules))
+    monkeypatch.setenv(weight_files.VARIABLE, "")
+    for form in ([], ["--peft"], ["--merged"]):
+        done, _, err = command("node", "export", "june", "--to", to, "--name", "celle", *form)
+        assert done == 0, err
+    done, _, err = command("node", "export", "june", "--to", to, "--peft", "--onnx")
+    assert done != 0 and "--onnx and --peft exclude each other" in err
+
+    x = torch.randn(4, width)
+    whole = build(width, 2, 1)
+    before = whole.eval()(x)
+    whole.load_state_dict(torch.load(to / "celle.pt"))
+    expected = whole(x)
+    assert not torch.allclose(before, expected, atol=1e-3)
+    base = build(width, 2, 1)
+    base.load_state_dict(load_file(own))
+    loaded = peft.PeftModel.from_pretrained(base.unload(), to / "celle-adapter")
+    torch.testing.assert_close(loaded.eval()(x), expected)
+    merged = loaded.unload()
+    merged.load_state_dict(load_file(to / "celle-merged" / "model.safetensors"))
+    torch.testing.assert_close(merged(x), expected)
+    card = model_card.read(to / "celle-adapter" / "adapter_model.safetensors")
+    assert card["client"] == "celle"  # type: ignore[typeddict-item]
