@@ -1,145 +1,47 @@
-"""Tasks over tokens on adapters of frozen networks: a language model, judged by its perplexity, and a class per token."""
+"""The example of tasks over tokens, on adapters of frozen networks: a language model, and a class per token."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from fl_app.metrics import Metric
+from fl_app import plugins
 from fl_app.server.run_folder import read_metrics, read_summary
-from fl_app.tasks import Task
 from tests.conftest import Run
 
-IDS, LENGTH, TAGS, ROWS = 12, 8, 3, 80
-SIZES = {"vocab_size": IDS, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-class LanguageModel(nn.Module):
-    """Token ids [n, T] to the loss of each token from those before it, [n, T]. The first one's is 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-        lora = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=8, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True
-        )
-        network = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(**SIZES, **NO_DROPOUT, bos_token_id=0, eos_token_id=0)
-        )
-        self.network = peft.get_peft_model(network, lora)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.network(input_ids=ids).logits[:, :-1]
-        losses = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-        return nn.functional.pad(losses, (1, 0))
-
-
-class Tagger(nn.Module):
-    """Token ids [n, T] to logits of each token's class, [n, T * TAGS]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-        config = transformers.BertConfig(vocab_size=IDS, num_labels=TAGS, **sizes)
-        lora = peft.LoraConfig(task_type="TOKEN_CLS", r=4, target_modules=["query", "value"])
-        self.network = peft.get_peft_model(transformers.BertForTokenClassification(config), lora)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.network(input_ids=ids).logits
-        return logits.flatten(1)
-
-
-def language_model(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
-    """Return the model of a run."""
-    return LanguageModel()
-
-
-def tagger(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
-    """Return the model of a run."""
-    return Tagger()
-
-
-class Language(Task):
-    """Outputs: each token's loss. Targets: 1 for tokens, 0 for what follows a text's end."""
-
-    metrics = (Metric("perplexity", higher_is_better=False, low=1),)
-    input_dtype = "int64"
-
-    def inputs(self, x: Tensor) -> Tensor:
-        return x.long()
-
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return (outputs * y).sum() / y.sum()
-
-    def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> dict[str, float]:
-        return {"perplexity": math.exp(float(self.loss(outputs.double(), y)))}
-
-
-class Tags(Task):
-    """Outputs and targets [n, T * TAGS]: the targets have a 1 for each token's class."""
-
-    metrics = (Metric("token-accuracy", ratio=True),)
-    input_dtype = "int64"
-
-    def inputs(self, x: Tensor) -> Tensor:
-        return x.long()
-
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(outputs.reshape(-1, TAGS), y.reshape(-1, TAGS).argmax(1))
-
-    def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> dict[str, float]:
-        found, truth = (each.reshape(-1, TAGS).argmax(1) for each in (outputs, y))
-        return {"token-accuracy": float((found == truth).double().mean())}
-
-
-def write(path: Path, tags: bool) -> None:
-    """Write two rooms' texts. In each, a token follows from the one before. A token's class depends on it alone."""
-    draw, arrays = np.random.default_rng(0), {}
-    for part in ("train", "test"):
-        room = np.arange(ROWS) % 2
-        ids = (draw.integers(0, IDS, (ROWS, 1)) + np.arange(LENGTH) * (1 + 4 * room[:, None])) % IDS
-        y = np.eye(TAGS)[ids % TAGS].reshape(ROWS, -1) if tags else np.arange(LENGTH) > np.zeros((ROWS, 1))
-        arrays |= {f"x_{part}": ids, f"y_{part}": y.astype(np.float32), f"room_{part}": room}
-    np.savez(path, **arrays)
+@pytest.fixture
+def example() -> Iterator[Any]:
+    """Return examples/lora_tokens.py as a module."""
+    pytest.importorskip("peft")
+    plugins.reset(EXAMPLES)
+    try:
+        yield plugins.load("model", "lora_tokens:tagger") and sys.modules["lora_tokens"]
+    finally:
+        plugins.reset()
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedcac"])
 @pytest.mark.parametrize("kind", ["language", "tags"])
-def test_a_run_learns(run: Run, tmp_path: Path, method: str, kind: str) -> None:
-    pytest.importorskip("peft")
-    write(tmp_path / "texts.npz", kind == "tags")
-    model, task = {"language": ("language_model", "Language"), "tags": ("tagger", "Tags")}[kind]
-    folder = run(
-        method=method,
-        model=f"{__name__}:{model}",
-        task=f"{__name__}:{task}",
-        train="*lora_*" if kind == "language" else "*lora_*,*modules_to_save*",
-        dataset=f"npz:{tmp_path / 'texts.npz'}",
-        partition="by-column",
-        client="room",
-        num_clients=2,
-        num_server_rounds=4,
-        local_epochs=5,
-        batch_size=8,
-        optimizer="adamw",
-        learning_rate=0.02,
-    )
+def test_a_run_learns(
+    run: Run, example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: str
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    folder = run(method=method, **example.settings(tmp_path, kind))
     first, *_ = read_metrics(folder.path)
     summary = read_summary(folder.path)
     assert summary["failures"] == 0
     if kind == "language":
         # a guess among all tokens has a perplexity of IDS
-        assert first["perplexity-before"] > 0.8 * IDS and summary["final-perplexity"] < IDS / 3
+        assert first["perplexity-before"] > 0.8 * example.IDS and summary["final-perplexity"] < example.IDS / 3
     else:
         assert first["token-accuracy-before"] < 0.6 and summary["final-token-accuracy"] > 0.9
-    trained = {"language": LanguageModel, "tags": Tagger}[kind]()
+    trained = {"language": example.LanguageModel, "tags": example.Tagger}[kind]()
     whole = 4 * sum(parameter.numel() for parameter in trained.parameters())
     assert 0 < max(client["upload-bytes"] for client in first["clients"].values()) < whole / 3
