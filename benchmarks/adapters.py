@@ -9,18 +9,26 @@ memory is the process's peak (resident), with the activations of a client's pass
 
 In a pool of two workers, it is the peak of the sum over all processes, each page counted once (PSS), with two samples a
 step. The frozen tensors must be there once: at most 1.5 networks, what trains per client, and 100 MB for all else.
+
+Beside it is an app of Flower with peft, as its users write one, in Flower's simulation with one actor of Ray: a client
+builds the network for every message, with adapters of the same rank. Its memory and processor seconds are those of all
+processes, for FedAvg with the same samples. It is left out where peft is not installed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +36,8 @@ import numpy as np
 import psutil
 
 from benchmarks.measure import arguments, finish, resource_peak
+from corolla.experiments.launch import SimulationSuperLink
+from fl_app.processes import LAUNCH, processes_with, script
 
 SAMPLES, LENGTH, CLASSES = 20, 32, 4
 WORKERS, POOL_BATCH = 2, 2
@@ -87,6 +97,85 @@ class Encoder(nn.Module):
 
 def make(in_channels, num_classes, image_size):
     return Encoder(num_classes)
+"""
+PEERS_PROJECT = """
+[project]
+name = "peers"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "corolla"
+fab-include = ["*.py"]
+[tool.flwr.app.components]
+serverapp = "peers:server"
+clientapp = "peers:client"
+[tool.flwr.app.config]
+data = ""
+samples = 20
+classes = 4
+"""
+PEERS = """
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch.nn.functional import cross_entropy
+
+import frozen
+
+server = ServerApp()
+client = ClientApp()
+
+
+def network(config):
+    plain = frozen.make(1, config["classes"], 1)
+    for block in plain.blocks:
+        block.query, block.value = block.query.base, block.value.base
+    lora = LoraConfig(r=8, target_modules=["query", "value"], modules_to_save=["classifier"])
+    torch.manual_seed(0)
+    return get_peft_model(plain, lora)
+
+
+def received(message, context, part):
+    torch.set_num_threads(1)
+    config, samples = context.run_config, context.run_config["samples"]
+    net = network(config)
+    set_peft_model_state_dict(net, message.content["arrays"].to_torch_state_dict())
+    rows = slice(samples * context.node_config["partition-id"], samples * (context.node_config["partition-id"] + 1))
+    with np.load(config["data"]) as data:
+        return net, torch.from_numpy(data[f"x_{part}"][rows]), torch.from_numpy(data[f"y_{part}"][rows])
+
+
+@server.main()
+def main(grid, context):
+    arrays = ArrayRecord(get_peft_model_state_dict(network(context.run_config)))
+    done = FedAvg().start(grid, arrays, num_rounds=1)
+    print("FOUND", len(done.evaluate_metrics_clientapp), flush=True)
+
+
+@client.train()
+def train(message, context):
+    net, x, y = received(message, context, "train")
+    optimizer = torch.optim.SGD((p for p in net.parameters() if p.requires_grad), lr=0.01)
+    loss = cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    metrics = MetricRecord({"num-examples": len(y), "loss": float(loss)})
+    return Message(
+        RecordDict({"arrays": ArrayRecord(get_peft_model_state_dict(net)), "metrics": metrics}), reply_to=message
+    )
+
+
+@client.evaluate()
+def evaluate(message, context):
+    net, x, y = received(message, context, "test")
+    with torch.no_grad():
+        right = float((net.eval()(x).argmax(1) == y).float().mean())
+    return Message(RecordDict({"metrics": MetricRecord({"num-examples": len(y), "accuracy": right})}), reply_to=message)
 """
 
 
@@ -149,7 +238,7 @@ def measured(directory: Path, clients: int, *, pool: bool = False) -> dict[str, 
     command = [sys.executable, "-m", "benchmarks.adapters", "--one", str(directory), str(clients), str(batch)]
     command += ["pool"] * pool
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        peak = sampled_peak(process) if pool else 0
+        peak = sampled(process, lambda: family(process))[0] if pool else 0
         printed, _ = process.communicate()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -157,18 +246,61 @@ def measured(directory: Path, clients: int, *, pool: bool = False) -> dict[str, 
     return found | ({"peak": peak} if pool else {})
 
 
-def sampled_peak(process: subprocess.Popen[str]) -> int:
-    """Return the most bytes that a process and its descendants had at a time, until it ends. A shared page counts once."""
-    root, most = psutil.Process(process.pid), 0
+def peers(directory: Path, clients: int) -> dict[str, float]:
+    """Run the app of Flower with one actor of Ray. Return the peak bytes, processor seconds and seconds of all processes."""
+    app = directory / "peers"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(PEERS_PROJECT)
+    (app / "peers.py").write_text(PEERS)
+    shutil.copy(directory / "frozen.py", app)
+    cores = available_cores()
+    config = f"data='{directory / 'texts.npz'}' samples={SAMPLES} classes={CLASSES}"
+    federation = f"num-supernodes={clients} client-resources-num-cpus={cores} client-resources-num-gpus=0.0"
+    # another number than the machine's would let Ray start as many actors
+    federation += f" init-args-num-cpus={cores}"
+    begun = time.monotonic()
+    with SimulationSuperLink() as link:
+        words = ["run", str(app), link.name, "--stream", "--run-config", config, "--federation-config", federation]
+        with subprocess.Popen(
+            [*link.inside, script("flwr"), *words],
+            env=link.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            # read beside the sampling, or a full pipe would stop the app
+            with ThreadPoolExecutor(1) as reader:
+                printed = reader.submit(process.communicate)
+                peak, cpu = sampled(process, lambda: processes_with(f"{LAUNCH}={link.environment[LAUNCH]}"))
+                out, _ = printed.result()
+    if "FOUND 1" not in out:
+        raise SystemExit(out)
+    return {"peak": peak, "cpu": cpu, "wall": time.monotonic() - begun}
+
+
+def sampled(process: subprocess.Popen[str], beside: Callable[[], Iterable[psutil.Process]]) -> tuple[int, float]:
+    """Return the most bytes that processes had at a time until one ends, and their processor seconds.
+
+    beside: returns the processes that belong to it. A page that several share counts once.
+    """
+    most, seconds = 0, dict[tuple[int, float], float]()
     while process.poll() is None:
         found = 0
         with contextlib.suppress(psutil.Error):
-            for one in (root, *root.children(recursive=True)):
+            for one in beside():
                 with contextlib.suppress(psutil.Error):
                     found += one.memory_full_info().pss
+                    seconds[one.pid, one.create_time()] = sum(one.cpu_times()[:2])
         most = max(most, found)
         time.sleep(SAMPLED_EVERY)
-    return most
+    return most, sum(seconds.values())
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return a process and its descendants."""
+    root = psutil.Process(process.pid)
+    return [root, *root.children(recursive=True)]
 
 
 def main() -> None:
@@ -187,11 +319,14 @@ def main() -> None:
         write_model(directory, width)
         rows = {clients: measured(directory, clients) for clients in counts}
         pool = measured(directory, counts[-1], pool=True)
+        theirs = peers(directory, counts[-1]) if importlib.util.find_spec("peft") else None
     # embeddings, and per block four projections, two layers of four times the width
     network = 4 * (IDS * width + LAYERS * 12 * width**2)
     trained = 4 * (LAYERS * 2 * 2 * 8 * width + CLASSES * (width + 1))
     results: dict[str, Any] = {f"{clients} clients": row for clients, row in rows.items()}
     results |= {f"{counts[-1]} clients, pool of {WORKERS}": pool, "network": network, "trained": trained}
+    if theirs:
+        results[f"{counts[-1]} clients, Flower with peft, one actor of Ray"] = theirs
     results["networks in memory beyond a small one's run"] = (rows[counts[0]]["peak"] - base) / network
     more = rows[counts[-1]]["peak"] - rows[counts[0]]["peak"]
     results["networks per further client"] = more / (counts[-1] - counts[0]) / network
