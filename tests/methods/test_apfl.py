@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from client_app.stored_state import StoredState
-from fl_app.layout import Layout, Model
-from fl_app.server.run_folder import read_metrics
-from strategies import METHODS
+from fl_app.layout import Model
 from strategies.baselines.apfl import APFLUpdate, mixture, next_alpha
-from tests.conftest import Run, f32
+from tests.conftest import f32
 from tests.methods.one_client import client, same, samples, small
-from tests.small_models import BATCHNORM
 
 FIXED = {"alpha_updates": "none"}
-MODELS = [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17, "num_clients": 2}]
-
-
-# Kernels ----------------------------------------------------------------------------------------------------------------
 
 
 def test_next_alpha_by_hand() -> None:
@@ -65,28 +58,6 @@ def test_mixture_is_exact_at_both_ends_and_where_both_are_equal() -> None:
         assert mixture(w, w, alpha).tobytes() == w.tobytes() and mixture(v, w, alpha).dtype == np.float32
 
 
-# What travels is FedAvg's ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-def test_uploads_are_fedavgs_bit_for_bit_for_every_alpha(run: Run, model: dict[str, Any]) -> None:
-    setting = {**model, "momentum": 0.5, "weight_decay": 0.01, "fraction_train": 0.7}
-    plain = run(method="fedavg", run_name="plain", **setting)
-    settings: list[dict[str, Any]] = [{}, {"alpha": 0.0}, {"alpha": 1.0, "alpha_updates": "batch"}]
-    for k, own in enumerate(settings):
-        folder = run(method="apfl", run_name=f"apfl{k}", apfl=own, **setting)
-        for name in ("global.safetensors",):
-            assert (folder.path / "models" / name).read_bytes() == (plain.path / "models" / name).read_bytes()
-        rounds = list(read_metrics(folder.path))
-        assert [list(r["clients"]) for r in rounds] == [list(r["clients"]) for r in read_metrics(plain.path)]
-        took_part = {i for r in rounds for i in r["clients"]}
-        ours, theirs = (list(read_metrics(f.path))[-1]["evaluation"]["clients"] for f in (folder, plain))
-        for i, row in ours.items():
-            personal = i in took_part and own.get("alpha") != 0.0
-            assert (row["sha256"] != theirs[i]["sha256"]) == personal
-        assert all(0 <= row["alpha"] <= 1 for r in rounds for row in r["clients"].values())
-
-
 @pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}, {"dropout": 0.5}, {"batchnorm": True, "dropout": 0.3}])
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_uploads_are_fedavgs_with_dropout_batchnorm_and_few_samples(kinds: dict[str, Any], n: int) -> None:
@@ -97,9 +68,6 @@ def test_uploads_are_fedavgs_with_dropout_batchnorm_and_few_samples(kinds: dict[
     update, state = APFLUpdate(), StoredState()
     for _ in range(2):
         assert same(update.train(ctx.initial(), state, ctx), plain.trainer.train(plain.initial()))
-
-
-# Limits of the personal half ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}, {"dropout": 0.5}])
@@ -156,12 +124,6 @@ def test_a_client_without_state_uses_what_it_receives() -> None:
     assert APFLUpdate().personal(ctx.initial(), StoredState(), ctx) is ctx.initial()
 
 
-# A round by hand ------------------------------------------------------------------------------------------------------------
-#
-# One pixel x = 1, two classes, no bias, label 0: from W = (a, -a) every step keeps that form, with the gradient (-s(a), s(a)),
-# s(a) = 1 / (1 + exp(2 a)). So w, v and the mixture are a number each, and <v - w, g> = -2 (v - w) s(mix).
-
-
 def s(a: float) -> float:
     return 1 / (1 + math.exp(2 * a))
 
@@ -199,9 +161,6 @@ def test_two_rounds_by_hand(momentum: float) -> None:
         assert update.upload(start, after, state, ctx).metrics == {"alpha": state.arrays["apfl.alpha"][0]}
 
 
-# Statistics, state, edges -----------------------------------------------------------------------------------------------------
-
-
 def test_the_mixtures_statistics_are_its_own() -> None:
     ctx = client("apfl", small(batchnorm=True), *samples(), apfl={"alpha": 0.7})
     update, state = APFLUpdate(), StoredState()
@@ -232,16 +191,3 @@ def test_what_a_users_model_holds_fixed_stays_fixed() -> None:
         tensors = ctx.layout.tensors(model)
         assert tensors["features.weight"].tobytes() == want["features.weight"].tobytes()
         assert tensors["classifier.weight"].tobytes() != want["classifier.weight"].tobytes()
-
-
-def test_divergence_is_an_error_not_a_state() -> None:
-    state = StoredState()
-    ctx = client("apfl", small(), *samples(), learning_rate=1e30)
-    with pytest.raises(Exception, match="training diverged"):
-        APFLUpdate().train(ctx.initial(), state, ctx)
-    assert not state.arrays
-
-
-def test_any_model_fits() -> None:
-    layout = Layout.of(nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)))
-    assert METHODS["apfl"].shared(layout, METHODS["apfl"].params()) == layout.names

@@ -25,32 +25,6 @@ from strategies.baselines import pfedme
 from tests.conftest import flat
 from tests.facts import rejected
 
-BASELINES = ("fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme")
-SETTING: dict[str, Any] = {
-    "num-clients": 4,
-    "num-server-rounds": 2,
-    "local-epochs": 1,
-    "train-samples": 30,
-    "test-samples": 10,
-    "device": "cpu",
-    "batch-size": 10,
-    "momentum": 0.5,
-    "checkpoint-every": 9,
-    "pfedme.inner-steps": 2,
-    "model": "mlp",
-}
-# 21: the last sample joins the second batch
-RESNET = {"model": "resnet8", "num-clients": 3, "train-samples": 21}
-
-
-# By hand --------------------------------------------------------------------------------------------------------------
-#
-# The model: one pixel x = 1, two classes, no bias; W = (w_0, w_1). Label 0. Softmax cross-entropy
-# f(W) = log(1 + exp(w_1 - w_0)), gradient (-s, s) with s = 1 / (1 + exp(w_0 - w_1)). From W = (a, -a) every step stays of
-# that form, so one number describes the model: gradient (-s(a), s(a)), s(a) = 1 / (1 + exp(2a)); s(0) = 1/2, and
-# s(ln(3)/2) = 1 / (1 + 3) = 1/4. A penalty weight/2 ||W - C||^2 with C = (c, -c) adds weight (a - c) to the gradient's first
-# component. With step size ln 3 a plain step from a = 0 leads to a = ln(3)/2.
-
 LN3 = math.log(3)
 
 
@@ -178,9 +152,6 @@ def test_pfedme_refuses_outer_steps_that_carry_w_past_theta() -> None:
         ConfigurationError, "pfedme.outer-learning-rate", "times pfedme.proximal-weight (15)", "must be below 1"
     ):
         small_client("pfedme", pfedme={"outer_learning_rate": 0.1})
-
-
-# Phases, frozen parts ---------------------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):

@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_app.server.run_folder import read_metrics
 from strategies.base import Uploads
 from strategies.baselines.cfl import split
-from tests.conftest import Run
+from tests.methods import halves
 from tests.methods.federation import Federation, close
-from tests.methods.one_client import small
-from tests.methods.runs import small_clients
 
 
 def test_splits_by_hand() -> None:
@@ -54,37 +50,11 @@ def test_equal_and_zero_updates_can_be_split() -> None:
         assert parts is not None and sorted(parts[0] + parts[1]) == [0, 1, 2, 3]
 
 
-def uploads_mean(uploads: Uploads) -> bytes:
-    return (uploads.W.astype(np.float64).sum(axis=0) / len(uploads.W)).astype(np.float32).tobytes()
-
-
-@pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}])
-def test_without_splits_it_is_uniform_fedavg_bit_for_bit(tmp_path: Path, kinds: dict[str, Any]) -> None:
-    federation = Federation(
-        tmp_path,
-        "cfl",
-        cfl={"eps1": 0.0, "start": 0},
-        network=lambda: small(**kinds),
-        sizes=(10, 6, 8, 7),
-        momentum=0.5,
-    )
-    for ids in ([0, 2], [0, 1, 2, 3], [1, 3]):
-        uploads = federation.round(ids=ids)
-        for got, rows in zip(
-            (federation.server.global_model.params, federation.server.global_model.buffers),
-            (uploads.W, uploads.B),
-            strict=True,
-        ):
-            assert got.tobytes() == (rows.astype(np.float64).sum(axis=0) / len(ids)).astype(np.float32).tobytes()
-        assert all(federation.server.model_for(i).params.tobytes() == uploads_mean(uploads) for i in range(4))
-    assert federation.server.exported() is not None
-
-
 def moved(server: Any, ids: list[int], by: dict[int, tuple[float, float]]) -> Uploads:
     """Uploads that move the first two parameters of what each client was sent."""
     W = np.stack([server.model_for(i).params for i in ids])
     W[:, :2] += np.array([by[i] for i in ids], np.float32)
-    return Uploads(ids, W, np.zeros((len(ids), 0), np.float32), np.ones(len(ids)), None, {}, [{}] * len(ids))
+    return halves.uploads(ids, W)
 
 
 def clusters(server: Any) -> list[int]:
@@ -143,12 +113,3 @@ def test_a_late_client_joins_those_that_move_as_it_does(tmp_path: Path) -> None:
     # alone in the round: the first cluster
     server.personalize(3, moved(server, [5], {5: (1.0, 0.0)}))
     assert server.clusters()[5] == 0
-
-
-def test_runs_are_resumed_with_their_clusters(run: Run, tmp_path: Path) -> None:
-    setting = {**small_clients(tmp_path), "cfl": {"eps1": 1e9, "eps2": 0.0, "start": 0}, "num_server_rounds": 2}
-    folder = run(method="cfl", **setting)
-    records = list(read_metrics(folder.path))
-    assert not any(record["failures"] for record in records)
-    assert len(records[0]["cluster-sizes"]) == 2 and sum(records[0]["cluster-sizes"]) == 3
-    assert {p.stem for p in (folder.path / "models").iterdir()} == {"client-0", "client-1", "client-2"}

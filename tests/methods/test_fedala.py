@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,11 @@ from strategies.base import RoundContext
 from strategies.baselines import fedala
 from strategies.baselines.fedala import FedALAUpdate, mix, mixed_from, settled, step
 from tests.conftest import Run
-from tests.methods.runs import small_clients
 from tests.methods.trials import CLASSES, Small, another, client, copied, outcome
-from tests.small_models import BATCHNORM, GROUP
-
-MODELS = [{"model": "mlp"}, BATCHNORM]
 
 
 def doubles(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-# Kernels --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_by_hand() -> None:
@@ -87,9 +79,6 @@ def test_the_last_modules(layers: int, names: set[str]) -> None:
     first = mixed_from(layout, layers)
     assert {slot.name.split(".")[0] for slot in layout.params if slot.start >= first} == names
     assert all((slot.name.split(".")[0] in names) == (slot.start >= first) for slot in layout.params)
-
-
-# Learning -------------------------------------------------------------------------------------------------------------
 
 
 def naive(
@@ -220,17 +209,6 @@ def test_what_the_users_model_holds_fixed_and_what_is_equal_keeps_its_weight() -
     assert [q.requires_grad for q in module.parameters()] == [True] * 4 + [False] * 2 + [True] * 2
 
 
-# Limits, evaluation, and clients with little ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-@pytest.mark.parametrize("layers", [1, 0])
-def test_without_a_rate_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], layers: int) -> None:
-    setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
-    nothing = {"weight_learning_rate": 0, "layers": layers}
-    assert outcome(run, "fedala", fedala=nothing, **setting) == outcome(run, "fedavg", **setting)
-
-
 def test_with_a_rate_it_is_not(run: Run) -> None:
     setting = {"num_server_rounds": 3, "learning_rate": 0.3}
     assert outcome(run, "fedala", **setting) != outcome(run, "fedavg", **setting)
@@ -245,11 +223,3 @@ def test_evaluating_twice_gives_one_hash(run: Run) -> None:
     once, again = (update.merge(another(trained, 1), copied(state), ctx) for _ in range(2))
     assert once.params.tobytes() == again.params.tobytes() != another(trained, 1).params.tobytes()
     assert len({row["sha256"] for row in records[-1]["evaluation"]["clients"].values()}) == 3
-
-
-@pytest.mark.parametrize("layers", [1, 0])
-@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
-def test_one_sample_and_missing_classes(run: Run, tmp_path: Path, model: dict[str, Any], layers: int) -> None:
-    setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3}
-    records, _ = outcome(run, "fedala", fedala={"layers": layers, "max_epochs": 12}, **setting)
-    assert all(len(record["clients"]) == 3 for record in records)

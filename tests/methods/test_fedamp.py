@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,19 @@ from hypothesis.extra import numpy as hnp
 
 from client_app.stored_state import StoredState
 from fl_app.layout import Model
-from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import encode_upload, payload_bytes
-from strategies.base import RoundContext, Uploads
-from strategies.baselines.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
+from strategies.baselines.fedamp import FedAMPParams, FedAMPUpdate, attention
 from strategies.kernels import aggregate
-from tests.conftest import config, f32, flat_layout
+from tests.conftest import f32, flat_layout
+from tests.methods import halves
 
 LAYOUT = flat_layout([2], [1])
 
+
 # The golden round: N = 3, d = 2. Squared distances: (0, 1): 1, (0, 2): 4, (1, 2): 5.
 W = np.stack([f32(0, 0), f32(1, 0), f32(0, 2)])
+
+
 B = np.stack([f32(10), f32(20), f32(40)])
 
 
@@ -36,6 +37,8 @@ def pull(x: float, sigma: float = 2.0, alpha: float = 1.0) -> float:
 
 # sigma = 2, alpha = 1: xi_01 = e^(-1/2)/2 = 0.3033, xi_02 = e^(-2)/2 = 0.0677, xi_12 = e^(-5/2)/2 = 0.0410
 A, C, E = pull(1), pull(4), pull(5)
+
+
 XI = np.array([[1 - A - C, A, C], [A, 1 - A - E, E], [C, E, 1 - C - E]])
 
 
@@ -96,18 +99,12 @@ def test_without_scaling_a_clients_own_weight_is_what_is_left() -> None:
     assert (attention(W, sigma=2, alpha=1, convex=False) == attention(W, sigma=2, alpha=1)).all()
 
 
-# server half
+def server(**params: Any) -> Any:
+    return halves.server("fedamp", LAYOUT, run={"fraction_train": 0.5}, **({"sigma": 2.0} | params))
 
 
-def server(**params: Any) -> FedAMP:
-    chosen = FedAMPParams(**({"sigma": 2.0} | params))
-    initial = Model(np.full(2, -1, np.float32), np.full(1, -1, np.float32))
-    folder = RunFolder(Path("unused"), "experiment")
-    return FedAMP(config(fraction_train=0.5), chosen, LAYOUT, initial, METHOD.shared(LAYOUT, chosen), folder)
-
-
-def play(strategy: FedAMP, round: int, ids: list[int], rows: list[int], stack: np.ndarray = W) -> None:
-    strategy.personalize(round, Uploads(ids, stack[rows], B[rows], np.ones(len(ids)), None, {}, [{}] * len(ids)))
+def play(strategy: Any, round: int, ids: list[int], rows: list[int], stack: np.ndarray = W) -> None:
+    strategy.personalize(round, halves.uploads(ids, stack[rows], B[rows]))
 
 
 def test_the_golden_round_in_the_strategy() -> None:
@@ -209,9 +206,6 @@ def test_a_negative_own_weight_is_warned_of_once(
     assert len(caplog.messages) == 1 and "round 3" in caplog.messages[0] and "clients [5, 6]" in caplog.messages[0]
 
 
-# client half
-
-
 @pytest.mark.parametrize(("lam", "alpha", "mu"), [(1.0, 1.0, 1.0), (3.0, 2.0, 1.5), (0.0, 1.0, 0.0)])
 def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) -> None:
     class Trainer:
@@ -227,10 +221,8 @@ def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) 
         def tensor(self, vector: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(vector)
 
-    trainer: Any = Trainer()
     start = Model(f32(1, 2), f32(3))
-    params = FedAMPParams(lam=lam, alpha=alpha)
-    ctx = RoundContext(config(), params, 1, 0, LAYOUT, LAYOUT.names, lambda: start, trainer, 12, {})
+    ctx = halves.context("fedamp", LAYOUT, initial=start, trainer=Trainer(), lam=lam, alpha=alpha)
     state = StoredState()
     after = FedAMPUpdate().train(start, state, ctx)
     assert after.params.tolist() == [2, 3]

@@ -16,16 +16,12 @@ from torch.nn.functional import cross_entropy
 from client_app.stored_state import StoredState
 from fl_app import weights
 from fl_app.layout import NOTHING, Model
-from fl_app.server.run_folder import read_metrics
 from fl_app.transport.wire import Upload, WireError
 from strategies.baselines.fedas import METHOD, FedASUpdate, alignment_loss, fisher_weights, information, prototypes
 from strategies.baselines.fedper import METHOD as FEDPER
-from tests.conftest import Run
 from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
-from tests.methods.runs import small_clients
-from tests.small_models import BATCHNORM
 
 
 def test_weights_by_hand() -> None:
@@ -147,9 +143,3 @@ def test_information_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for value in (-1.0, math.nan, math.inf, "3", None):
         with rejected(WireError, "", "fisher-trace", "number >= 0"):
             server.check(Upload(NOTHING, metrics={} if value is None else {"fisher-trace": value}))
-
-
-def test_small_clients(run: Run, tmp_path: Path) -> None:
-    setting = {**small_clients(tmp_path), **BATCHNORM}
-    records = list(read_metrics(run(method="fedas", **setting).path))
-    assert not any(record["failures"] for record in records)

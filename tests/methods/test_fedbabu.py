@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from strategies.base import LocalUpdate, RoundContext
 from strategies.baselines.fedbabu import METHOD
 from strategies.kernels.aggregate import weighted_mean
 from tests.conftest import Run
-from tests.methods.runs import client, outcome, small_clients
-from tests.small_models import BATCHNORM, GROUP
+from tests.methods.runs import client
+from tests.small_models import BATCHNORM
 
 HARD = {"momentum": 0.9, "weight_decay": 0.1, "learning_rate": 0.05}
 
@@ -142,25 +141,3 @@ def test_the_server_half_is_fedpers(run: Run, monkeypatch: pytest.MonkeyPatch) -
         folder.path / "models" / "global.safetensors", layout.subset(layout.names - layout.classifier)
     )
     assert body.params.tobytes() == weighted_mean(W, sizes).tobytes()
-
-
-def test_a_run_without_fine_tuning_is_warned_of(run: Run) -> None:
-    messages: list[str] = []
-    handler, log = logging.Handler(logging.WARNING), logging.getLogger("corolla")
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
-        run(method="fedbabu", finetune_epochs=1, run_name="tuned")
-        assert messages == []
-        run(method="fedbabu", run_name="untuned")
-        assert len(messages) == 1 and messages[0].startswith("fedbabu: finetune-epochs is 0")
-    finally:
-        log.removeHandler(handler)
-
-
-@pytest.mark.parametrize("model", [BATCHNORM, GROUP], ids=["batch", "group"])
-def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    records, _ = outcome(run, "fedbabu", finetune_epochs=1, **small_clients(tmp_path), **model)
-    assert [record["failures"] for record in records] == [[], []] and records[1]["evaluation"]["failures"] == []
-    assert all(row["loss"] is not None for record in records for row in record["clients"].values())
-    assert records[1]["evaluation"]["accuracy-finetuned"] is not None

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from client_app.stored_state import StoredState
 from fl_app.layout import Layout, Model
-from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import encode_upload, payload_bytes
-from strategies.base import RoundContext, Uploads
+from strategies.base import RoundContext
 from strategies.fedcac import (
-    METHOD,
-    FedCAC,
-    FedCACParams,
     FedCACUpdate,
 )
-from strategies.kernels import aggregate, masks, scores
-from tests.conftest import bools, config, f32, flat_layout
-
-LAYOUT = flat_layout([8], [2])
-HALF = masks.num_selected(LAYOUT.sizes, 0.5)
-
-# The golden round: N = 3, d = 8, K = 4. Sums of columns are made to be simple: w0 + w1 + 2 w2 = 17 everywhere.
-W = np.stack([f32(0, 1, 2, 3, 4, 5, 6, 7), f32(2, 3, 4, 5, 6, 7, 8, 9), f32(7.5, 6.5, 5.5, 4.5, 3.5, 2.5, 1.5, 0.5)])
-B = np.stack([f32(1, 10), f32(3, 20), f32(8, 60)])
-WEIGHTS = np.array([1.0, 1.0, 2.0])
-BITS = np.stack([masks.pack(bools(m)) for m in ("1111 0000", "1110 1000", "0000 1111")])
-
-
-def symmetric(values: np.ndarray) -> np.ndarray:
-    return np.asarray((values + values.T) / 2 * (1 - np.eye(len(values))) + np.eye(len(values)))
-
-
-overlaps = st.integers(2, 7).flatmap(lambda n: hnp.arrays(np.float64, (n, n), elements=st.floats(0, 1))).map(symmetric)
-
+from strategies.kernels import masks
+from tests.conftest import bools, f32, flat_layout
+from tests.methods import halves
+from tests.methods.test_fedcac import BITS, LAYOUT, WEIGHTS, B, W
 
 # server half
 
 
-def server(layout: Layout = LAYOUT, **params: Any) -> FedCAC:
-    """A strategy whose initial model is -1 everywhere."""
-    chosen = FedCACParams(**({"beta": 2} | params))
-    initial = Model(np.full(layout.d, -1, np.float32), np.full(layout.b, -1, np.float32))
-    folder = RunFolder(Path("unused"), "experiment")
-    return FedCAC(config(), chosen, layout, initial, METHOD.shared(layout, chosen), folder)
+def server(layout: Layout = LAYOUT, **params: Any) -> Any:
+    return halves.server("fedcac", layout, **({"beta": 2} | params))
 
 
-def play(strategy: FedCAC, round: int, ids: list[int], rows: list[int] | None = None, **changes: Any) -> None:
+def play(strategy: Any, round: int, ids: list[int], rows: list[int] | None = None, bits: np.ndarray = BITS) -> None:
     """Give the strategy a round's uploads; by default, client i sends row i of the golden round."""
     rows = ids if rows is None else rows
-    b = strategy.layout.b
-    uploads = Uploads(ids, W[rows], B[rows, :b], WEIGHTS[rows], BITS[rows], {}, [{}] * len(ids))
     strategy.round = round
-    strategy.personalize(round, Uploads(**(vars(uploads) | changes)))
+    B_sent = B[rows, : strategy.layout.b]
+    strategy.personalize(round, halves.uploads(ids, W[rows], B_sent, sizes=WEIGHTS[rows], bits=bits[rows]))
 
 
 def test_the_golden_round_in_the_strategy() -> None:
@@ -107,14 +80,6 @@ def test_a_client_never_seen_gets_the_plain_global_model() -> None:
     np.testing.assert_allclose(strategy.model_for(7).buffers, [(1 + 2 * 8) / 3, (10 + 2 * 60) / 3], rtol=1e-6)
 
 
-def test_rows_belong_to_the_ids_of_the_round() -> None:
-    # clients 5, 3 and 9 of a larger run send the golden rows 0, 1 and 2
-    strategy = server()
-    play(strategy, 1, [3, 5, 9], rows=[0, 1, 2])
-    assert strategy.model_for(3).params[:4].tolist() == [1, 2, 3, 4]
-    assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in (3, 5, 9)] == [[5], [3], []]
-
-
 # options
 
 
@@ -157,34 +122,11 @@ def test_weighting_uniform() -> None:
     assert strategy.model_for(0).params[:4].tolist() == [1, 2, 3, 4]
 
 
-def test_batchnorm_statistics_local_do_not_travel() -> None:
-    strategy = server(batchnorm_statistics="local")
-    assert (strategy.layout.d, strategy.layout.b) == (8, 0)
-    play(strategy, 1, [0, 1, 2])
-    assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, 4.25, 4.25, 4.25, 4.25]
-    assert strategy.model_for(0).buffers.size == 0 and strategy.expected().b == 0
-    assert server().expected().b == 2
-
-
-def test_tau_zero_sends_everyone_the_global_model() -> None:
-    strategy = server(tau=0.0)
-    play(strategy, 1, [0, 1, 2], bits=np.zeros((3, 1), np.uint8))
-    for i in range(3):
-        assert strategy.model_for(i).params.tobytes() == aggregate.weighted_mean(W, WEIGHTS).tobytes()
-        # K = 0: nobody, by definition
-        assert strategy.attempt.client_notes[i]["collaborators"].tolist() == []
-
-
 # client half
 
 
-def context(layout: Layout = LAYOUT, round: int = 1, client_id: int = 0, **params: Any) -> RoundContext[FedCACParams]:
-    chosen = FedCACParams(**params)
-    trainer: Any = None
-    initial = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
-    return RoundContext(
-        config(), chosen, round, client_id, layout, METHOD.shared(layout, chosen), lambda: initial, trainer, 12, {}
-    )
+def context(layout: Layout = LAYOUT, **keys: Any) -> RoundContext[Any]:
+    return halves.context("fedcac", layout, **keys)
 
 
 BEFORE = Model(np.zeros(8, np.float32), np.zeros(2, np.float32))
@@ -214,13 +156,6 @@ def test_vanishing_scores_may_all_be_critical() -> None:
     for rule, expected in (("ranked", "1100 0101"), ("nonzero", "1101 0101")):
         upload = update.upload(BEFORE, tiny, StoredState(), context(layout, tau=0.5, vanishing_scores=rule))
         assert upload.mask is not None and masks.unpack(upload.mask, 8).tolist() == bools(expected).tolist()
-
-
-def test_selection_is_per_layer() -> None:
-    # layers of 4: in the first |-8| and 4, in the second 6 and 7
-    assert mask_of(layout=flat_layout([4, 4]), tau=0.5) == bools("0101 0101").tolist()
-    expected = masks.top_k(scores.sensitivity(BEFORE.params, AFTER.params), (4, 4), 0.5)
-    assert mask_of(layout=flat_layout([4, 4])) == expected.tolist()
 
 
 def test_selection_sensitivity_reverse_takes_the_least_sensitive() -> None:

@@ -27,9 +27,13 @@ from tests.methods.runs import outcome
 from tests.small_models import BATCHNORM
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
+
+
 MODELS = pytest.mark.parametrize(
     "model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"]
 )
+
+
 KINDS = pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}], ids=["plain", "batchnorm"])
 
 
@@ -47,9 +51,6 @@ def federation(
     own = {"encoder_rounds": rounds, **changes.pop("fedconcat", {})}
     draw: Callable[[], nn.Module] = lambda: small(**(kinds or {}))  # noqa: E731
     return Federation(folder, "fedconcat", fedconcat=own, num_server_rounds=total, network=draw, **changes)
-
-
-# Clusters ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -115,9 +116,6 @@ def test_who_does_not_tell_its_labels_is_nearest_to_nothing(tmp_path: Path) -> N
         assert f.server.shares_of(0, f.latest).tolist() == [0, 0, 0]
 
 
-# The network ------------------------------------------------------------------------------------------------------------
-
-
 def drawn(kinds: dict[str, Any], count: int = 3) -> list[nn.Module]:
     """Models of one kind, with different weights and statistics."""
     out = []
@@ -162,9 +160,6 @@ def test_what_comes_after_the_last_linear_layer_does_not_count() -> None:
     assert torch.equal(components.bodies_of([model])(x), features)
 
 
-# Phases -----------------------------------------------------------------------------------------------------------------
-
-
 @MODELS
 def test_one_cluster_is_fedavg_bit_for_bit_and_goes_on_with_its_logits(run: Run, model: dict[str, Any]) -> None:
     setting = {**model, "momentum": 0.5, "fraction_train": 0.7, "evaluate_every": 1, "num_server_rounds": 4}
@@ -179,18 +174,6 @@ def test_one_cluster_is_fedavg_bit_for_bit_and_goes_on_with_its_logits(run: Run,
         ]
     for i, client in ours[3]["clients"].items():
         assert client["loss-before"] == plain[3]["clients"][i]["loss-before"]
-
-
-@KINDS
-def test_a_cluster_for_each_client_is_local(tmp_path: Path, kinds: dict[str, Any]) -> None:
-    f = federation(tmp_path, rounds=3, momentum=0.5, kinds=kinds, fedconcat={"clusters": 3})
-    alone = Federation(tmp_path, "local", momentum=0.5, num_server_rounds=4, network=lambda: small(**kinds))
-    for _ in range(3):
-        f.round()
-        alone.round()
-        for i in range(3):
-            own = Model(alone.states[i].arrays["local.params"], alone.states[i].arrays["local.buffers"])
-            assert same(f.server.model_for(i), own) and not f.states[i].arrays
 
 
 @KINDS

@@ -13,13 +13,13 @@ from corolla.experiments.exported.export import export
 from fl_app import models, weights
 from fl_app.errors import ConfigurationError
 from fl_app.layout import Layout
-from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
 from strategies.baselines import components
 from tests.conftest import Run
 from tests.conftest import config as configured
 from tests.methods.one_client import same
-from tests.methods.runs import small_clients, timeless
+from tests.methods.runs import small_clients
 from tests.methods.test_fedconcat import MODELS, SHAPE
 
 
@@ -41,25 +41,6 @@ def test_models_leave_a_run_as_concatenations(run: Run, tmp_path: Path, model: d
     network = components.concatenation(parts)
     network.load_state_dict(torch.load(export(folder.path, METHODS, None, tmp_path / "whole.pt")[0]), strict=True)
     assert same(weights.read(network), weights.load_safetensors(files[0], layout))
-
-
-@MODELS
-def test_a_run_goes_on_in_its_second_phase(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    setting = {
-        **model,
-        "fedconcat": {"encoder_rounds": 1},
-        "fraction_train": 0.7,
-        "method": "fedconcat",
-        "keep_state": True,
-    }
-    whole = run(num_server_rounds=4, run_name="whole", **setting)
-    part = run(num_server_rounds=3, run_name="part", **setting)
-    resumed = run(num_server_rounds=4, run_name="part", resume=str(part.path), **setting)
-    assert read_summary(resumed.path)["digest"] == read_summary(whole.path)["digest"]
-    for ours, theirs in zip(timeless(resumed), timeless(whole), strict=True):
-        # the third round was the last one then
-        ours.pop("evaluation", None)
-        assert ours == {k: v for k, v in theirs.items() if k != "evaluation"}
 
 
 def test_unseen_clients_get_the_model_of_the_nearest_cluster(run: Run) -> None:

@@ -24,16 +24,27 @@ from tests.facts import rejected
 
 LAYOUT = flat_layout([8], [2])
 
+
 # The golden round: N = 3, d = 8, K = 4. The clients lie on a line, w1 = w0 + 2 and w2 = w0 + 4 everywhere:
 # squared distances (0, 1): 8 * 4 = 32, (1, 2): 32, (0, 2): 8 * 16 = 128.
 W0 = f32(0, 1, 2, 3, 4, 5, 6, 7)
+
+
 W = np.stack([W0, W0 + 2, W0 + 4])
+
+
 B = np.stack([f32(1, 10), f32(3, 20), f32(8, 60)])
+
+
 # Common bits 3, 0 and 1 of K = 4: S01 = 3/4, S02 = 0, S12 = 1/4; mean 1/3, maximum 3/4.
 BITS = np.stack([masks.pack(bools(m)) for m in ("1111 0000", "1110 1000", "0000 1111")])
+
+
 # t = 1, alpha = 4: r = sqrt(1/4) = 1/2, threshold 1/3 + (3/4 - 1/3)/2 = 0.542: clients 0 and 1 collaborate, 2 is alone.
 # gamma = 0.3: u0 = 0.3 w0 + 0.7 (w0 + 0.75 w1)/1.75 = 0.7 w0 + 0.3 w1 = w0 + 0.6; u1 = 0.7 w1 + 0.3 w0 = w0 + 1.4; u2 = w2.
 U = [0.6, 1.4, 4.0]
+
+
 # k = 3, weights 1/distance, a client's own distance being that of its nearest other, 32:
 # v0: 32, 32, 128 -> 4 : 4 : 1, w0 + (4*2 + 1*4)/9 = w0 + 4/3; v1: 32, 32, 32 -> w0 + 2; v2: 128, 32, 32 -> w0 + (4*2 + 4*4)/9
 V = [4 / 3, 2.0, 8 / 3]
@@ -42,40 +53,6 @@ V = [4 / 3, 2.0, 8 / 3]
 def expected(u: list[float], v: list[float]) -> np.ndarray:
     chosen = np.stack([masks.unpack(b, 8) for b in BITS])
     return np.asarray(W0 + np.where(chosen, np.array(u)[:, None], np.array(v)[:, None]))
-
-
-def test_golden_round() -> None:
-    got = personalize(W, BITS, 1, alpha=4, self_weight=0.3, neighbours=3)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected(U, V), rtol=1e-6)
-
-
-def test_golden_round_with_two_neighbours() -> None:
-    # Client 0: itself and 1, equal. Client 1: all at 32, itself first, then the lower id 0. Client 2: itself and 1.
-    got = personalize(W, BITS, 1, alpha=4, self_weight=0.3, neighbours=2)
-    np.testing.assert_allclose(got, expected(U, [1, 1, 3]), rtol=1e-6)
-
-
-def test_golden_round_with_one_step_guidance() -> None:
-    # g0 = w0 + 1: distances 8, 8, 72 -> 9 : 9 : 1, (9*2 + 1*4)/19. g1 = w1: distance 0, weight 1. g2 = w0 + 3: 72, 8, 8.
-    G = np.stack([W0 + 1, W0 + 2, W0 + 3])
-    got = personalize(W, BITS, 1, alpha=4, self_weight=0.3, neighbours=3, guidance=G)
-    np.testing.assert_allclose(got, expected(U, [22 / 19, 2, 54 / 19]), rtol=1e-6)
-
-
-def test_after_alpha_important_parameters_are_the_clients_own() -> None:
-    got = personalize(W, BITS, 5, alpha=4, neighbours=3)
-    np.testing.assert_allclose(got, expected([0, 2, 4], V), rtol=1e-6)
-    chosen = np.stack([masks.unpack(b, 8) for b in BITS])
-    assert (got[chosen] == W[chosen]).all()  # copied, not computed
-
-
-def test_the_self_weight_is_0_6_and_there_are_five_neighbours() -> None:
-    explicit = personalize(W, BITS, 1, alpha=4, self_weight=0.6, neighbours=5)
-    assert (personalize(W, BITS, 1, alpha=4) == explicit).all()
-
-
-# collaborators and weights
 
 
 def test_threshold_follows_the_root_of_time() -> None:
@@ -111,11 +88,6 @@ def test_important_weights_by_hand() -> None:
     np.testing.assert_allclose(got, [[0.5 + 2 / 9, 1 / 6, 1 / 9], [0.5 * 0.75 / 1.75, 0.5 + 0.5 / 1.75, 0], [0, 0, 1]])
 
 
-def test_identical_masks_without_self_weight_are_a_plain_mean() -> None:
-    got = important_weights(np.ones((4, 4)), ~np.eye(4, dtype=bool), 0.0)
-    np.testing.assert_allclose(got, np.full((4, 4), 0.25))
-
-
 distances = (
     st.integers(1, 8)
     .flatmap(lambda n: hnp.arrays(np.float64, (n, n), elements=st.floats(0, 1e6)))
@@ -142,9 +114,6 @@ def test_the_own_weight_is_the_largest_others(D: np.ndarray, k: int) -> None:
     others = np.where(np.eye(len(D), dtype=bool), 0, got)
     if len(D) > 1 and k > 1:
         np.testing.assert_allclose(np.diag(got), others.max(axis=1))
-
-
-# reference, limits
 
 
 def reference(
@@ -193,19 +162,6 @@ def test_one_client_keeps_its_model() -> None:
         assert (personalize(W[:1], BITS[:1], 1, alpha=4, guidance=guidance) == W[:1]).all()
 
 
-def test_two_clients_are_each_others_nearest() -> None:
-    got = personalize(W[:2], BITS[[0, 0]], 9, alpha=4)
-    np.testing.assert_allclose(got[:, 4:], np.stack([W0 + 1, W0 + 1])[:, 4:], rtol=1e-6)
-
-
-def test_identical_clients_stay_as_they_are() -> None:
-    rng = np.random.default_rng(0)
-    w = rng.standard_normal(1003, dtype=np.float32)
-    bits = np.stack([masks.pack(masks.top_k(rng.random(1003), [1003], 0.3)) for _ in range(6)])
-    got = personalize(np.stack([w] * 6), bits, 1, alpha=10)
-    np.testing.assert_allclose(got, np.stack([w] * 6), rtol=1e-6)
-
-
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     d = 200_001
@@ -216,9 +172,6 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
         results.append([personalize(W, bits, 1, alpha=9, guidance=g).tobytes() for g in (None, G)])
     assert results[0] == results[1] == results[2]
-
-
-# distances
 
 
 def test_distances_do_not_cancel() -> None:
@@ -242,19 +195,6 @@ def test_equal_vectors_far_from_the_first_have_distance_zero() -> None:
     assert got[1, 2] == got[2, 1] == 0 and (np.diag(got) == 0).all()
     exact = ((W[3].astype(np.float64) - W[1]) ** 2).sum()
     np.testing.assert_allclose(got[1, 3], exact, rtol=1e-12)
-
-
-@given(
-    hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 30)), elements=st.floats(-1e3, 1e3, width=32))
-)
-def test_distances_are_symmetric_and_not_negative(W: np.ndarray) -> None:
-    got = aggregate.squared_distances(W)
-    assert (got == got.T).all() and (got >= 0).all() and (np.diag(got) == 0).all()
-    exact = ((W.astype(np.float64)[:, None] - W.astype(np.float64)[None]) ** 2).sum(axis=2)
-    np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-300)
-
-
-# errors
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,58 +11,31 @@ from client_app.stored_state import StoredState
 from fl_app.config import parse
 from fl_app.layout import Layout, Model
 from fl_app.server import client_arrays
-from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import encode_upload, payload_bytes
 from strategies import METHOD_PARAMS
-from strategies.base import RoundContext, Uploads
 from strategies.feddac import (
     METHOD,
-    FedDAC,
-    FedDACParams,
     FedDACUpdate,
 )
 from strategies.kernels import aggregate, masks
-from tests.conftest import bools, config, f32, flat_layout
-
-LAYOUT = flat_layout([8], [2])
-
-# The golden round: N = 3, d = 8, K = 4. The clients lie on a line, w1 = w0 + 2 and w2 = w0 + 4 everywhere:
-# squared distances (0, 1): 8 * 4 = 32, (1, 2): 32, (0, 2): 8 * 16 = 128.
-W0 = f32(0, 1, 2, 3, 4, 5, 6, 7)
-W = np.stack([W0, W0 + 2, W0 + 4])
-B = np.stack([f32(1, 10), f32(3, 20), f32(8, 60)])
-# Common bits 3, 0 and 1 of K = 4: S01 = 3/4, S02 = 0, S12 = 1/4; mean 1/3, maximum 3/4.
-BITS = np.stack([masks.pack(bools(m)) for m in ("1111 0000", "1110 1000", "0000 1111")])
-# t = 1, alpha = 4: r = sqrt(1/4) = 1/2, threshold 1/3 + (3/4 - 1/3)/2 = 0.542: clients 0 and 1 collaborate, 2 is alone.
-# gamma = 0.3: u0 = 0.3 w0 + 0.7 (w0 + 0.75 w1)/1.75 = 0.7 w0 + 0.3 w1 = w0 + 0.6; u1 = 0.7 w1 + 0.3 w0 = w0 + 1.4; u2 = w2.
-U = [0.6, 1.4, 4.0]
-# k = 3, weights 1/distance, a client's own distance being that of its nearest other, 32:
-# v0: 32, 32, 128 -> 4 : 4 : 1, w0 + (4*2 + 1*4)/9 = w0 + 4/3; v1: 32, 32, 32 -> w0 + 2; v2: 128, 32, 32 -> w0 + (4*2 + 4*4)/9
-V = [4 / 3, 2.0, 8 / 3]
-
-
-def expected(u: list[float], v: list[float]) -> np.ndarray:
-    chosen = np.stack([masks.unpack(b, 8) for b in BITS])
-    return np.asarray(W0 + np.where(chosen, np.array(u)[:, None], np.array(v)[:, None]))
-
+from tests.conftest import f32, flat_layout
+from tests.methods import halves
+from tests.methods.test_feddac import BITS, LAYOUT, W0, B, U, V, W, expected
 
 # server half
 
 
-def server(layout: Layout = LAYOUT, run: dict[str, Any] | None = None, **params: Any) -> FedDAC:
-    """A strategy whose initial model is -1 everywhere."""
-    chosen = FedDACParams(**({"tau": 0.5, "alpha": 4, "self_weight": 0.3, "neighbours": 3} | params))
-    initial = Model(np.full(layout.d, -1, np.float32), np.full(layout.b, -1, np.float32))
-    folder = RunFolder(Path("unused"), "experiment")
-    return FedDAC(config(**(run or {})), chosen, layout, initial, METHOD.shared(layout, chosen), folder)
+def server(layout: Layout = LAYOUT, **params: Any) -> Any:
+    own = {"tau": 0.5, "alpha": 4, "self_weight": 0.3, "neighbours": 3}
+    return halves.server("feddac", layout, **(own | params))
 
 
-def play(strategy: FedDAC, round: int, ids: list[int], rows: list[int] | None = None, **changes: Any) -> None:
-    rows = ids if rows is None else rows
-    sizes = np.ones(len(ids))
-    uploads = Uploads(ids, W[rows], B[rows, : strategy.layout.b], sizes, BITS[rows], {}, [{}] * len(ids))
+def play(
+    strategy: Any, round: int, ids: list[int], bits: np.ndarray = BITS, extras: dict[str, np.ndarray] | None = None
+) -> None:
     strategy.round = round
-    strategy.personalize(round, Uploads(**(vars(uploads) | changes)))
+    B_sent = B[ids, : strategy.layout.b]
+    strategy.personalize(round, halves.uploads(ids, W[ids], B_sent, bits=bits[ids], extras=extras))
 
 
 def test_the_golden_round_in_the_strategy() -> None:
@@ -90,14 +62,6 @@ def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> N
     client_arrays.spill(strategy.personal, [1, 2], 0, strategy.folder.path)
     # no earlier round's stack is kept alive by one row
     assert strategy.personal[0]["params"].base is None
-
-
-def test_rows_belong_to_the_ids_of_the_round() -> None:
-    strategy = server()
-    play(strategy, 1, [3, 5, 9], rows=[0, 1, 2])
-    np.testing.assert_allclose(strategy.model_for(9).params, expected(U, V)[2], rtol=1e-6)
-    assert [strategy.attempt.client_notes[i]["collaborators"].tolist() for i in (3, 5, 9)] == [[5], [3], []]
-    assert set(strategy.attempt.client_notes[3]["neighbours"]) == {"3", "5", "9"}
 
 
 def test_collaboration_none() -> None:
@@ -152,13 +116,6 @@ def test_one_step_guidance_is_expected_and_used() -> None:
     np.testing.assert_allclose(got, expected(U, [22 / 19, 2, 54 / 19]), rtol=1e-6)
 
 
-def test_batchnorm_statistics_local_do_not_travel() -> None:
-    strategy = server(batchnorm_statistics="local")
-    assert (strategy.layout.d, strategy.layout.b) == (8, 0)
-    play(strategy, 1, [0, 1, 2])
-    assert strategy.model_for(0).buffers.size == 0
-
-
 def test_every_mask_must_have_k_ones() -> None:
     assert server(flat_layout([10, 3, 1]), tau=0.3).expected().num_selected == 3
 
@@ -179,10 +136,9 @@ class Trainer:
 
 @pytest.mark.parametrize("guidance", ["trained", "one-step"])
 def test_upload(guidance: str) -> None:
-    chosen = FedDACParams(tau=0.25, guidance=guidance)  # type: ignore[arg-type]
-    trainer: Any = Trainer()
+    trainer = Trainer()
     before, after = Model(np.zeros(8, np.float32), f32(0, 0)), Model(f32(1, -8, 3, 4, -5, 6, 2, 7), f32(1, 2))
-    ctx = RoundContext(config(), chosen, 1, 0, LAYOUT, LAYOUT.names, lambda: before, trainer, 12, {})
+    ctx = halves.context("feddac", LAYOUT, trainer=trainer, tau=0.25, guidance=guidance)
     upload = FedDACUpdate().upload(before, after, StoredState(), ctx)
     assert upload.mask is not None and upload.mask.tolist() == [0b10000010]  # |-8| and 7
     assert upload.model is after and upload.num_examples == 12

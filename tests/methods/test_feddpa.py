@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,12 @@ from fl_app import rng, weights
 from fl_app.layout import Model
 from fl_app.transport.wire import Upload, WireError
 from strategies.base import ClientState, RoundContext
-from strategies.baselines.feddpa import FedDPA, FedDPAUpdate, constraint_gradient, personal_mask
+from strategies.baselines.feddpa import FedDPAUpdate, constraint_gradient, personal_mask
 from strategies.fedobp import FedOBPUpdate
 from strategies.kernels import masks
-from tests.conftest import Run, bools, config, f32, flat_layout
-from tests.methods.runs import small_clients
-from tests.methods.trials import Small, another, client, outcome
-from tests.small_models import BATCHNORM, GROUP
-
-MODELS = [{"model": "mlp"}, BATCHNORM]
-
-
-# Masks ----------------------------------------------------------------------------------------------------------------
+from tests.conftest import bools, f32, flat_layout
+from tests.methods import halves
+from tests.methods.trials import Small, another, client
 
 
 @pytest.mark.parametrize(
@@ -99,9 +92,6 @@ def test_what_masks_refuse(changes: dict[str, Any], words: str) -> None:
         personal_mask(**{"fisher": f32(1, 2), "sizes": (2,), "threshold": 0.4, "meaning": "value", **changes})
 
 
-# Penalties ------------------------------------------------------------------------------------------------------------
-
-
 def test_penalties_by_hand() -> None:
     # update (3, 4), norm 5, weight 0.1. weight/2 * 5 = 0.25, slope 0.05 * (3, 4)/5 = (.03, .04).
     # |5 - 7.5| and |5 - 2.5| are 2.5, times 0.05: 0.125 both; below the bound it points outward.
@@ -124,9 +114,6 @@ def test_the_penaltys_gradient_is_its_derivative(d: int, bound: float, weight: f
     update = (torch.randn(d, generator=random, dtype=torch.float64) + 0.01).requires_grad_()
     (want,) = torch.autograd.grad(penalty(update, weight, bound), update)
     np.testing.assert_allclose(constraint_gradient(update.detach(), weight, bound).numpy(), want.numpy(), atol=1e-12)
-
-
-# The client half --------------------------------------------------------------------------------------------------------
 
 
 def textbook(ctx: RoundContext[Any], start: Model, mask: NDArray[np.bool_]) -> np.ndarray:
@@ -239,35 +226,7 @@ def test_without_constraint_it_is_fedobp_with_this_mask() -> None:
 
 
 def test_shares_that_are_none_are_refused() -> None:
-    c, layout = config(method="feddpa"), flat_layout([2])
-    nothing = np.zeros(0, np.float32)
-    strategy = FedDPA(c, c.params, layout, Model(f32(0, 0), nothing), layout.names, None)  # type: ignore[arg-type]
-    strategy.check(Upload(Model(f32(0, 0), nothing), metrics={"personal-share": 0.5}))
+    strategy, model = halves.server("feddpa", flat_layout([2])), Model(f32(0, 0), f32())
+    strategy.check(Upload(model, metrics={"personal-share": 0.5}))
     with pytest.raises(WireError, match="personal-share"):
-        strategy.check(Upload(Model(f32(0, 0), nothing), metrics={"personal-share": 2.0}))
-
-
-# Limits, and clients with little ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-@pytest.mark.parametrize("free", [{"shared_weight": 0}, {"constraint": "none"}], ids=str)
-@pytest.mark.parametrize("meaning", ["value", "quantile"])
-def test_with_nothing_personal_it_is_fedavg(
-    run: Run, model: dict[str, Any], free: dict[str, Any], meaning: str
-) -> None:
-    setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
-    nothing = {"threshold": 1, "threshold_meaning": meaning, **free}
-    assert outcome(run, "feddpa", feddpa=nothing, **setting) == outcome(run, "fedavg", **setting)
-
-
-@pytest.mark.parametrize(
-    "extreme", [{}, {"threshold": 0.4, "threshold_meaning": "quantile", "constraint": "none"}], ids=str
-)
-@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
-def test_one_sample_and_missing_classes(
-    run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]
-) -> None:
-    setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3}
-    records, _ = outcome(run, "feddpa", feddpa=extreme, **setting)
-    assert all(len(record["clients"]) == 3 for record in records)
+        strategy.check(Upload(model, metrics={"personal-share": 2.0}))

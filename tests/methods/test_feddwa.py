@@ -10,14 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_app.server.run_folder import read_metrics
 from strategies.baselines import feddwa
 from strategies.baselines.feddwa import neighbour_weights
-from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
-from tests.methods.runs import small_clients
-from tests.small_models import BATCHNORM
 
 
 def test_weights_by_hand() -> None:
@@ -86,10 +82,3 @@ def test_guidance_is_trained_on_from_the_model(tmp_path: Path) -> None:
     assert (
         uploads.extras["guidance"][0].tobytes() == ctx.trainer.train(after, purpose="feddwa.guidance").params.tobytes()
     )
-
-
-@pytest.mark.parametrize("guidance", ["trained", "extrapolated"])
-def test_small_clients(run: Run, tmp_path: Path, guidance: str) -> None:
-    setting = {**small_clients(tmp_path), **BATCHNORM, "feddwa": {"guidance": guidance}}
-    records = list(read_metrics(run(method="feddwa", **setting).path))
-    assert not any(record["failures"] for record in records)

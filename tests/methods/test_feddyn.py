@@ -1,4 +1,4 @@
-"""FedDyn: golden rounds on quadratics, the drift's invariant, and the first round, which is FedProx and an extrapolation."""
+"""FedDyn: the server's step in closed form, the drift's invariant, and the first round, which is FedProx and an extrapolation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from safetensors.numpy import load
 from client_app.stored_state import StoredState
 from fl_app import models
 from fl_app.layout import Layout
-from fl_app.server.run_folder import read_metrics
 from strategies.baselines.feddyn import METHOD, moved
 from strategies.baselines.fedprox import FedProxUpdate
 from strategies.kernels.aggregate import mean_block
 from tests.conftest import Run, f32
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
-from tests.methods.runs import small_clients
-from tests.small_models import BATCHNORM
 
 A, B, ALPHA = np.array([1.0, 3.0]), np.array([0.0, 4.0]), 0.5
 
@@ -114,10 +111,3 @@ def test_the_first_training_is_fedprox_bit_for_bit(n: int, kinds: dict[str, Any]
     again = update.train(ours.initial(), state, ours)
     assert not same(again, after)
     assert sum(array.nbytes for array in state.arrays.values()) == 4 * ours.layout.d
-
-
-@pytest.mark.parametrize("statistics", ["global", "local"])
-def test_small_clients(run: Run, tmp_path: Path, statistics: str) -> None:
-    setting = {**small_clients(tmp_path), **BATCHNORM, "feddyn": {"batchnorm_statistics": statistics}}
-    records = list(read_metrics(run(method="feddyn", **setting).path))
-    assert not any(record["failures"] for record in records)

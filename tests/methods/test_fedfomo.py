@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.layout import Model
-from fl_app.server.run_folder import read_metrics
 from strategies.base import LocalUpdate
 from strategies.baselines.fedfomo import held_out, model_weights, most_liked, scores
-from tests.conftest import Run
-from tests.facts import mentions
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import client, same, samples, small
-from tests.methods.runs import small_clients
-from tests.small_models import BATCHNORM
 
 
 def offered_to(server: Any, client_id: int) -> list[int]:
@@ -183,18 +177,3 @@ def test_without_models_it_is_local_on_what_is_not_held_out(tmp_path: Path, kind
             if losses[1] >= losses[0]:
                 own[i], stayed = before, stayed + 1
     assert stayed < 8
-
-
-def test_sending_models_to_others_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for models, warned in ((5, True), (0, False)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "corolla"):
-            Federation(tmp_path, "fedfomo", fedfomo={"models": models}).server.summary()
-        assert (mentions(caplog.text, "sent other clients'", "models")) == warned
-
-
-def test_small_clients(run: Run, tmp_path: Path) -> None:
-    setting = {**small_clients(tmp_path), **BATCHNORM, "num_server_rounds": 3, "collect_personal_models": True}
-    folder = run(method="fedfomo", **setting)
-    assert not any(record["failures"] for record in read_metrics(folder.path))
-    assert {p.stem for p in (folder.path / "models").iterdir()} == {"client-0", "client-1", "client-2"}

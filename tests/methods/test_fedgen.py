@@ -40,15 +40,10 @@ from strategies.baselines.fedgen import (
     label_weights,
     teacher_loss,
 )
-from tests.conftest import Run, config
+from tests.conftest import config
 from tests.facts import rejected
-from tests.methods.runs import outcome, small_clients
-from tests.small_models import BATCHNORM, GROUP
 
 TINY = {"noise_dim": 3, "hidden": 4, "batch": 5, "generator_steps": 6}
-
-
-# Kernels --------------------------------------------------------------------------------------------------------------
 
 
 def test_label_weights_by_hand() -> None:
@@ -127,9 +122,6 @@ def test_the_losses_one_element_at_a_time() -> None:
     assert diversity_loss(torch.tensor(z), torch.tensor(noise)).item() == pytest.approx(
         np.exp(-np.mean(pairs)), rel=1e-12
     )
-
-
-# The server half ------------------------------------------------------------------------------------------------------
 
 
 def network(bias: bool = True) -> nn.Module:
@@ -255,22 +247,6 @@ def test_without_steps_the_first_generator_is_lent(tmp_path: Path) -> None:
     assert "generator-loss" not in fedgen.attempt.round_notes
 
 
-# Whole runs -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", [{"model": "mlp"}, BATCHNORM], ids=["mlp", "batchnorm"])
-def test_without_weights_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any]) -> None:
-    setting = {**model, "momentum": 0.5, "num_server_rounds": 3, "evaluate_every": 1}
-    plain = outcome(run, "fedavg", **setting)
-    assert outcome(run, "fedgen", fedgen={"alpha": 0, "beta": 0}, **setting) == plain
-    some, saved = outcome(run, "fedgen", fedgen={"generator_steps": 3}, **setting)
-    assert saved != plain[1]
-    for name in ("accuracy-before", "accuracy-after", "loss", "loss-before", "loss-after"):  # the first round always is
-        assert some[0][name] == plain[0][0][name]
-    assert some[0]["evaluation"]["digest"] == plain[0][0]["evaluation"]["digest"]
-    assert some[1]["evaluation"]["digest"] != plain[0][1]["evaluation"]["digest"]
-
-
 def test_the_order_of_replies_does_not_matter(raw_config: dict[str, Scalar]) -> None:
     class Backwards(InProcessGrid):
         useful_messages = math.inf
@@ -284,11 +260,3 @@ def test_the_order_of_replies_does_not_matter(raw_config: dict[str, Scalar]) -> 
         folder = server_app.run(grid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
         digests.append((read_summary(folder.path)["digest"], [r["generator-loss"] for r in read_metrics(folder.path)]))
     assert digests[0] == digests[1]
-
-
-@pytest.mark.parametrize("model", [BATCHNORM, GROUP], ids=["batch", "group"])
-@pytest.mark.parametrize("fedgen", [{}, {"teacher": "ensemble", "noise": "gaussian"}], ids=["defaults", "others"])
-def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any], fedgen: dict[str, Any]) -> None:
-    records, _ = outcome(run, "fedgen", fedgen={**fedgen, "generator_steps": 3}, **small_clients(tmp_path), **model)
-    assert [record["failures"] for record in records] == [[], []]
-    assert all(row["loss"] is not None for record in records for row in record["clients"].values())

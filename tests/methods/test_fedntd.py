@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from client_app.stored_state import StoredState
-from client_app.trainer import LocalTrainer
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from strategies.baselines.fedntd import METHOD, FedNTDParams, not_true_distillation
 from tests.conftest import Run
-from tests.methods.runs import arrays, client, outcome, small_clients
-from tests.small_models import BATCHNORM, GROUP
-
-MODELS = [{"model": "mlp"}, BATCHNORM]
+from tests.methods.runs import client, outcome
+from tests.small_models import BATCHNORM
 
 
 def naive(logits: np.ndarray, reference: np.ndarray, y: np.ndarray, temperature: float) -> tuple[float, np.ndarray]:
@@ -88,43 +84,6 @@ def test_large_logits_stay_finite() -> None:
     assert value == pytest.approx(1000) and np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-def test_beta_0_is_fedavg_bit_for_bit(run: Run, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]) -> None:
-    setting = {**model, "momentum": 0.5}
-    plain, some = outcome(run, "fedavg", **setting), outcome(run, "fedntd", **setting)
-    assert some != plain
-    monkeypatch.delattr(LocalTrainer, "network")  # no second model is made
-    assert outcome(run, "fedntd", fedntd={"beta": 0}, **setting) == plain
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-def test_two_classes_are_fedavg_bit_for_bit(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    data = {"dataset": arrays(tmp_path, num_classes=2), "partition": "iid", "train_samples": 12, "test_samples": 6}
-    setting = {**model, **data, "momentum": 0.5}
-    assert outcome(run, "fedntd", fedntd={"beta": 3}, **setting) == outcome(run, "fedavg", **setting)
-
-
-def test_the_first_step_is_fedavgs_and_the_second_is_not() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    x = np.random.default_rng(0).integers(0, 256, (6, 1, 2, 2), np.uint8)
-    y = np.arange(6) % 3
-
-    def after(method: str, epochs: int, **changes: Any) -> np.ndarray:
-        ctx = client(
-            method, module, x, y, num_classes=3, batch_size=6, local_epochs=epochs, learning_rate=0.5, **changes
-        )
-        return (
-            METHOD.local_update().train(start, StoredState(), ctx).params
-            if method == "fedntd"
-            else ctx.trainer.train(start).params
-        )
-
-    start = client("fedavg", module, x, y, num_classes=3).initial()
-    np.testing.assert_allclose(after("fedntd", 1, fedntd={"beta": 9}), after("fedavg", 1), atol=1e-6)
-    assert np.abs(after("fedntd", 2, fedntd={"beta": 9}) - after("fedavg", 2)).max() > 1e-3
-
-
 class Scores(nn.Module):
     """Logits that are its only parameters, per pixel value 0 or 1: [n, 1, 1, 1] -> [n, 3]; no Linear layer."""
 
@@ -164,13 +123,6 @@ def test_two_steps_by_hand_on_a_model_without_a_linear_layer() -> None:
     after = METHOD.local_update().train(start, StoredState(), ctx)
     np.testing.assert_allclose(after.params.reshape(2, 3), table, atol=1e-6)
     assert ctx.trainer.last_loss == pytest.approx(loss, abs=1e-6)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("model", [BATCHNORM, GROUP], ids=["batch", "group"])
-def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    records, _ = outcome(run, "fedntd", **small_clients(tmp_path), **model)
-    assert [record["failures"] for record in records] == [[], []]
-    assert all(row["loss"] is not None for record in records for row in record["clients"].values())
 
 
 def test_local_statistics_do_not_travel(run: Run) -> None:

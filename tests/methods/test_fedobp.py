@@ -22,6 +22,8 @@ def cnn(channels: int, side: int, classes: int) -> int:
 
 
 GREY, COLOUR = cnn(1, 4, 10), cnn(3, 5, 10)  # 28 x 28 and 32 x 32 pixels
+
+
 TABLE_5 = [
     ("CIFAR10", COLOUR, 0.99998, 18),
     ("CIFAR10", COLOUR, 0.99979, 185),
@@ -62,6 +64,8 @@ def test_the_model_of_table_5_is_ours() -> None:
 # The golden round: d = 5, q = 0.5: rank floor(4 * 0.5) = 2, so two parameters are personal.
 # squared differences 0.25, 4, 0, 9, 1
 PREVIOUS, RECEIVED = f32(1, 2, 3, 4, 5), f32(1.5, 0, 3, 7, 4)
+
+
 MASK = [False, True, False, True, False]  # the median is 1
 
 

@@ -15,20 +15,22 @@ from hypothesis.extra import numpy as hnp
 from client_app.stored_state import StoredState
 from corolla.experiments import sweep
 from fl_app.layout import Layout, Model
-from fl_app.server.run_folder import RunFolder
 from fl_app.transport.wire import Upload, WireError, encode_upload, payload_bytes
 from strategies import METHOD_PARAMS
-from strategies.base import RoundContext, Uploads
-from strategies.fedobp import COUNTS, METHOD, FedOBP, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
+from strategies.base import RoundContext
+from strategies.fedobp import COUNTS, METHOD, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
 from strategies.kernels import masks
 from tests.conftest import bools, config, f32, flat_layout
 from tests.facts import rejected
+from tests.methods import halves
 from tests.methods.test_fedobp import MASK, PREVIOUS, RECEIVED
 
-# client half
-
 LAYOUT = flat_layout([2, 3], [1])
+
+
 LAYOUT = Layout(LAYOUT.params, LAYOUT.buffers, classifier=frozenset({"w1"}))
+
+
 INITIAL = Model(np.full(5, -1, np.float32), f32(-1))
 
 
@@ -50,10 +52,7 @@ class Trainer:
 
 
 def context(trainer: Trainer, **params: Any) -> RoundContext[FedOBPParams]:
-    chosen = FedOBPParams(**({"quantile": 0.5} | params))
-    shared: Any = METHOD.shared(LAYOUT, chosen)
-    loops: Any = trainer
-    return RoundContext(config(), chosen, 1, 0, LAYOUT, shared, lambda: INITIAL, loops, 12, {})
+    return halves.context("fedobp", LAYOUT, initial=INITIAL, trainer=trainer, **({"quantile": 0.5} | params))
 
 
 def one_round(received: np.ndarray, state: StoredState, ctx: RoundContext[FedOBPParams], buffer: float = 7) -> Upload:
@@ -218,19 +217,15 @@ def test_batchnorm_statistics(statistics: str, started: float) -> None:
     assert trainer.starts[1].buffers.tolist() == [started]
 
 
-# server half
-
-
-def server(**params: Any) -> FedOBP:
-    chosen = FedOBPParams(**params)
-    return FedOBP(config(), chosen, LAYOUT, INITIAL, METHOD.shared(LAYOUT, chosen), RunFolder(Path("unused"), "e"))
+def server(**params: Any) -> Any:
+    return halves.server("fedobp", LAYOUT, INITIAL, **params)
 
 
 def test_the_server_averages_by_samples_and_notes_counts() -> None:
     strategy = server()
     W, B = np.stack([PREVIOUS, RECEIVED, RECEIVED * 2]), np.stack([f32(1), f32(2), f32(5)])
     extras = {COUNTS: np.array([[0, 0], [1, 1], [2, 3]])}
-    strategy.personalize(1, Uploads([0, 2, 5], W, B, np.array([1.0, 2.0, 1.0]), None, extras, [{}] * 3))
+    strategy.personalize(1, halves.uploads([0, 2, 5], W, B, sizes=[1, 2, 1], extras=extras))
     # (PREVIOUS + 2 RECEIVED + 2 RECEIVED)/4
     np.testing.assert_allclose(strategy.global_model.params, (PREVIOUS + 4 * RECEIVED) / 4)
     assert strategy.global_model.buffers.tolist() == [2.5]

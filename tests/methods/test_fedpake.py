@@ -6,7 +6,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fl_app.layout import Model
 from fl_app.rng import generator
-from fl_app.server.run_folder import RunFolder
 from strategies import fedpake
-from strategies.base import Uploads
 from strategies.fedpake import (
-    METHOD,
-    FedPake,
     FedPakeParams,
     LayerSplit,
     aggregate,
@@ -33,10 +27,14 @@ from strategies.fedpake import (
     num_differing,
 )
 from strategies.kernels import aggregate as reductions
-from tests.conftest import config, f32, flat_layout
+from tests.conftest import f32, flat_layout
+from tests.methods import halves
 
 PRINTED: dict[str, Any] = {"threshold": 0.2, "num_micro": 4, "num_macro": 4, "delta": 0.2}
+
+
 READINGS = [(meaning, divisor) for meaning in ("similarity", "distance") for divisor in ("found", "limit")]
+
 
 # The golden round: N = 3, one layer of M = 4 with mean 1 everywhere.
 #   m        w0   w1   w2   squared deviations   std      normalised cv   Micro-Class (C = 4)
@@ -45,6 +43,8 @@ READINGS = [(meaning, divisor) for meaning in ("similarity", "distance") for div
 #   2       0.5  0.5    2   0.25  0.25  1        sqrt(.5) 0.5             1 1 4
 #   3       1.5  1.5    0   0.25  0.25  1        sqrt(.5) 0.5             1 1 4
 W = np.stack([f32(1, 0, 0.5, 1.5), f32(1, 0, 0.5, 1.5), f32(1, 3, 2, 0)])
+
+
 # SIM(0, 1) = 1, SIM(0, 2) = SIM(1, 2) = 1 - 2/3 = 1/3.
 # delta = 0.2 as a similarity: 1/3 is enough, one Macro-Class; as a distance: 2/3 is too far, {0, 1} and {2}.
 #
@@ -155,9 +155,6 @@ def test_layers_are_separate() -> None:
     assert splits == [LayerSplit(3, 2), LayerSplit(0, 0), LayerSplit(0, 0), LayerSplit(3, 2)]
 
 
-# pieces
-
-
 @given(hnp.arrays(np.uint8, st.tuples(st.integers(1, 6), st.integers(1, 200)), elements=st.integers(0, 8)))
 def test_num_differing(classes: np.ndarray) -> None:
     got = num_differing(classes, 8)
@@ -200,9 +197,6 @@ def test_macro_classes_by_average_linkage() -> None:
     assert groups(delta=0.5, delta_meaning="distance", linkage="single") == [0, 0, 0, 0]
     assert groups(delta=0.69, delta_meaning="distance", linkage="complete") == [0, 0, 1, 1]
     assert groups(delta=0.7, delta_meaning="distance", linkage="complete") == [0, 0, 0, 0]
-
-
-# reference
 
 
 def drawn_for(purpose: str) -> np.random.Generator:
@@ -344,10 +338,12 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     assert results[0] == results[1] == results[2] and len(set(results[0])) == 3
 
 
-# limits
-
 values = st.floats(-4, 4, width=32)
+
+
 stacks = hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 40)), elements=values)
+
+
 readings = st.sampled_from(READINGS)
 
 
@@ -411,9 +407,6 @@ def test_weights_of_usual_size_are_all_in_class_one_and_the_readings_decide() ->
         np.testing.assert_allclose(shrunk[shrunk != mean], mean[shrunk != mean] / 4, rtol=1e-6)
 
 
-# errors
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -434,18 +427,13 @@ def test_aggregate_refuses(changes: dict[str, Any], message: str) -> None:
         aggregate(**({"W": W, "sizes": [4], "delta_meaning": "distance", "divisor": "found"} | PRINTED | changes))
 
 
-# server half
-
-
 def test_the_golden_round_in_the_strategy() -> None:
     layout = flat_layout([4, 1], [2])
-    params = FedPakeParams(delta_meaning="distance")
-    initial = Model(np.zeros(5, np.float32), np.zeros(2, np.float32))
-    strategy = FedPake(config(), params, layout, initial, METHOD.shared(layout, params), RunFolder(Path("unused"), "e"))
+    strategy = halves.server("fedpake", layout, delta_meaning="distance")
     stack = np.concatenate([W, W[:, :1]], axis=1)
     buffers = np.stack([f32(1, 10), f32(3, 20), f32(8, 60)])
-    sizes = np.array([1.0, 1.0, 98.0])  # sample counts play no part
-    strategy.personalize(1, Uploads([0, 4, 7], stack, buffers, sizes, None, {}, [{}] * 3))
+    # sample counts play no part
+    strategy.personalize(1, halves.uploads([0, 4, 7], stack, buffers, sizes=[1, 1, 98]))
     np.testing.assert_allclose(strategy.global_model.params, [1, 3 / 2, 7 / 6, 1 / 2, 1], rtol=1e-6)
     assert strategy.global_model.buffers.tolist() == [4, 30]
     assert strategy.model_for(4) is strategy.global_model and strategy.exported() is not None
@@ -454,16 +442,11 @@ def test_the_golden_round_in_the_strategy() -> None:
 
 
 def test_random_classes_follow_from_seed_and_round() -> None:
-    layout = flat_layout([400], [0])
-    initial = Model(np.zeros(400, np.float32), np.zeros(0, np.float32))
     stack = spread_out(np.random.default_rng(2), 6, 400, 0.6)
 
     def merged(seed: int, round: int, **changes: bool) -> bytes:
-        params = FedPakeParams(**changes)  # type: ignore[arg-type]
-        half = FedPake(
-            config(seed=seed), params, layout, initial, METHOD.shared(layout, params), RunFolder(Path("unused"), "e")
-        )
-        half.personalize(round, Uploads([*range(6)], stack, stack[:, :0], np.ones(6), None, {}, [{}] * 6))
+        half = halves.server("fedpake", flat_layout([400]), run={"seed": seed}, **changes)
+        half.personalize(round, halves.uploads(range(6), stack))
         return half.global_model.params.tobytes()
 
     for name in ("random_micro", "random_macro"):

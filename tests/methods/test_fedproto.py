@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fl_app.errors import MethodError
 from fl_app.layout import NO_TENSORS, Layout
@@ -21,25 +19,11 @@ from strategies.baselines.fedproto import (
     FedProtoParams,
     check_counts,
     comparable,
-    distance,
     mean_prototypes,
-    nearest,
-    prototypes_of,
 )
 from strategies.engine.screening import USUAL, Screening
-from tests.conftest import Run
 from tests.facts import rejected
 from tests.methods.federation import Federation, close
-from tests.methods.runs import outcome
-
-
-def test_means_by_hand() -> None:
-    # Class 0: (1 * 4 + 3 * 8) / 4 = 7. Only the second client has class 1, nobody class 2.
-    P = np.array([[[4.0], [9], [9]], [[8], [2], [9]]])
-    means, counts = mean_prototypes(P, np.array([[1, 0, 0], [3, 2, 0]]))
-    assert means.tolist() == [[7], [2], [0]] and counts.tolist() == [4, 2, 0]
-    own, found = prototypes_of(np.array([[1, 2], [3, 4], [5, 6]], np.float32), np.array([2, 0, 2]), 3)
-    assert own.tolist() == [[3, 4], [0, 0], [3, 4]] and found.tolist() == [1, 0, 2]
 
 
 def test_means_of_one_client_and_bad_counts() -> None:
@@ -49,17 +33,6 @@ def test_means_of_one_client_and_bad_counts() -> None:
     for wrong in ([[3]], [3, 0], [[3, -1]]):
         with rejected(ValueError, "", "[N, C, k]", "[N, C]", ">= 0", "got [1, 2, 2] and"):
             mean_prototypes(P, wrong)
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_the_means_are_those_of_all_samples_together(n: int, classes: int, width: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    data = [(random.normal(size=(5, width)).astype(np.float32), random.integers(0, classes, 5)) for _ in range(n)]
-    own = [prototypes_of(x, y, classes) for x, y in data]
-    means, counts = mean_prototypes(np.stack([p for p, _ in own]), np.stack([c for _, c in own]))
-    want, total = prototypes_of(np.concatenate([x for x, _ in data]), np.concatenate([y for _, y in data]), classes)
-    close(means, want, atol=1e-5)
-    assert counts.tolist() == total.tolist()
 
 
 def test_prototypes_for_a_comparison_by_hand() -> None:
@@ -89,43 +62,6 @@ def test_a_client_with_all_classes_is_not_far() -> None:
         sent = mean_prototypes(P, counts)[0].astype(np.float32)
 
 
-def test_distances_by_hand() -> None:
-    # Class 0 has the mean (1, 1), at distance 5 from (4, 5); class 1 is (0, 0) itself; class 2 has no prototype.
-    z = torch.tensor([[0.0, 0], [2, 2], [0, 0], [7, 7]], requires_grad=True)
-    y, goal = torch.tensor([0, 0, 1, 2]), torch.tensor([[4.0, 5], [0, 0], [1, 1]])
-    known = torch.tensor([True, True, False])
-    value = distance(z, y, goal, known, pull="classes")
-    value.backward()  # type: ignore[no-untyped-call]
-    assert value.item() == pytest.approx(5) and z.grad is not None
-    close(z.grad.numpy(), np.array([[-0.3, -0.4], [-0.3, -0.4], [0, 0], [0, 0]]))
-    # Squares 16, 25, 4, 9, 0, 0; the mean is over all four samples of two features.
-    assert distance(z, y, goal, known, pull="samples").item() == pytest.approx(54 / 8)
-
-
-@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_the_classifier_predicts_the_nearest(classes: int, width: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    P, z = random.normal(size=(classes, width)), random.normal(size=(9, width))
-    counts = np.ones(classes, int)
-    counts[0] = 0
-    W, b = nearest(P, counts)
-    apart = ((z[:, None] - P[None]) ** 2).sum(-1)
-    apart[:, 0] = np.inf
-    logits = z @ W.T + b
-    clear = np.partition(apart, min(1, classes - 1), axis=1)
-    sure = (clear[:, 1] - clear[:, 0] > 1e-4) if classes > 2 else np.ones(9, bool)
-    assert (logits.argmax(1) == apart.argmin(1))[sure].all()
-
-
-def test_without_weight_it_is_local_bit_for_bit(run: Run) -> None:
-    setting = {"model": "mlp", "momentum": 0.5, "fraction_train": 0.7, "collect_personal_models": True}
-    own = {"weight": 0.0, "predict": "classifier"}
-    plain, some = outcome(run, "local", **setting), outcome(run, "fedproto", fedproto=own, **setting)
-    clients = [name for name in plain[1] if name.startswith("client")]
-    assert clients and all(some[1][name] == plain[1][name] for name in clients)
-    assert outcome(run, "fedproto", **setting)[1] != some[1]
-
-
 @pytest.mark.parametrize("mean", ["samples", "clients"])
 def test_two_rounds_by_hand(tmp_path: Path, mean: str) -> None:
     federation: Any = Federation(tmp_path, "fedproto", fedproto={"mean": mean})
@@ -151,27 +87,6 @@ def test_two_rounds_by_hand(tmp_path: Path, mean: str) -> None:
     used = federation.evaluated(0)
     at = federation.layout.indices(federation.layout.classifier)
     assert (used.params[at][:15].reshape(3, 5) == server.memory["prototypes"]).all()
-
-
-def test_candidates_by_hand(tmp_path: Path) -> None:
-    federation: Any = Federation(tmp_path, "fedproto", sizes=(10, 6), fedproto={"candidates": "own"})
-    # client 0 has the classes 0 and 2, client 1 all; the prototypes of 0 and 1 have come
-    federation.data[0] = federation.data[0][0], np.array([0, 2] * 5)
-    federation.data[1] = federation.data[1][0], np.arange(6) % 3
-    federation.rounds = 1
-    federation.server.memory |= {"prototypes": np.eye(3, 5, dtype=np.float32), "counts": np.array([4, 4, 0])}
-    at = federation.layout.indices(federation.layout.classifier)
-    one, both = np.eye(5)[0], np.eye(3, 5)[:2].mean(0)
-    for client, rows, bias in (
-        (0, [one, one, one], [-0.5, -1.5005, -1.5005]),
-        (1, [*np.eye(3, 5)[:2], both], [-0.5, -0.5, -1.5005]),
-    ):
-        head = federation.evaluated(client).params[at]
-        close(head[:15].reshape(3, 5), np.array(rows))
-        close(head[15:], np.array(bias))
-    # no class of client 0 has a prototype: its classifier predicts
-    federation.server.memory["counts"] = np.array([0, 4, 0])
-    assert (federation.evaluated(0).params == federation.initial.params).all()
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -15,20 +15,13 @@ from hypothesis import strategies as st
 from client_app.stored_state import StoredState
 from fl_app.layout import Model
 from fl_app.transport.wire import Upload, WireError, encode_upload, payload_bytes
-from strategies.base import Uploads
-from strategies.baselines.fedselect import FedSelect, FedSelectUpdate, aggregate, eligible, grow
+from strategies.baselines.fedselect import FedSelectUpdate, aggregate, eligible, grow
 from strategies.kernels import masks
 from strategies.kernels.aggregate import weighted_mean
-from tests.conftest import Run, bools, config, f32, flat_layout
+from tests.conftest import bools, f32, flat_layout
 from tests.facts import rejected
-from tests.methods.runs import small_clients
-from tests.methods.trials import another, client, copied, outcome
-from tests.small_models import BATCHNORM, GROUP
-
-MODELS = [{"model": "mlp"}, BATCHNORM]
-
-
-# Growth ---------------------------------------------------------------------------------------------------------------
+from tests.methods import halves
+from tests.methods.trials import another, client, copied
 
 
 def test_growth_by_hand() -> None:
@@ -98,9 +91,6 @@ def test_biases_are_left_out() -> None:
     assert (eligible(ctx.layout, biases=False) == ~still).all() and eligible(ctx.layout, biases=True).all()
 
 
-# Means ----------------------------------------------------------------------------------------------------------------
-
-
 def test_means_by_hand() -> None:
     # n = 1, 1, 2. First: shared by all, (1 + 5 + 2*4) / 4 = 3.5. Second: not by client 1, (2 + 2*7) / 3 = 16/3. Third: nobody.
     W = np.array([[1, 2, 0], [5, 0, 0], [4, 7, 0]], np.float32)
@@ -144,14 +134,12 @@ def test_means_refuse_shapes_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_the_server_half_runs_the_kernel(tmp_path: Path, weighting: str) -> None:
-    c = config(method="fedselect", fedselect={"weighting": weighting})
-    layout = flat_layout([2, 1], [1])
-    strategy = FedSelect(c, c.params, layout, Model(f32(8, 8, 9), f32(0)), layout.names, None)  # type: ignore[arg-type]
+    strategy = halves.server("fedselect", flat_layout([2, 1], [1]), Model(f32(8, 8, 9), f32(0)), weighting=weighting)
     W = np.array([[1, 2, 0], [5, 0, 0], [4, 7, 0]], np.float32)
     used = np.array([[0, 0, 1], [0, 1, 1], [0, 0, 1]], bool)
     bits = np.stack([masks.pack(row) for row in used])
     sizes = np.array([1.0, 1, 2])
-    strategy.personalize(1, Uploads([4, 5, 9], W, np.array([[1], [2], [3]], np.float32), sizes, bits, {}, [{}] * 3))
+    strategy.personalize(1, halves.uploads([4, 5, 9], W, np.array([[1], [2], [3]], np.float32), sizes=sizes, bits=bits))
     weights = sizes if weighting == "samples" else np.ones(3)
     np.testing.assert_array_equal(strategy.global_model.params, aggregate(W, used, weights, f32(8, 8, 9)))
     assert strategy.global_model.buffers.tolist() == [2.25 if weighting == "samples" else 2]
@@ -159,9 +147,6 @@ def test_the_server_half_runs_the_kernel(tmp_path: Path, weighting: str) -> None
     strategy.check(Upload(Model(W[1], f32(2)), bits[1]))
     with rejected(WireError, "", "1 parameters", "not 0"):
         strategy.check(Upload(Model(f32(5, 3, 0), f32(2)), bits[1]))
-
-
-# The client half --------------------------------------------------------------------------------------------------------
 
 
 def test_participations_in_turn() -> None:
@@ -230,31 +215,3 @@ def test_changes_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ctx.trainer, "train", lambda *_, **__: broken)
     with rejected(ValueError, "", "change", "finite"):
         FedSelectUpdate().train(ctx.initial(), StoredState(), ctx)
-
-
-# Limits, and clients with little ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-@pytest.mark.parametrize("nothing", [{"limit": 0}, {"rate": 0}], ids=str)
-def test_without_growth_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], nothing: dict[str, float]) -> None:
-    setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
-    assert outcome(run, "fedselect", fedselect=nothing, **setting) == outcome(run, "fedavg", **setting)
-
-
-@pytest.mark.parametrize("limit", [0.1, 0.3, 1.0])
-def test_the_first_round_is_fedavg(run: Run, limit: float) -> None:
-    setting = {**BATCHNORM, "num_server_rounds": 1}
-    assert outcome(run, "fedselect", fedselect={"limit": limit}, **setting) == outcome(run, "fedavg", **setting)
-
-
-@pytest.mark.parametrize(
-    "extreme", [{}, {"limit": 1.0, "rate": 1.0, "biases": True}], ids=["default", "everything personal"]
-)
-@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
-def test_one_sample_and_missing_classes(
-    run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]
-) -> None:
-    setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3}
-    records, _ = outcome(run, "fedselect", fedselect=extreme, **setting)
-    assert all(len(record["clients"]) == 3 for record in records)

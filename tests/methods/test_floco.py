@@ -37,15 +37,16 @@ from strategies.baselines.floco import (
 )
 from tests.conftest import Run, f32
 from tests.conftest import config as configured
-from tests.methods.one_client import client, same, samples, small
+from tests.methods.one_client import client, samples, small
 from tests.small_models import BATCHNORM
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
+
+
 EARLY: dict[str, Any] = {"projection_round": 2, "endpoints": 3}
+
+
 scores = hnp.arrays(np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=5), elements=st.floats(-4, 4))
-
-
-# The simplex ------------------------------------------------------------------------------------------------------------
 
 
 def test_projections_that_are_known() -> None:
@@ -125,9 +126,6 @@ def test_without_a_centre_the_middle() -> None:
     assert own and centre.dtype == np.float64
 
 
-# The network ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_network_is_the_runs_with_endpoints() -> None:
     plain = models.build("mlp", **SHAPE)
     wrapped = METHODS["floco"].network(configured(method="floco", floco={"endpoints": 4}), **SHAPE)
@@ -197,9 +195,6 @@ def test_every_batch_has_a_mixture_of_its_own() -> None:
         assert (alpha >= 0).all() and alpha.sum() == pytest.approx(1, abs=1e-6)
 
 
-# Limits -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"])
 def test_one_endpoint_without_a_radius_is_fedavg_bit_for_bit(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
     one = {"endpoints": 1, "radius": 0.0, "projection_round": 2}
@@ -217,12 +212,3 @@ def test_one_endpoint_without_a_radius_is_fedavg_bit_for_bit(run: Run, tmp_path:
     ours, theirs = (list(read_metrics(f.path)) for f in (folder, plain))
     assert [len(r["clients"]) for r in ours] == [3, 2, 2] and [len(r["clients"]) for r in theirs] == [2] * 3
     assert ours[2]["accuracy-after"] == theirs[2]["accuracy-after"]
-
-
-@pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}])
-@pytest.mark.parametrize("n", [1, 2, 10])
-def test_few_samples_and_missing_classes(n: int, kinds: dict[str, Any]) -> None:
-    ctx = client("floco", small(**kinds), *samples(n), floco=EARLY)
-    update, state = FLOCOUpdate(), StoredState()
-    after = update.train(update.merge(ctx.initial(), state, ctx), state, ctx)
-    assert np.isfinite(after.params).all() and not same(after, ctx.initial()) and not state.arrays

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from client_app.stored_state import StoredState
 from corolla.experiments.exported.export import export
 from fl_app import models, rng, weights
 from fl_app.layout import Layout, Model
-from fl_app.server import checkpoint
-from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHODS
 from strategies.base import RoundContext, Uploads
 from strategies.baselines.floco import (
@@ -32,13 +30,13 @@ from strategies.baselines.floco import (
 )
 from tests.conftest import Run, f32
 from tests.conftest import config as configured
+from tests.methods import halves
 from tests.methods.one_client import client, same, samples, small
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
+
+
 EARLY: dict[str, Any] = {"projection_round": 2, "endpoints": 3}
-
-
-# The server -------------------------------------------------------------------------------------------------------------
 
 
 def server(tmp_path: Path, **floco: Any) -> Any:
@@ -51,7 +49,7 @@ def server(tmp_path: Path, **floco: Any) -> Any:
 def uploads(strategy: FLOCO, ids: list[int], seed: int = 0) -> Uploads:
     random = np.random.default_rng(seed)
     W = strategy.global_model.params + random.normal(0, 0.3, (len(ids), strategy.layout.d)).astype(np.float32)
-    return Uploads(ids, W, np.zeros((len(ids), 0), np.float32), np.ones(len(ids)), None, {}, [{}] * len(ids))
+    return halves.uploads(ids, W)
 
 
 def test_before_the_projection_everybody_trains_and_those_drawn_are_averaged(tmp_path: Path) -> None:
@@ -120,9 +118,6 @@ def test_what_the_server_exports(tmp_path: Path) -> None:
     assert np.array_equal(layout.tensors(late)["classifier.weight"], ends[1])
     # FLOCO+: it is the client's alone
     assert server(tmp_path, personal_epochs=1).exported(1) is None
-
-
-# Whole runs -------------------------------------------------------------------------------------------------------------
 
 
 def personal_hashes(folder: RunFolder) -> dict[str, str]:
@@ -233,27 +228,3 @@ def test_both_models_of_floco_plus_against_the_textbook_loop() -> None:
         np.testing.assert_allclose(state.arrays["personal.params"], personal, rtol=1e-4, atol=1e-6)
         own = Model(state.arrays["personal.params"], state.arrays["personal.buffers"])
         received = Model(after.params + np.float32(0.05), after.buffers)
-
-
-def test_a_resumed_run_knows_regions_and_places_late_clients(run: Run, tmp_path: Path) -> None:
-    setting = dict(
-        method="floco",
-        floco=EARLY,
-        num_server_rounds=4,
-        num_clients=4,
-        fraction_train=0.5,
-        checkpoint_every=1,
-        evaluate_every=1,
-    )
-    folder = run(run_name="whole", **setting)
-    digest, rounds = read_summary(folder.path)["digest"], list(read_metrics(folder.path))
-    (folder.path / "summary.json").unlink()
-    for file in (folder.path / checkpoint.DIRECTORY).glob("round-000004.*"):
-        file.unlink()
-    shutil.rmtree(folder.path / "models")
-    resumed = run(run_name="whole", resume=str(folder.path), **setting)
-    assert read_summary(resumed.path)["digest"] == digest
-    again = list(read_metrics(resumed.path))
-    assert personal_hashes(resumed) == {i: r["sha256"] for i, r in rounds[-1]["evaluation"]["clients"].items()}
-    assert [r["upload-bytes"] for r in again] == [r["upload-bytes"] for r in rounds]
-    assert len(rounds[0]["clients"]) == 4 and rounds[0]["largest-score"] > 0

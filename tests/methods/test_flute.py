@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,8 @@ from fl_app.layout import Layout, Model
 from strategies.base import RoundContext
 from strategies.baselines.flute import METHOD, FLUTEParams, FLUTEUpdate, collapse, shared, target
 from tests.conftest import Run
-from tests.methods.runs import small_clients
 from tests.methods.trials import Small, client, outcome
-from tests.small_models import BATCHNORM, GROUP
 
-MODELS = [{"model": "mlp"}, BATCHNORM]
 NOTHING = {"collapse_weight": 0.0, "head_weight": 0.0, "feature_weight": 0.0, "head_learning_rate": 0.0}
 
 
@@ -40,9 +36,6 @@ def value_of(head: Tensor, present: Tensor) -> Tensor:
     goal = (u @ u.T) * (torch.eye(c).double() - torch.ones(c, c).double() / c) / math.sqrt(c - 1)
     gram = head @ head.T
     return torch.linalg.norm(gram / torch.linalg.norm(gram) - goal)
-
-
-# Neural collapse ------------------------------------------------------------------------------------------------------
 
 
 def test_by_hand() -> None:
@@ -100,9 +93,6 @@ def test_no_gradient_where_there_is_none() -> None:
     assert value.item() == 0 and not gradient.any()
     tiny, slope = collapse(torch.full((2, 2), 1e-30), torch.ones(2, dtype=torch.bool))  # HH^T underflows
     assert torch.isfinite(tiny) and not slope.any()
-
-
-# Training -------------------------------------------------------------------------------------------------------------
 
 
 def textbook(ctx: RoundContext[Any], start: Model) -> tuple[Model, np.ndarray]:
@@ -170,17 +160,6 @@ def test_the_reported_loss_has_no_penalties() -> None:
     assert ctx.trainer.last_loss == pytest.approx(heavy.trainer.last_loss, rel=1e-5)  # type: ignore[attr-defined]
 
 
-# Limits, refusals, and clients with little ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-@pytest.mark.parametrize("body_epochs", [2, 7])
-def test_without_weights_it_is_fedper_bit_for_bit(run: Run, model: dict[str, Any], body_epochs: int) -> None:
-    setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7, "local_epochs": 2}
-    nothing = {**NOTHING, "body_epochs": body_epochs}
-    assert outcome(run, "flute", flute=nothing, **setting) == outcome(run, "fedper", **setting)
-
-
 @pytest.mark.parametrize("weight", NOTHING)
 def test_each_weight_counts(run: Run, weight: str) -> None:
     setting = {"num_server_rounds": 2, "local_epochs": 2}
@@ -193,10 +172,3 @@ def test_a_single_class_is_refused() -> None:
     assert METHOD.shared is shared
     with pytest.raises(UserError, match="at least 2 classes"):
         shared(Layout.of(module), FLUTEParams())
-
-
-@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
-def test_one_sample_and_missing_classes(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3, "local_epochs": 2}
-    records, _ = outcome(run, "flute", **setting)
-    assert all(len(record["clients"]) == 3 for record in records)

@@ -87,6 +87,7 @@ def test_of_three_clients_two_have_the_same_class(run: Run, tmp_path: Path, data
     assert dropped(run(method=method, partition=name, train_samples=0, test_samples=0, **SETTINGS)) == []
 
 
+@pytest.mark.nightly
 def test_the_clients_that_adapt_pfedfdas_gaussians_are_not_dropped(run: Run) -> None:
     """Two of twelve do, the others keep them as they are."""
     split = {"partition": "dirichlet", "dirichlet_alpha": 0.1, "train_samples": 0, "test_samples": 0}

@@ -26,8 +26,7 @@ from tests.conftest import config as configured
 from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import same, small
-from tests.methods.runs import outcome, small_clients
-from tests.small_models import BATCHNORM
+from tests.methods.runs import small_clients
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 
@@ -115,18 +114,6 @@ def test_ties_go_to_the_first_and_a_client_is_evaluated_with_what_it_chose(tmp_p
     x = torch.rand(5, 1, 2, 2)
     ctx.trainer.load(model)
     torch.testing.assert_close(ctx.trainer.module.eval()(x), alone.eval()(x))
-
-
-@pytest.mark.parametrize("model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"])
-@pytest.mark.parametrize("share", [False, True])
-def test_one_model_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], share: bool) -> None:
-    setting = {**model, "momentum": 0.5, "fraction_train": 0.7, "evaluate_every": 1}
-    plain, saved = outcome(run, "fedavg", **setting)
-    records, files = outcome(run, "ifca", ifca={"clusters": 1, "share_body": share}, **setting)
-    assert files.keys() > {"global.safetensors"} and set(files.values()) == {saved["global.safetensors"]}
-    for ours, theirs in zip(records, plain, strict=True):
-        assert ours["evaluation"]["digest"] == theirs["evaluation"]["digest"]
-        assert ours["loss"] == theirs["loss"] and ours["accuracy-after"] == theirs["accuracy-after"]
 
 
 @pytest.mark.parametrize("share", [False, True])

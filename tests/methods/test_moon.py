@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from client_app.stored_state import StoredState
-from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.layout import Model
 from strategies.base import LocalUpdate
 from strategies.baselines.moon import METHOD, contrastive_loss
 from tests.conftest import Run
-from tests.methods.runs import client, outcome, small_clients
-from tests.small_models import BATCHNORM, GROUP
-
-MODELS = [{"model": "mlp"}, BATCHNORM]
+from tests.methods.runs import client, outcome
+from tests.small_models import BATCHNORM
 
 
 def by_torch(z: Any, z_global: Any, z_previous: Any, temperature: float) -> tuple[float, np.ndarray]:
@@ -75,19 +71,6 @@ def test_no_features_and_small_temperatures_stay_finite() -> None:
     assert by_torch([[0, 0]], [[1, 0]], [[0, 1]], 0.5)[0] == pytest.approx(np.log(2))
     value, gradient = by_torch([[1, 0]], [[-1, 1e-9]], [[1, 1e-9]], 1e-4)
     assert value == pytest.approx(2e4) and np.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-def test_mu_0_and_the_first_round_are_fedavg_bit_for_bit(
-    run: Run, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
-) -> None:
-    setting = {**model, "momentum": 0.5, "evaluate_every": 1, "num_server_rounds": 3}
-    plain, some = outcome(run, "fedavg", **setting), outcome(run, "moon", moon={"mu": 50}, **setting)
-    first = [{k: v for k, v in records[0].items() if k != "clients"} for records in (some[0], plain[0])]
-    assert first[0] == first[1]
-    assert some[0][1] != plain[0][1] and some[1] != plain[1]
-    monkeypatch.delattr(LocalTrainer, "network")  # no second model is made
-    assert outcome(run, "moon", moon={"mu": 0}, **setting) == plain
 
 
 def small() -> nn.Module:
@@ -144,13 +127,6 @@ def test_it_compares_with_the_received_and_its_own_last_model_in_evaluation_mode
     plain = LocalUpdate[Any]().train(received, StoredState(), ctx)
     assert np.abs(after.params - plain.params).max() > 1e-3
     assert state.arrays["moon.params"].tobytes() == after.params.tobytes()
-
-
-@pytest.mark.parametrize("model", [BATCHNORM, GROUP], ids=["batch", "group"])
-def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    records, _ = outcome(run, "moon", **small_clients(tmp_path), **model)
-    assert [record["failures"] for record in records] == [[], []]
-    assert all(row["loss"] is not None for record in records for row in record["clients"].values())
 
 
 def test_local_statistics(run: Run) -> None:

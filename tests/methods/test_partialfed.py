@@ -34,16 +34,13 @@ from strategies.baselines.partialfed import (
 from tests.conftest import Run, config
 from tests.facts import rejected
 from tests.methods import runs
-from tests.methods.runs import small_clients
-from tests.methods.trials import Small, another, client, copied, outcome
-from tests.small_models import BATCHNORM, GROUP
+from tests.methods.trials import Small, another, client, copied
+from tests.small_models import BATCHNORM
 
-MODELS = [{"model": "mlp"}, BATCHNORM]
 CHOICES = "partialfed.choices"
+
+
 FIX = {"strategy": "fix"}
-
-
-# Layers and the keys that name them -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,9 +114,6 @@ def test_they_are_refused_before_a_client_trains(run: Run, monkeypatch: pytest.M
         run(method="partialfed", partialfed={"load": "bottom:9"})
 
 
-# Rounds by hand -------------------------------------------------------------------------------------------------------
-
-
 def test_fixed_layers_by_hand() -> None:
     # d = 8: features has the first four parameters, classifier the last four. Equal weights: the mean of 0..7 and 8..15.
     W = np.arange(16, dtype=np.float32).reshape(2, 8)
@@ -186,9 +180,6 @@ def test_a_step_of_the_choices_by_hand() -> None:
     assert (want > a).all()  # the received layers lower the loss
 
 
-# Kernels --------------------------------------------------------------------------------------------------------------
-
-
 def test_relaxed_choices_by_hand() -> None:
     # sigmoid(log 3) = 3/4; at half the temperature sigmoid(2 log 3) = 9/10
     choices, noise = np.array([np.log(3), 0.0, 5.0]), np.array([0.0, -np.log(3), -5.0])
@@ -221,9 +212,6 @@ def test_the_temperature_falls_and_stays_positive() -> None:
     p = PartialFedParams(temperature=4.0, temperature_decay=0.5)
     assert [temperature(p, round) for round in (1, 2, 3)] == [4, 2, 1]
     assert temperature(p, 10_000) > 0 and np.isfinite(1 / temperature(p, 10_000))
-
-
-# Learning -------------------------------------------------------------------------------------------------------------
 
 
 def by_autograd(
@@ -367,30 +355,8 @@ def test_evaluations_learn_and_keep_nothing(run: Run) -> None:
     assert one.params.tobytes() == two.params.tobytes() and len(set(state.arrays[CHOICES])) == 1
 
 
-# Limits ---------------------------------------------------------------------------------------------------------------
-
-
 def digest(folder: RunFolder) -> str:
     return str(read_summary(folder.path)["digest"])
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-@pytest.mark.parametrize("own", [FIX, {"choice_learning_rate": 0}], ids=str)
-def test_with_everything_loaded_it_is_fedavg_bit_for_bit(run: Run, model: dict[str, Any], own: dict[str, Any]) -> None:
-    setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
-    assert outcome(run, "partialfed", partialfed=own, **setting) == outcome(run, "fedavg", **setting)
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["mlp", "batchnorm"])
-@pytest.mark.parametrize("strategy", ["fix", "adaptive"])
-def test_with_nothing_loaded_it_is_local_bit_for_bit(run: Run, model: dict[str, Any], strategy: str) -> None:
-    setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
-    own = {"strategy": strategy, "load": "bottom:0"}
-    first, second = run(method="partialfed", partialfed=own, **setting), run(method="local", run_name="b", **setting)
-    assert digest(first) == digest(second)
-    for mine, theirs in zip(read_metrics(first.path), read_metrics(second.path), strict=True):
-        assert mine["accuracy-after"] == theirs["accuracy-after"] and mine["loaded-share"] == 0
-        assert mine["upload-bytes"] == theirs["upload-bytes"] == 0
 
 
 @pytest.mark.parametrize(
@@ -415,21 +381,12 @@ def test_learned_choices_are_neither(run: Run) -> None:
     assert len({digest(found), *(digest(run(method=m, run_name=m, **setting)) for m in ("fedavg", "local"))}) == 3
 
 
-@pytest.mark.parametrize("model", [*MODELS, GROUP], ids=["mlp", "batchnorm", "group"])
-def test_one_sample_and_missing_classes(run: Run, tmp_path: Any, model: dict[str, Any]) -> None:
-    records, _ = outcome(run, "partialfed", **model, **small_clients(tmp_path), num_server_rounds=3)
-    assert all(len(record["clients"]) == 3 for record in records)
-
-
 @pytest.mark.parametrize("own", [{}, FIX], ids=["adaptive", "fix"])
 def test_the_key_share_limits_what_is_loaded(run: Run, own: dict[str, Any]) -> None:
     setting = {"num_server_rounds": 3, "share": "*.weight"}
     found = run(method="partialfed", partialfed=own, run_name="found", **setting)
     same = digest(found) == digest(run(method="fedavg", run_name="fedavg", **setting))
     assert same == bool(own)
-
-
-# Privacy --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_budget_needs_fixed_layers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app import rng
-from fl_app.server.run_folder import read_metrics
 from strategies.baselines.perfedmask import masked_mean, objective, random_masks
 from strategies.kernels.aggregate import weighted_mean
-from tests.conftest import Run
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
-from tests.methods.runs import outcome, small_clients
-from tests.small_models import BATCHNORM
 
 
 def test_means_by_hand() -> None:
@@ -129,35 +124,3 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
     federation.round(ids=[0])
     assert (server.global_model.params[~linear] == kept[~linear]).all()  # nobody trained these
     assert not federation.states[0].arrays
-
-
-@pytest.mark.parametrize("model", [{"model": "mlp"}, {**BATCHNORM, "train_samples": 17}], ids=["mlp", "batchnorm"])
-def test_full_capacity_is_fedbabu_bit_for_bit(run: Run, model: dict[str, Any]) -> None:
-    setting = {
-        **model,
-        "momentum": 0.5,
-        "weight_decay": 0.01,
-        "fraction_train": 0.7,
-        "finetune_epochs": 1,
-        "evaluate_every": 1,
-    }
-    assert outcome(run, "perfedmask", **setting) == outcome(run, "fedbabu", **setting)
-
-
-@pytest.mark.parametrize("masks", ["optimised", "random"])
-def test_small_clients(run: Run, tmp_path: Path, masks: str) -> None:
-    setting = {**small_clients(tmp_path), **BATCHNORM, "finetune_epochs": 1}
-    folder = run(method="perfedmask", perfedmask={"capacity": 0.5, "masks": masks}, **setting)
-    records = list(read_metrics(folder.path))
-    assert not any(record["failures"] for record in records)
-    uploaded = [row["upload-bytes"] for row in records[0]["clients"].values()]
-    downloaded = {row["download-bytes"] for row in records[0]["clients"].values()}
-    assert max(uploaded) < min(downloaded) and len(downloaded) == 1
-
-
-def test_a_run_without_fine_tuning_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for epochs, warned in ((0, True), (5, False)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "corolla"):
-            Federation(tmp_path, "perfedmask", finetune_epochs=epochs).server.summary()
-        assert ("perfedmask: finetune-epochs is 0" in caplog.text) == warned

@@ -16,13 +16,12 @@ from torch import nn
 from client_app.stored_state import StoredState
 from fl_app.errors import MethodError, UserError
 from fl_app.layout import Layout, Model
-from fl_app.server.run_folder import RunFolder, read_metrics
+from fl_app.server.run_folder import read_metrics
 from fl_app.transport.wire import Upload, WireError
 from strategies import METHODS
-from strategies.base import RoundContext, Uploads
+from strategies.base import RoundContext
 from strategies.baselines.pfedfda import (
     Gaussians,
-    PFedFDA,
     PFedFDAParams,
     PFedFDAUpdate,
     Validation,
@@ -38,8 +37,8 @@ from strategies.baselines.pfedfda import (
     triangle,
 )
 from tests.conftest import Run, f32
-from tests.conftest import config as configured
 from tests.facts import rejected
+from tests.methods import halves
 from tests.methods.one_client import client, same, samples, small
 
 seeds = st.integers(0, 10_000)
@@ -52,9 +51,6 @@ def drawn(seed: int, n: int = 20, classes: int = 3, k: int = 4) -> tuple[np.ndar
     z = draw.normal(size=(n, k)) + draw.normal(size=(classes, k))[y]
     root = draw.normal(size=(k, k))
     return z, y, Gaussians(draw.random((classes, k)), root @ root.T + 0.1 * np.eye(k))
-
-
-# Kernels ----------------------------------------------------------------------------------------------------------------
 
 
 def test_prior_by_hand() -> None:
@@ -223,9 +219,6 @@ def test_triangle_is_row_by_row_and_symmetric_its_inverse() -> None:
     assert symmetric(triangle(np.eye(1))).tolist() == [[1]]
 
 
-# The client -----------------------------------------------------------------------------------------------------------------
-
-
 def context(n: int = 10, extras: dict[str, np.ndarray] | None = None, **changes: Any) -> RoundContext[Any]:
     kinds = changes.pop("kinds", {})
     shared = {"means": np.random.default_rng(0).random((3, 5)).astype(np.float32), "covariance": triangle(np.eye(5))}
@@ -313,43 +306,28 @@ def test_a_classifier_without_a_bias_is_refused() -> None:
         METHODS["pfedfda"].shared(Layout.of(module), PFedFDAParams())
 
 
-# The server -----------------------------------------------------------------------------------------------------------------
+def server() -> Any:
+    return halves.server("pfedfda", Layout.of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))), 0)
 
 
-def server(tmp_path: Path) -> PFedFDA:
-    config = configured(method="pfedfda")
-    layout = Layout.of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
-    shared = METHODS["pfedfda"].shared(layout, config.params)
-    zeros = Model(np.zeros(layout.d, np.float32), f32())
-    return PFedFDA(config, config.params, layout, zeros, shared, RunFolder(tmp_path, "x"))
-
-
-def test_the_server_starts_from_random_means_and_averages_by_samples(tmp_path: Path) -> None:
-    strategy = server(tmp_path)
+def test_the_server_starts_from_random_means_and_averages_by_samples() -> None:
+    strategy = server()
     first = strategy.memory["means"].copy()
     assert first.shape == (3, 2) and (first >= 0).all() and (first <= 1).all() and len(np.unique(first)) == 6
     assert strategy.memory["covariance"].tolist() == [1, 0, 1]
-    assert np.array_equal(server(tmp_path).memory["means"], first)
+    assert np.array_equal(server().memory["means"], first)
     assert {n: a.tobytes() for n, a in strategy.download_extras(0).items()} == {
         n: a.tobytes() for n, a in strategy.memory.items()
     }
     means = np.stack([np.full((3, 2), v, np.float32) for v in (1, 5)])
     covariance = np.stack([f32(1, 0, 1), f32(2, 4, 9)])
-    uploads = Uploads(
-        [0, 1],
-        np.zeros((2, 6), np.float32),
-        np.zeros((2, 0), np.float32),
-        np.array([3.0, 1.0]),
-        None,
-        {"means": means, "covariance": covariance},
-        [{}, {}],
-    )
-    strategy.personalize(1, uploads)
+    extras = {"means": means, "covariance": covariance}
+    strategy.personalize(1, halves.uploads([0, 1], np.zeros((2, 6), np.float32), sizes=[3, 1], extras=extras))
     assert (strategy.memory["means"] == 2).all() and strategy.memory["covariance"].tolist() == [1.25, 1, 3]
 
 
-def test_a_covariance_that_makes_no_classifier_is_dropped(tmp_path: Path) -> None:
-    strategy = server(tmp_path)
+def test_a_covariance_that_makes_no_classifier_is_dropped() -> None:
+    strategy = server()
     model = Model(np.zeros(6, np.float32), f32())
     strategy.check(Upload(model, extras={"means": np.zeros((3, 2), np.float32), "covariance": f32(1, 0.5, 1)}))
     with pytest.raises(WireError, match="not positive definite"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,14 @@ from hypothesis import strategies as st
 
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING
-from fl_app.server.run_folder import read_metrics
 from fl_app.transport.wire import Upload, WireError
 from strategies.base import LocalUpdate
 from strategies.baselines.scaffold import control_change, effective_steps, moved, round_rate
 from strategies.kernels.aggregate import mean_block
-from tests.conftest import Run, config
-from tests.facts import mentions, rejected
+from tests.conftest import config
+from tests.facts import rejected
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
-from tests.methods.runs import small_clients
-from tests.small_models import BATCHNORM
 
 
 def server_step(
@@ -174,18 +170,3 @@ def test_steps_that_cannot_be_are_refused(tmp_path: Path) -> None:
             server.check(Upload(NOTHING, num_examples=n, metrics={} if steps is None else {"steps": steps}))
     for steps in (2 * epochs, 3 * epochs):
         server.check(Upload(NOTHING, num_examples=n, metrics={"steps": steps}))
-
-
-def test_momentum_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for momentum, warned in ((0.0, False), (0.9, True)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "corolla"):
-            Federation(tmp_path, "scaffold", momentum=momentum).server.summary()
-        assert (mentions(caplog.text, "paper has none")) == warned
-
-
-@pytest.mark.parametrize("statistics", ["global", "local"])
-def test_small_clients(run: Run, tmp_path: Path, statistics: str) -> None:
-    setting = {**small_clients(tmp_path), **BATCHNORM, "scaffold": {"batchnorm_statistics": statistics}}
-    records = list(read_metrics(run(method="scaffold", **setting).path))
-    assert not any(record["failures"] for record in records)

@@ -30,31 +30,6 @@ from tests.facts import rejected
 RATES = {"learning_rate": 0.5, "beta1": 0.5, "beta2": 0.75, "tau": 1.0}
 
 
-def two_steps(kind: str, rates: dict[str, float]) -> tuple[list[float], dict[str, Any]]:
-    """From 0 the mean lies at 2; the second mean lies 2 further on again."""
-    w, state = server_step([0.0], [2.0], None, kind=kind, **rates)
-    w, state = server_step(w, w + 2, state, kind=kind, **rates)
-    return w.tolist(), state
-
-
-def test_two_steps_by_hand() -> None:
-    # momentum: m is 2, then 1 + 2 = 3: w = 0.5 (2 + 3).
-    assert two_steps("momentum", RATES) == ([2.5], {"m": np.array([3.0])})
-    # All others: m is 1, then 0.5 + 1 = 1.5, and v starts at tau^2 = 1.
-    roots = {
-        # adagrad: 1 + 4 = 5, then 9
-        "adagrad": (5.0, 9.0),
-        # adam: 0.75 + 1 = 1.75, then 0.75 * 1.75 + 1
-        "adam": (1.75, 2.3125),
-        # yogi: v < 4, so it grows by 0.25 * 4: 2, then 3
-        "yogi": (2.0, 3.0),
-    }
-    for kind, (first, second) in roots.items():
-        w, state = two_steps(kind, RATES)
-        assert state["m"].tolist() == [1.5] and state["v"].tolist() == [second]
-        assert w == pytest.approx([0.5 / (np.sqrt(first) + 1) + 0.75 / (np.sqrt(second) + 1)], rel=1e-12)
-
-
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_many_steps_by_loops(kind: str) -> None:
     """Element by element, in float64, as Algorithm 2 is printed."""
@@ -144,7 +119,7 @@ def test_methods_without_a_mean_global_model_refuse_it_by_name() -> None:
 
 
 def test_a_resumed_run_keeps_the_moments(tmp_path: Path) -> None:
-    raw = {
+    raw: dict[str, Any] = {
         "method": "fedavg",
         "server-optimizer": "yogi",
         "num-server-rounds": 2,

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from strategies import fedcac
 from strategies.kernels import aggregate, blocks, masks
-from tests.conftest import bools, f32
+from tests.conftest import bools
 from tests.facts import rejected
 
 moderate = st.floats(-1e3, 1e3, width=32)
@@ -32,15 +32,6 @@ def random_round(n: int, d: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray,
 
 
 # weighted_mean
-
-
-def test_weighted_mean_by_hand() -> None:
-    W = np.stack([f32(1, 2), f32(3, 6)])
-    # (1*1 + 3*3)/4 = 2.5, (1*2 + 3*6)/4 = 5; uniform: (1 + 3)/2 = 2, (2 + 6)/2 = 4
-    assert aggregate.weighted_mean(W, np.array([1.0, 3.0])).tolist() == [2.5, 5]
-    assert aggregate.weighted_mean(W, np.array([0.0, 7.0])).tolist() == [3, 6]
-    assert aggregate.weighted_mean(W).tolist() == [2, 4]
-    assert aggregate.weighted_mean(W).dtype == np.float32
 
 
 @given(stacks(), st.data())
@@ -95,13 +86,6 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
 # group_means
 
 
-def test_group_means_by_hand() -> None:
-    W = np.stack([f32(1, 2), f32(3, 6), f32(8, -2)])
-    members = np.stack([bools("110"), bools("010"), bools("111")])
-    # (1+3)/2, (2+6)/2; row 1 itself; (1+3+8)/3, (2+6-2)/3
-    assert aggregate.group_means(W, members).tolist() == [[2, 4], [3, 6], [4, 2]]
-
-
 @given(stacks(), st.data())
 def test_group_means_equal_numpy(W: np.ndarray, data: st.DataObject) -> None:
     members = data.draw(hnp.arrays(bool, (3, len(W))))
@@ -152,11 +136,3 @@ def test_collaborate_over_several_blocks() -> None:
     np.testing.assert_allclose(mean, np.average(W, axis=0, weights=weights), atol=1e-6)
     for i, group in enumerate([[0, 1], [0, 1], [2], [1, 2, 3]]):
         np.testing.assert_allclose(personalized[i], np.where(M[i], W[group].mean(axis=0), mean), atol=1e-6)
-
-
-def test_collaborate_takes_own_values_and_the_mean_exactly() -> None:
-    # Everyone alone: critical parameters are the client's own bits, the others the global mean's.
-    W, bits, weights = random_round(3, 50)
-    mean, personalized = fedcac.collaborate(W, bits, np.eye(3, dtype=bool), weights)
-    assert (mean == aggregate.weighted_mean(W, weights)).all()
-    assert (personalized == np.where(masks.unpack(bits, 50), W, mean)).all()

@@ -67,14 +67,6 @@ def test_weights_of_ages_0_1_and_2(tmp_path: Path, method: str) -> None:
     np.testing.assert_array_equal(fed.server.weights(uploads), [4, 4, 3] if method in ("fedavg", "fedper") else once)
 
 
-def test_a_late_upload_that_is_added_up_as_it_comes(tmp_path: Path) -> None:
-    """The mean of rows 4 e0, 4 e1, 3 e2 over 11."""
-    fed = federation(METHODS["fedavg"], clients=3, d=8, **LATE)
-    uploads = taken_in(tmp_path, "fedavg", [0, 1, 2], np.eye(3, 8), sizes=[4, 8, 12], fed=fed)
-    fed.server.personalize(3, uploads)
-    np.testing.assert_allclose(fed.server.global_model.params, np.array([4, 4, 3, 0, 0, 0, 0, 0]) / 11, rtol=1e-6)
-
-
 @pytest.mark.parametrize("rule", ["decay", "fedbuff"])
 def test_the_servers_optimizer_moves_by_the_mean_with_late_uploads(tmp_path: Path, rule: str) -> None:
     """Momentum 1/2 of an old m = w, plus the way to the mean: (4 x0 + 4 x1 + 3 x2) / 11, or that of shortened moves."""
@@ -166,13 +158,6 @@ def test_a_slow_client_does_not_hold_rounds_up(run: Run, tmp_path: Path) -> None
     assert causes and all("5 rounds late, 2 allowed" in cause or "4 rounds late" in cause for cause in causes), causes
 
 
-def test_simulated_time_alone_changes_no_bits(run: Run, tmp_path: Path) -> None:
-    plain, timed = run(run_name="plain"), run(run_name="timed", speeds="lognormal:1")
-    assert digest(plain) == digest(timed)
-    assert all(record["virtual-seconds"] > 0 for record in rounds(timed))
-    assert not any({"virtual-seconds", "working"} & set(record) for record in rounds(plain))
-
-
 @pytest.mark.parametrize("method", of_each_kind())
 def test_rounds_that_wait_for_everyone_change_no_bits(run: Run, method: str) -> None:
     """Quorum 1 and no deadline, and rounds that may close early but need all three clients, in simulated time."""
@@ -199,13 +184,6 @@ def test_a_late_upload_is_used_by_a_later_round(run: Run, tmp_path: Path) -> Non
         0,
     ]
     assert "simulated time" in told[1].sentence and "working" not in told[1].sentence
-
-
-def test_clients_fail_and_are_away(run: Run) -> None:
-    keys = {"speeds": "lognormal:1", "drop_rate": 0.3, "num_clients": 6, "min_results": 0.3, "round_retries": 9}
-    folder, again = (run(run_name=name, **keys) for name in ("first", "again"))
-    causes = [failure["cause"] for record in rounds(folder) for failure in record["failures"]]
-    assert mentions(causes, "failed while", "worked (drop-rate)") and digest(folder) == digest(again)
 
 
 @pytest.mark.parametrize(

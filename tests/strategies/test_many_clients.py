@@ -91,17 +91,6 @@ def test_tiny_factors_leave_the_other_terms_bits(case: tuple[np.ndarray, np.ndar
     np.testing.assert_array_equal(aggregate.mix(W, weights), aggregate.mix(W, without))
 
 
-@pytest.mark.parametrize("n", [2, 5, 300])
-def test_attention_between_far_clients_takes_the_time_of_any(n: int) -> None:
-    rng = np.random.default_rng(0)
-    # distances whose weights e^-x lie around float32's smallest numbers
-    W = rng.standard_normal((n, 50), dtype=np.float32)
-    weights = fedamp.attention(W, sigma=1.0, alpha=1.0, convex=False)
-    own = aggregate.factors(weights)
-    assert ((own == 0) | (np.abs(own) >= np.finfo(np.float32).tiny)).all()
-    np.testing.assert_allclose(aggregate.mix(W, weights), weights @ W.astype(np.float64), rtol=1e-4, atol=1e-5)
-
-
 # distances
 
 

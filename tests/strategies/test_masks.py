@@ -35,22 +35,6 @@ def stack_of_masks(n: int, d: int, k: int, seed: int) -> np.ndarray:
 # top_k
 
 
-def test_top_k_by_hand() -> None:
-    # layer 1: n = 5, k = floor(2.5) = 2: the two 5s. Layer 2: n = 3, k = floor(1.5) = 1: a tie, so the first.
-    # layer 3: n = 1, k = floor(0.5) = 0: nothing.
-    scores = f32(5, 1, 5, 3, 4, 2, 2, 2, 9)
-    assert masks.top_k(scores, [5, 3, 1], 0.5).tolist() == bools("10100 100 0").tolist()
-
-
-def test_top_k_ties_go_to_the_lower_index_after_the_clear_winners() -> None:
-    # k = 3: 7 is in, two of the four 4s are missing to three: those at 0 and 2.
-    assert masks.top_k(f32(4, 1, 4, 7, 4, 4), [6], 0.5).tolist() == bools("101100").tolist()
-
-
-def test_top_k_negative_scores() -> None:
-    assert masks.top_k(f32(-3, -1, -2, -4), [4], 0.5).tolist() == bools("0110").tolist()
-
-
 @given(layers, ratios)
 def test_top_k_equals_the_naive_reference_and_has_exact_counts(tensors: list[list[float]], ratio: float) -> None:
     scores, sizes = np.array(sum(tensors, []), np.float32), [len(t) for t in tensors]
@@ -60,16 +44,6 @@ def test_top_k_equals_the_naive_reference_and_has_exact_counts(tensors: list[lis
     counts = np.add.reduceat(mask, np.cumsum([0, *sizes[:-1]]), dtype=int)
     assert counts.tolist() == [int(np.floor(ratio * n)) for n in sizes]
     assert mask.sum() == masks.num_selected(sizes, ratio)
-
-
-def test_top_k_of_a_large_layer() -> None:
-    scores = np.random.default_rng(0).integers(0, 50, 100_000).astype(np.float32)
-    assert (masks.top_k(scores, [60_000, 40_000], 0.37) == naive_top_k(scores, [60_000, 40_000], 0.37)).all()
-
-
-@pytest.mark.parametrize(("ratio", "selected"), [(0.0, 0), (1.0, 6)])
-def test_top_k_limits(ratio: float, selected: int) -> None:
-    assert masks.top_k(f32(1, 1, 2, 0, 0, 0), [2, 4], ratio).sum() == selected == masks.num_selected([2, 4], ratio)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -117,12 +91,6 @@ def test_unpack_of_a_stack() -> None:
 
 
 # overlap
-
-
-def test_overlap_by_hand() -> None:
-    # K = 4. Clients 0 and 1 share parameters 0, 1, 2: 3/4; 0 and 2 none: 0; 1 and 2 share parameter 4: 1/4.
-    bits = np.stack([masks.pack(bools(m)) for m in ("1111 0000", "1110 1000", "0000 1111")])
-    assert masks.overlap(bits, 4).tolist() == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
 
 
 @given(st.integers(1, 6), st.integers(1, 300), st.data())

@@ -184,6 +184,7 @@ def test_a_run_is_refused_before_its_folder(run: Run, tmp_path: Path, monkeypatc
     assert not list(tmp_path.rglob("refused"))
 
 
+@pytest.mark.nightly
 def test_no_preset_is_refused_on_a_machine_of_4_gb() -> None:
     largest: dict[tuple[str, ...], RunConfig] = {}
     for name in presets.all_presets():

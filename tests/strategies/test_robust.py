@@ -49,11 +49,6 @@ def test_comparators_sort_whatever_zeros_and_ones(n: int) -> None:
     assert (np.stack(trimming.ascending(columns.copy())) == np.sort(columns, axis=0)).all()
 
 
-@given(stacks())
-def test_ascending_equals_numpy(W: np.ndarray) -> None:
-    assert (np.stack(trimming.ascending(W.copy())) == np.sort(W, axis=0)).all()
-
-
 # means
 
 
