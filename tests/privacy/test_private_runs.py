@@ -368,9 +368,7 @@ def test_at_sites_it_is_left_out_by_the_reason_that_the_others_send(
 
 def test_the_docs_name_the_methods_that_can() -> None:
     text = " ".join((Path(__file__).parents[2] / "docs" / "privacy.md").read_text().split())
-    listed = text.partition("if its server needs only sums. `corolla methods` names them: ")[2].partition(
-        "; and fedcac as above"
-    )[0]
+    listed = text.partition("can run private if its server needs only sums: ")[2].partition("; and fedcac as above")[0]
     assert listed.split(", ") == [name for name in SUMS if name != "fedcac"]
 
 
