@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.measure import arguments, finish, resource_peak
+from benchmarks.measure import arguments, finish, resource_peak, write_app
 from corolla.experiments.launch import SimulationSuperLink
 from fl_app.processes import LAUNCH, processes_with, script
 
@@ -98,19 +98,7 @@ class Encoder(nn.Module):
 def make(in_channels, num_classes, image_size):
     return Encoder(num_classes)
 """
-PEERS_PROJECT = """
-[project]
-name = "peers"
-version = "1.0.0"
-license = "Apache-2.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "corolla"
-fab-include = ["*.py"]
-[tool.flwr.app.components]
-serverapp = "peers:server"
-clientapp = "peers:client"
-[tool.flwr.app.config]
+PEERS_CONFIG = """
 data = ""
 samples = 20
 classes = 4
@@ -249,9 +237,7 @@ def measured(directory: Path, clients: int, *, pool: bool = False) -> dict[str, 
 def peers(directory: Path, clients: int) -> dict[str, float]:
     """Run the app of Flower with one actor of Ray. Return the peak bytes, processor seconds and seconds of all processes."""
     app = directory / "peers"
-    app.mkdir()
-    (app / "pyproject.toml").write_text(PEERS_PROJECT)
-    (app / "peers.py").write_text(PEERS)
+    write_app(app, "peers", PEERS, PEERS_CONFIG)
     shutil.copy(directory / "frozen.py", app)
     cores = available_cores()
     config = f"data='{directory / 'texts.npz'}' samples={SAMPLES} classes={CLASSES}"

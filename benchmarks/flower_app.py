@@ -18,25 +18,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from benchmarks.measure import write_app
 from corolla.experiments.launch import SimulationSuperLink
 from fl_app.processes import script
 
 UNITS = ("s", "s", "MB")
 STRATEGIES = ("stock", "FedAvg", "FedCAC")
 
-PROJECT = """
-[project]
-name = "overhead"
-version = "1.0.0"
-license = "Apache-2.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "corolla"
-fab-include = ["*.py"]
-[tool.flwr.app.components]
-serverapp = "overhead:server"
-clientapp = "overhead:client"
-[tool.flwr.app.config]
+CONFIG = """
 strategies = "stock"
 rounds = 3
 samples = 100
@@ -119,13 +108,6 @@ def train(message, context):
 """
 
 
-def write_app(directory: Path) -> Path:
-    """Write the app into a directory, and return it."""
-    (directory / "pyproject.toml").write_text(PROJECT)
-    (directory / "overhead.py").write_text(APP)
-    return directory
-
-
 def measured(link: SimulationSuperLink, app: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return by strategy the middle round's seconds, seconds of processors, and rise of the ServerApp's memory in MB."""
     config = f"strategies='{','.join(STRATEGIES)}' rounds={arguments.rounds + 1} samples={arguments.samples}"
@@ -152,7 +134,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, SimulationSuperLink() as link:
-        found = measured(link, write_app(Path(directory)), arguments)
+        write_app(Path(directory), "overhead", APP, CONFIG)
+        found = measured(link, Path(directory), arguments)
     for name, own in found.items():
         wall, cpu, rise = (
             f"{mine:.1f} {unit} ({mine / its:.2f})" for mine, its, unit in zip(own, found["stock"], UNITS, strict=True)

@@ -93,3 +93,26 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="small sizes; fail beyond twice a target (for CI)")
     return parser
+
+
+def write_app(directory: Path, module: str, code: str, config: str) -> None:
+    """Write an app of Flower: one module with `server` and `client`. config: its run config with defaults, lines of TOML."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{module}.py").write_text(code)
+    (directory / "pyproject.toml").write_text(
+        f"""
+[project]
+name = "{module.replace("_", "-")}"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "corolla"
+fab-include = ["*.py"]
+[tool.flwr.app.components]
+serverapp = "{module}:server"
+clientapp = "{module}:client"
+[tool.flwr.app.config]
+{config}
+"""
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measure import write_app
 from corolla.experiments.launch import SimulationSuperLink
 from fl_app.processes import script
 from fl_app.server import checkpoint
@@ -22,21 +23,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedpake": ("FedPake", {"deviations": "scaled"}),
     "fedobp": ("FedOBP", {"quantile": 0.9}),
 }
-PROJECT = """
-[project]
-name = "same-bits"
-version = "1.0.0"
-license = "Apache-2.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "corolla"
-fab-include = ["*.py"]
-[tool.flwr.app.components]
-serverapp = "same_bits:server"
-clientapp = "same_bits:client"
-[tool.flwr.app.config]
-place = ""
-"""
+CONFIG = 'place = ""'
 APP = """
 import json
 import pickle
@@ -132,9 +119,7 @@ def test_four_methods_in_flower_s_simulation(run: Run, raw_config: dict[str, Any
     asked = {"runs": runs, "clients": CLIENTS, "rounds": ROUNDS, "methods": METHODS}
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     app = tmp_path / "app"
-    app.mkdir()
-    (app / "pyproject.toml").write_text(PROJECT)
-    (app / "same_bits.py").write_text(APP)
+    write_app(app, "same_bits", APP, CONFIG)
     with SimulationSuperLink() as link:
         done = subprocess.run(
             [*link.inside, script("flwr"), "run", str(app), link.name, "--stream"]
