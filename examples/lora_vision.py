@@ -71,7 +71,7 @@ def settings(directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train with each method. Print the clients' mean accuracy and what a client sends, and export a client's adapter."""
+    """Train with each method. Print the clients' mean accuracy and what a client sends in a round."""
     from corolla import run
 
     with tempfile.TemporaryDirectory() as name:

@@ -21,14 +21,14 @@ import corolla
 from corolla.experiments.exported import adapter, run_models
 from corolla.experiments.exported.export import FileForm, export, export_each
 from corolla.experiments.runs import RecordedRun
-from fl_app import model_card, plugins
+from fl_app import model_card
 from fl_app.errors import UserError
 from strategies import METHODS
 from strategies.base import handed_on
+from tests import examples
 from tests.conftest import Command, Run
 from tests.facts import rejected
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 IDS = torch.tensor([[2, 9, 14, 0, 0], [5, 6, 7, 8, 1], [0, 0, 0, 0, 0]])
 
 
@@ -42,12 +42,8 @@ def test_peft_is_imported_by_who_uses_it_alone() -> None:
 @pytest.fixture(scope="module")
 def example() -> Any:
     """Return examples/lora_text.py as a module."""
-    pytest.importorskip("peft")
-    plugins.reset(EXAMPLES)
-    try:
-        yield plugins.load("model", "lora_text:build") and sys.modules["lora_text"]
-    finally:
-        plugins.reset()
+    with examples.example("lora_text:build", "peft") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,7 @@ def directory(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     example.write_texts(made / "texts.csv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(example.BASE, str(made / "base"))
-        patch.chdir(EXAMPLES)
+        patch.chdir(examples.EXAMPLES)
         yield made
 
 

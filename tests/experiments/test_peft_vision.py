@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,15 @@ from torch import nn
 import corolla
 from corolla.experiments.exported import adapter, run_models
 from corolla.experiments.exported.export import FileForm, export
-from fl_app import plugins
 from strategies import METHODS
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests import examples
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
     """Return examples/lora_vision.py as a module."""
-    for package in ("peft", "timm"):
-        pytest.importorskip(package)
-    plugins.reset(EXAMPLES)
-    try:
-        yield plugins.load("model", "lora_vision:build") and sys.modules["lora_vision"]
-    finally:
-        plugins.reset()
+    with examples.example("lora_vision:build", "peft", "timm") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +34,7 @@ def runs(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     example.write_base(directory / "base.safetensors")
     settings = {**example.settings(directory), "num_server_rounds": 2, "local_epochs": 1, "in_process": True}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(EXAMPLES)
+        patch.chdir(examples.EXAMPLES)
         for method in example.METHODS:
             corolla.run(method=method, run_name=method, **settings)
     return directory

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_app import plugins
 from fl_app.server.run_folder import read_metrics, read_summary
+from tests import examples
 from tests.conftest import Run
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
 def example() -> Iterator[Any]:
     """Return examples/lora_tokens.py as a module."""
-    pytest.importorskip("peft")
-    plugins.reset(EXAMPLES)
-    try:
-        yield plugins.load("model", "lora_tokens:tagger") and sys.modules["lora_tokens"]
-    finally:
-        plugins.reset()
+    with examples.example("lora_tokens:tagger", "peft") as module:
+        yield module
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedcac"])
@@ -32,7 +25,7 @@ def example() -> Iterator[Any]:
 def test_a_run_learns(
     run: Run, example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: str
 ) -> None:
-    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.chdir(examples.EXAMPLES)
     folder = run(method=method, **example.settings(tmp_path, kind))
     first, *_ = read_metrics(folder.path)
     summary = read_summary(folder.path)
