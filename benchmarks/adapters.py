@@ -2,6 +2,7 @@
 
 python -m benchmarks.adapters            # a frozen network of 66 million parameters, 2, 8 and 16 clients
 python -m benchmarks.adapters --short    # 8 million parameters, 2 and 8 clients
+python -m benchmarks.adapters --large    # 1.1 billion parameters as bfloat16 (`frozen-dtype`), 20 clients of 2 samples
 
 A text encoder of the size of DistilBERT with random weights; a matrix of rank 8 beside each projection of its attention
 trains, and the classifier. Every run is a process of its own, and has one round of FedCAC with 20 samples a client. The
@@ -45,6 +46,7 @@ WORKERS, POOL_BATCH = 2, 2
 POOL_BESIDE = 100e6
 SAMPLED_EVERY = 0.02
 IDS, LAYERS = 30522, 6
+LARGE_WIDTH, LARGE_LAYERS, LARGE_CLIENTS, LARGE_SAMPLES, LARGE_PEAK = 2040, 21, 20, 2, 8e9
 MODEL = """
 import torch
 from torch import nn
@@ -174,12 +176,12 @@ def write_data(directory: Path, samples: int) -> None:
     np.savez(directory / "texts.npz", x_train=train, x_test=test, y_train=labels, y_test=labels)
 
 
-def write_model(directory: Path, width: int) -> None:
+def write_model(directory: Path, width: int, layers: int = LAYERS) -> None:
     """Write frozen.py, the module of the run's model."""
-    (directory / "frozen.py").write_text(MODEL.replace("@SIZES@", f"{width}, {LAYERS}, {IDS}"))
+    (directory / "frozen.py").write_text(MODEL.replace("@SIZES@", f"{width}, {layers}, {IDS}"))
 
 
-def one(directory: Path, clients: int, batch: int, pool: bool) -> None:
+def one(directory: Path, *, clients: int, batch: int, samples: int, pool: bool, dtype: str) -> None:
     """Run in this process, its clients in a pool of two or here too. Print what this process took as JSON."""
     os.chdir(directory)
     sys.path.insert(0, str(directory))
@@ -197,8 +199,9 @@ def one(directory: Path, clients: int, batch: int, pool: bool) -> None:
         train="*lora*,*classifier*",
         dataset=f"npz:{directory / 'texts.npz'}",
         partition="iid",
-        train_samples=SAMPLES,
-        test_samples=SAMPLES,
+        frozen_dtype=dtype,
+        train_samples=samples,
+        test_samples=samples,
         batch_size=batch,
         local_epochs=1,
         num_server_rounds=1,
@@ -217,14 +220,17 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def measured(directory: Path, clients: int, *, pool: bool = False) -> dict[str, float]:
+def measured(
+    directory: Path, clients: int, *, pool: bool = False, samples: int = SAMPLES, dtype: str = "float32"
+) -> dict[str, float]:
     """Run in a new process. Return its peak bytes, its processor seconds and its seconds.
 
-    pool: with workers. The peak is then that of all processes, each page counted once.
+    pool: with workers. The peak is then that of all processes, each page counted once. samples: of a client, for training
+    and for testing. dtype: in which the frozen matrices are stored.
     """
-    batch = POOL_BATCH if pool else SAMPLES
-    command = [sys.executable, "-m", "benchmarks.adapters", "--one", str(directory), str(clients), str(batch)]
-    command += ["pool"] * pool
+    batch = POOL_BATCH if pool else samples
+    asked = {"clients": clients, "batch": batch, "samples": samples, "pool": pool, "dtype": dtype}
+    command = [sys.executable, "-m", "benchmarks.adapters", "--one", str(directory), json.dumps(asked)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak = sampled(process, lambda: family(process))[0] if pool else 0
         printed, _ = process.communicate()
@@ -289,12 +295,30 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
+def large(directory: Path) -> dict[str, Any]:
+    """Run with the large network. Return what it took, and its peak by the 8 GB that it may take."""
+    write_data(directory, LARGE_CLIENTS * LARGE_SAMPLES)
+    write_model(directory, LARGE_WIDTH, LARGE_LAYERS)
+    row = measured(directory, LARGE_CLIENTS, samples=LARGE_SAMPLES, dtype="bfloat16")
+    return {
+        f"{LARGE_CLIENTS} clients": row,
+        "parameters": IDS * LARGE_WIDTH + LARGE_LAYERS * 12 * LARGE_WIDTH**2,
+        "peak by 8 GB": row["peak"] / LARGE_PEAK,
+    }
+
+
 def main() -> None:
     """Measure, print, check."""
     if "--one" in sys.argv:
-        one(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), "pool" in sys.argv)
+        one(Path(sys.argv[2]), **json.loads(sys.argv[3]))
         return
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--large", action="store_true", help="a network of 1.1 billion parameters alone")
+    options = parser.parse_args()
+    if options.large:
+        with tempfile.TemporaryDirectory() as name:
+            finish(large(Path(name)), {"peak by 8 GB": 1.0}, options)
+        return
     width, counts = (192, (2, 8)) if options.short else (768, (2, 8, 16))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

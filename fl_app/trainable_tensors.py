@@ -6,9 +6,7 @@ outside of the layout. They never travel. Every node checks that its constants e
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import threading
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -19,10 +17,8 @@ from fl_app.errors import ConfigurationError, listed
 from fl_app.layout import Layout
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-# the open contexts of mixed precision, of this thread
-_mixed = threading.local()
 # Scalar in every download of a run that has constants.
 HASH = "frozen-sha256"
 
@@ -57,10 +53,12 @@ def trained(module: nn.Module, patterns: str) -> frozenset[str] | None:
 def freeze(module: nn.Module, patterns: str, dtype: str = "float32") -> None:
     """Turn all tensors that no pattern matches into constants. Raises UserError if no parameter is left.
 
-    dtype: of the matrices among them (`frozen-dtype`), "float32" or "bfloat16". Vectors, such as a norm's, stay float32.
-    With "bfloat16" all calls of the module are in mixed precision (autocast).
+    dtype: in which the matrices among them are stored (`frozen-dtype`), "float32" or "bfloat16". Vectors, such as a norm's,
+    stay float32. The module computes with float32 (fl_app/narrow_tensors.py).
     """
     import torch
+
+    from fl_app.narrow_tensors import NarrowTensor, plain
 
     layout = Layout.of(module)
     still = layout.names - matching("train", patterns, [slot.name for slot in (*layout.params, *layout.buffers)])
@@ -71,53 +69,38 @@ def freeze(module: nn.Module, patterns: str, dtype: str = "float32") -> None:
     still |= {
         name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)
     }  # tied to one
-    numbers, stored = {name: id(tensor) for name, tensor in tensors.items()}, dict[int, torch.Tensor]()
+    stored = dict[tuple[object, ...], torch.Tensor]()
     for name in sorted(still):
         # let go of each before the next one is converted
         tensor = tensors.pop(name).detach()
         if dtype != "float32" and tensor.is_floating_point() and tensor.dim() > 1:
-            tensor = stored.setdefault(numbers[name], tensor.to(getattr(torch, dtype)))
+            memory = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if memory not in stored:
+                stored[memory] = tensor.to(getattr(torch, dtype))
+            tensor = stored[memory].as_subclass(NarrowTensor)
         digest.update(name.encode())
         # as bytes without a copy
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(plain(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         path, _, own = name.rpartition(".")
         owner = module.get_submodule(path)
-        if owner._parameters.pop(own, None) is not None:
-            owner.register_buffer(own, tensor)
-        elif tensor.dtype != owner.get_buffer(own).dtype:
-            owner._buffers[own] = tensor
-    if stored:
-        module.register_forward_pre_hook(_begin_mixed)
-        module.register_forward_hook(_end_mixed, always_call=True)
+        was_parameter = owner._parameters.pop(own, None) is not None
+        if was_parameter:
+            owner.register_buffer(own, None)
+        if was_parameter or isinstance(tensor, NarrowTensor):
+            # by its name: recurrent layers have a list of their tensors
+            setattr(owner, own, tensor)
     module.frozen_names = still  # type: ignore[assignment]
     module.frozen_sha256 = digest.hexdigest() if still else ""  # type: ignore[assignment]
 
 
-def _begin_mixed(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    import torch
-
-    context = contextlib.ExitStack()
-    context.enter_context(torch.autocast(inputs[0].device.type, torch.bfloat16))
-    vars(_mixed).setdefault("contexts", []).append(context)
-
-
-def _end_mixed(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    vars(_mixed)["contexts"].pop().close()
-
-
 def widen(module: nn.Module) -> None:
-    """Turn constants that are bfloat16 into float32, for use outside of a run. Their hash stays that of the run."""
-    import torch
+    """Store all constants as float32, for use outside of a run. Their hash stays that of the run."""
+    from fl_app.narrow_tensors import NarrowTensor, plain
 
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number in [number for number, hook in hooks.items() if hook in (_begin_mixed, _end_mixed)]:
-            del hooks[number]
-            module._forward_hooks_always_called.pop(number, None)
-    names: frozenset[str] = getattr(module, "frozen_names", frozenset())
-    for path, owner in module.named_modules():
+    for owner in module.modules():
         for own, buffer in owner._buffers.items():
-            if buffer is not None and buffer.dtype == torch.bfloat16 and f"{path}.{own}".lstrip(".") in names:
-                owner._buffers[own] = buffer.float()
+            if isinstance(buffer, NarrowTensor):
+                setattr(owner, own, plain(buffer).float())
 
 
 def travelling(config: RunConfig, layout: Layout, shared: frozenset[str]) -> frozenset[str]:

@@ -309,7 +309,7 @@ class ExperimentKeys:
     )
     frozen_dtype: Literal["float32", "bfloat16"] = key(
         "float32",
-        "Type of the matrices that do not train (`train`). `bfloat16` takes half the memory, and needs `precision = bfloat16`.",
+        "Type of the matrices that do not train (`train`). `bfloat16` takes half the memory.",
     )
     gradient_checkpointing: bool = key(
         False,

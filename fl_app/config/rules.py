@@ -207,8 +207,6 @@ def check_together(values: Mapping[str, Any], problems: list[UserError]) -> None
         refuse("precision", "each record's gradient is clipped, and float16 scales them; take bfloat16", "float16")
     if values["frozen-dtype"] == "bfloat16" and not values["train"]:
         refuse("frozen-dtype", "needs train, the patterns of what trains", "bfloat16")
-    if values["frozen-dtype"] == "bfloat16" and values["precision"] != "bfloat16":
-        refuse("frozen-dtype", f"needs precision = bfloat16, not {values['precision']}", "bfloat16")
     if values["gradient-checkpointing"] and values["dp-epsilon"]:
         rule = "dp-epsilon takes each record's gradient once, and layers would run twice; leave it false"
         refuse("gradient-checkpointing", rule, True)

@@ -87,6 +87,7 @@ class _Place(NamedTuple):
     """A frozen tensor's place in a memory file."""
 
     start: int
+    kind: type[Tensor]
     dtype: torch.dtype
     shape: torch.Size
 
@@ -109,16 +110,19 @@ def sharing() -> Iterator[SharedNetwork | None]:
 def _into_file(module: nn.Module) -> SharedNetwork | None:
     import torch
 
+    from fl_app.narrow_tensors import NarrowTensor, plain
+
     names: frozenset[str] = getattr(module, "frozen_names", frozenset())
     places, regions, end = dict[int, _Place](), dict[tuple[Any, ...], int](), 0
     for name, tensor in module.named_buffers(remove_duplicate=False):
         if name in names and tensor.is_contiguous():
             # tied tensors have one memory
-            region = tensor.data_ptr(), tensor.dtype, tensor.shape
+            kind, dtype = NarrowTensor if isinstance(tensor, NarrowTensor) else torch.Tensor, plain(tensor).dtype
+            region = tensor.data_ptr(), dtype, tensor.shape
             if region not in regions:
                 regions[region] = end
                 end += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
-            places[id(tensor)] = _Place(regions[region], tensor.dtype, tensor.shape)
+            places[id(tensor)] = _Place(regions[region], kind, dtype, tensor.shape)
         del tensor
     pickled = _pickled(module, places) if places else b""
     if not pickled:
@@ -130,9 +134,9 @@ def _into_file(module: nn.Module) -> SharedNetwork | None:
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and (place := places.pop(id(buffer), None)):
-                    _write(one.file, place.start, buffer.detach().reshape(-1).view(torch.uint8).numpy().data)
+                    _write(one.file, place.start, plain(buffer).detach().reshape(-1).view(torch.uint8).numpy().data)
                     # its own memory is free before the next one is written
-                    owner._buffers[name] = _tensor(memory, place)
+                    setattr(owner, name, _tensor(memory, place))
     except BaseException:
         os.close(one.file)
         raise
@@ -203,5 +207,6 @@ def _tensor(memory: mmap.mmap, place: _Place) -> Tensor:
     import torch
 
     if not (count := place.shape.numel()):
-        return torch.empty(place.shape, dtype=place.dtype)
-    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.start).view(place.shape)
+        return torch.empty(place.shape, dtype=place.dtype).as_subclass(place.kind)
+    flat = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.start)
+    return flat.view(place.shape).as_subclass(place.kind)

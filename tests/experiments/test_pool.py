@@ -412,9 +412,10 @@ def tied(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
     return Tied()
 
 
-def test_what_is_received_is_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_received_is_what_was_left(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(handed_on, "_RECEIVED", [])
-    settings = config(method="fedavg", model="tests.experiments.test_pool:tied", train="head.*")
+    settings = config(method="fedavg", model="tests.experiments.test_pool:tied", train="head.*", frozen_dtype=dtype)
     shape: dict[str, Any] = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 
     def network() -> nn.Module:
@@ -433,6 +434,7 @@ def test_what_is_received_is_what_was_left(monkeypatch: pytest.MonkeyPatch) -> N
         state = module.state_dict()
         assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
         assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr()
+        assert state["a.weight"].nbytes == state["a.weight"].numel() * (4 if dtype == "float32" else 2)
         assert (module.frozen_names, module.frozen_sha256) == (first.frozen_names, first.frozen_sha256)
     with torch.no_grad():
         received.get_buffer("a.bias").add_(1)

@@ -75,7 +75,7 @@ OTHER_WORDS: dict[str, Scalar] = {
 # keys that a key is refused without
 NEEDED: dict[str, dict[str, Scalar]] = {
     "initial-weights-partial": {"initial-weights": "/w.safetensors"},
-    "frozen-dtype": {"train": "classifier.*", "precision": "bfloat16"},
+    "frozen-dtype": {"train": "classifier.*"},
     "keep-best": {"validation-ratio": 0.2, "evaluate-every": 2},
     "staleness": {"quorum": 0.8},
     "availability": {"speeds": "lognormal:1"},
