@@ -25,7 +25,7 @@ from fl_app.tasks import named
 from fl_app.tasks.task import Inputs
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Command, Run
+from tests.conftest import Command, Run, of_each_kind
 from tests.disks import full_disk
 from tests.facts import mentions, rejected
 from tests.fl_app.test_tasks import OWN
@@ -56,9 +56,9 @@ def answers(file: Path, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return predict.ask(loading.open_file(file, known, METHODS), samples, known)
 
 
-SMALL = [("mlp", "regression"), ("cnn", "classification"), (BATCHNORM["model"], "classification")]
 NIGHTLY = [
-    ("mlp", "classification"),
+    *(("mlp", task) for task in ("classification", "regression")),
+    ("cnn", "classification"),
     ("cnn", "regression"),
     ("resnet8", "regression"),
     *((model, "classification") for model, known in MODELS.items() if known.blocks),
@@ -67,7 +67,10 @@ NIGHTLY = [
 
 @pytest.mark.parametrize(
     ("model", "task"),
-    [*SMALL, *(pytest.param(*case, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for case in NIGHTLY)],
+    [
+        (BATCHNORM["model"], "classification"),
+        *(pytest.param(*case, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for case in NIGHTLY),
+    ],
 )
 def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) -> None:
     pytest.importorskip("onnxruntime")
@@ -105,7 +108,7 @@ def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) 
             assert (mine(inputs(torch.from_numpy(samples))) - torch.from_numpy(outputs_of[0])).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", of_each_kind())
 def test_every_methods_model_answers_as_the_run_measured(run: Run, tmp_path: Path, method: str) -> None:
     more = {"num_server_rounds": 2, "fedconcat": {"encoder_rounds": 1}} if method == "fedconcat" else {}
     folder = run(method=method, collect_personal_models=True, **{**TINY, **more})
@@ -130,7 +133,8 @@ def test_predictions_are_measured_by_the_runs_headline(run: Run, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "method", ["fedem", "pfedgate", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("floco", "pfedfda"))]
+    "method",
+    ["pfedgate", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fedem", "floco", "pfedfda"))],
 )
 def test_onnx_of_methods_that_wrap_the_network(run: Run, tmp_path: Path, method: str) -> None:
     pytest.importorskip("onnxruntime")

@@ -41,6 +41,7 @@ def rows(text: str) -> dict[str, list[float]]:
     return {line.split()[0]: [float(n) for n in re.findall(r"-?\d+\.\d+", line)] for line in text.splitlines()}
 
 
+@pytest.mark.nightly
 @of("label_skew", "label-skew.svg")
 def test_label_skew(output: str) -> None:
     found = rows(output)
