@@ -8,7 +8,6 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,15 +24,16 @@ from fl_app.server import run_folder
 from fl_app.server.run_folder import CONFIG, read_config, read_file, read_metrics
 from fl_app.toml import flatten, parse_toml, to_toml
 from strategies import METHOD_PARAMS
-from tests.conftest import Command, Run
+from tests.conftest import Command, Made, Run
 from tests.facts import mentions, rejected
 
 
 @pytest.fixture
-def runs(run: Any, tmp_path: Path) -> Path:
+def runs(made_once: Made, tmp_path: Path) -> Path:
     """Write three finished runs' folders: FedOBP with two seeds, FedAvg."""
     for name, keys in (("a", {}), ("b", {"seed": 1}), ("c", {"method": "fedavg"})):
-        run(run_name=name, **{"method": "fedobp", "evaluate_every": 1, "finetune_epochs": 1, **keys})
+        own = {"run_name": name, "method": "fedobp", "evaluate_every": 1, "finetune_epochs": 1, **keys}
+        made_once(tmp_path / "runs" / name, **own)
     return tmp_path / "runs"
 
 

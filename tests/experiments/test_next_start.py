@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fl_app.errors import ConfigurationError, UserError
 from fl_app.model_names import ModelNames
 from fl_app.server.run_folder import RunFolder, read_about, read_config, read_metrics
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Run
+from tests.conftest import Made, Run
 from tests.experiments.months import SETTING, WINE, cancer, diabetes, wine
 from tests.facts import rejected
 
@@ -49,18 +50,29 @@ def figure_of(file: Path, folder: RunFolder) -> float:
     return float(np.mean([own.mean() for own in groups]))
 
 
-@pytest.fixture
-def month(run: Run, tmp_path: Path) -> Path:
-    """Last month's model."""
-    table = wine(tmp_path / "june.csv", words=True)
-    folder = run(
+@pytest.fixture(scope="module")
+def june(tmp_path_factory: pytest.TempPathFactory, made_once: Made) -> Path:
+    """Last month's table, and its model beside it."""
+    place = tmp_path_factory.mktemp("june")
+    table = wine(place / "june.csv", words=True)
+    folder = made_once(
+        place / "run",
         dataset=f"table:{table}",
         classes=",".join(WINE),
         categorical="strength=light|strong",
         **SETTING,
         num_server_rounds=8,
     )
-    return exported(folder, tmp_path / "june.pt")
+    exported(folder, place / "june.pt")
+    return place
+
+
+@pytest.fixture
+def month(june: Path, tmp_path: Path) -> Path:
+    """Last month's model, and its table beside it."""
+    for file in june.glob("june.*"):
+        shutil.copy(file, tmp_path)
+    return tmp_path / "june.pt"
 
 
 def july(run: Run, tmp_path: Path, file: Path, **changes: Any) -> RunFolder:
