@@ -1,9 +1,9 @@
 """Every method, built in or from outside (tests/plugins), through the same rounds: plain and BatchNorm model, full and
 partial participation, in one process. Each day every method has the BatchNorm model and half of the clients.
 
-Per case: a rerun with three clients at once gives equal bits. The wire carries exactly the documented bytes. A run killed after a
-checkpoint and resumed (client state reloaded from disk at the generation the server names) ends with the same bits. tests/e2e runs
-every method through Flower's simulation and compares the digests.
+Per case: the wire carries exactly the documented bytes. A run killed after a checkpoint and resumed with two clients at once
+(client state reloaded from disk at the generation the server names) ends with the same bits. tests/e2e runs every method through
+Flower's simulation and compares the digests.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fl_app.server import checkpoint
 from fl_app.server.events import Round, decode, encode
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
-from fl_app.transport.inprocess import Answer, InProcessGrid, first
+from fl_app.transport.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import Method
 from strategies.baselines.heterofl import part_of
-from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
+from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS, of_each_kind
 
 CLIENTS = 4
 SHAPE: dict[str, Any] = {"in_channels": 1, "num_classes": 10, "image_size": 8}
@@ -45,7 +45,7 @@ and learns whom to send."""
 MODELS = {"plain": "mlp", "batchnorm": "tests.small_models:batchnorm", "residual": "resnet8", "convolutional": "cnn"}
 
 
-def start(directory: Path, name: str, answer: Answer = first, **config: Scalar) -> tuple[RunFolder, RunConfig]:
+def start(directory: Path, name: str, **config: Scalar) -> tuple[RunFolder, RunConfig]:
     raw: dict[str, Scalar] = {
         "num-server-rounds": 2,
         "num-clients": CLIENTS,
@@ -64,7 +64,7 @@ def start(directory: Path, name: str, answer: Answer = first, **config: Scalar) 
         **IN_TWO_ROUNDS.get(str(config["method"]), {}),
     }
     parsed = parse(raw, METHOD_PARAMS)
-    return run(InProcessGrid(app, raw, CLIENTS, answer=answer), parsed, lambda *_: None), parsed
+    return run(InProcessGrid(app, raw, CLIENTS), parsed, lambda *_: None), parsed
 
 
 def documented_bytes(method: str, layout: Layout, round: int, participants: int) -> tuple[int, int]:
@@ -170,7 +170,6 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         return
     others = watch_tested(METHODS[method].local_update, monkeypatch)
     undeclared: list[str] = []
-    said: list[str] = []
     monkeypatch.setattr(Reports, "warn_of_undeclared", lambda self, names: undeclared.extend(names))
     folder, parsed = start(tmp_path, "one", **config)
     assert any(others) == bool(METHODS[method].tested_in(parsed)), "Method.tested"
@@ -203,21 +202,20 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         assert rounds[-1]["download-bytes"] == priced.participants * priced.download
     assert summary["scale"] == "full"
 
-    # three clients take turns, each in a lane whose network the one before left there
-    lanes = Lanes(3, said.append)
-    again, _ = start(tmp_path, "two", lanes.answer, **config)
-    lanes.close()
-    assert read_summary(again.path)["digest"] == summary["digest"]
-
     # as if the server had died after the first round's checkpoint, with the clients ahead of it
     (folder.path / "summary.json").unlink()
     for file in (folder.path / checkpoint.DIRECTORY).glob("round-000002.*"):
         file.unlink()
     shutil.rmtree(folder.path / "models", ignore_errors=True)
     raw = {**parsed.resolved, "resume": str(folder.path)}
+    # now clients take turns, each in a lane whose network the one before left there
+    lanes = Lanes(2)
     resumed = run(
-        InProcessGrid(app, raw, CLIENTS), dataclasses.replace(parsed, resume=str(folder.path)), lambda *_: None
+        InProcessGrid(app, raw, CLIENTS, answer=lanes.answer),
+        dataclasses.replace(parsed, resume=str(folder.path)),
+        lambda *_: None,
     )
+    lanes.close()
     assert read_summary(resumed.path)["digest"] == summary["digest"]
     for before, after in zip(rounds, read_metrics(resumed.path), strict=True):
         assert json.dumps(strip(before)) == json.dumps(strip(after))
@@ -264,7 +262,10 @@ def watch_tested(local_update: Any, monkeypatch: pytest.MonkeyPatch) -> list[boo
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
+FOR_CLASSES = {name for name, method in METHODS.items() if method.needs_classes} | {"pfedgate"}
+
+
+@pytest.mark.parametrize("method", [*sorted(FOR_CLASSES), *of_each_kind(*FOR_CLASSES)])
 def test_regression(tmp_path: Path, method: str) -> None:
     """Every method learns numbers from rows, or says by name that it is about classes."""
     draw = np.random.default_rng(0)
@@ -282,7 +283,7 @@ def test_regression(tmp_path: Path, method: str) -> None:
         "data_dir": str(tmp_path / "data"),
     }
     why = {"pfedgate": "its gate looks at images"}.get(method, "it is for classes, and task regression has none")
-    if METHODS[method].needs_classes or method == "pfedgate":
+    if method in FOR_CLASSES:
         with pytest.raises(UserError, match=f"method {method}: {why}"):
             start(tmp_path, "one", **config)
         return

@@ -21,9 +21,7 @@ COUNTS = ("counts", "class-counts")
 
 def losses(run: Run, method: str, name: str) -> list[float]:
     setting: dict[str, Any] = {"evaluate_every": 0, "partition": "iid", "train_samples": 10, "max_size_weight": 1.0}
-    folder = run(
-        method=method, model="mlp", run_name=name, num_server_rounds=3, **setting, **IN_TWO_ROUNDS.get(method, {})
-    )
+    folder = run(method=method, model="mlp", run_name=name, **setting, **IN_TWO_ROUNDS.get(method, {}))
     return [
         value
         for record in read_metrics(folder.path)
