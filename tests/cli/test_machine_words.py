@@ -13,6 +13,7 @@ from corolla.experiments.latex import escaped, tabular
 from strategies import METHOD_PARAMS
 from tests.conftest import Command, Made
 from tests.facts import mentions
+from tests.report.conftest import undrawn as undrawn
 
 RUN = ["run", "--in-process", "--clients", "2"]
 SETS = ["num-server-rounds=1", "local-epochs=1", "train-samples=20"]
@@ -73,6 +74,7 @@ def test_a_summary_is_shown_by_name(two: Command) -> None:
     assert code == 0 and re.search(r"^final-accuracy +0\.\d+$", out, re.MULTILINE)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_tables_for_papers(two: Command, tmp_path: Path) -> None:
     code, out, _ = two("compare", "a", "b", "--latex")
     assert code == 0 and out.count(r"\begin{tabular}") == out.count(r"\bottomrule") == 3

@@ -22,6 +22,7 @@ from fl_app.transport.wire import WireError
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import PLUGINS, SMALL, Run
 from tests.facts import mentions, rejected
+from tests.report.conftest import undrawn as undrawn
 from tests.server.test_record import upload
 from tests.tracking.test_tensorboard import read_events
 
@@ -48,6 +49,7 @@ def plug_in(tmp_path: Path) -> Iterator[Path]:
     plugins.reset()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_declared_client_metric_is_in_record_csv_report_and_tracker(run: Run, plug_in: Path, tmp_path: Path) -> None:
     (plug_in / "drifting.py").write_text(DECLARED)
     folder = run(method="drifting:METHOD", track="tensorboard")

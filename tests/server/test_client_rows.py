@@ -17,6 +17,7 @@ from fl_app.server import client_rows
 from fl_app.server.client_rows import DIRECTORY, EVALUATION, TRAINING, RowFiles, RowWriter
 from fl_app.server.run_folder import METRICS, RunFolder, read_metrics
 from tests.conftest import Run
+from tests.report.conftest import undrawn as undrawn
 
 SIZES = {1: 5, 2: 7, 3: 1, 4: 30, 5: 3}
 
@@ -145,6 +146,7 @@ def test_a_run_is_read_alike_in_both_forms(run: Run, monkeypatch: pytest.MonkeyP
     pandas.testing.assert_frame_equal(ours[sorted(ours)], theirs[sorted(theirs)], check_dtype=False)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_with_rows_apart_is_compared_exported_and_collected(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
 from tests.report.builders import write
+from tests.report.conftest import undrawn as undrawn
 
 # a global model, a head of the clients' own, none of both, several
 QUICK = (
@@ -59,6 +60,7 @@ def test_a_run_with_unseen_clients(run: Run, method: str) -> None:
     assert marked == [(i, i == unseen) for i in range(4)]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_has_one_column_of_them(run: Run, tmp_path: Path) -> None:
     runs = [run(num_clients=4, holdout_clients=held, run_name=f"{held}").path for held in (0.25, 0.0)]
     page, _ = write(tmp_path / "out", *runs)

@@ -28,6 +28,7 @@ from tests.api.test_live import display, drawn
 from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.facts import mentions, rejected
 from tests.report.builders import write
+from tests.report.conftest import undrawn as undrawn
 from tests.tracking.test_tensorboard import read_events
 
 METHODS = ("fedavg", "local", "fedcac")
@@ -462,7 +463,7 @@ def test_multi_label(run: Run, tmp_path: Path) -> None:
     assert set(records[-1]["clients"]) == {"0", "1", "2"} and "accuracy" not in records[-1]["evaluation"]
 
 
-@pytest.mark.parametrize("model", ["cnn", "resnet8"])
+@pytest.mark.parametrize("model", ["cnn", pytest.param("resnet8", marks=pytest.mark.nightly)])
 def test_images_that_are_not_square(run: Run, tmp_path: Path, model: str) -> None:
     y = np.arange(96) % 2
     x = np.random.default_rng(0).integers(0, 100, (96, 6, 4), np.uint8)
@@ -477,6 +478,7 @@ def test_images_that_are_not_square(run: Run, tmp_path: Path, model: str) -> Non
     assert last["loss"] < 0.3
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_regression_is_told_by_its_headline(run: Run, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(80, 3)).astype(np.float32)
     (panel, _), (plain, console) = display(), display(terminal=False)
