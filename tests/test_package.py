@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -151,10 +152,9 @@ def check_named(way: str, foreign: Path, name: str, python: str, environment: Ma
     assert mentions(done.stderr, f"{foreign} is imported", f"Corolla's package {name}", "rename it")
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ELSEWHERE)
-def test_foreign_modules_are_ignored(tmp_path: Path, way: str, kind: str) -> None:
-    for name in FOREIGN:
+def test_foreign_modules_are_ignored(tmp_path: Path, way: str) -> None:
+    for name, kind in itertools.product(FOREIGN, KINDS):
         put_foreign(tmp_path, name, kind)
     check_ignored(way, tmp_path, sys.executable, os.environ)
 
@@ -166,9 +166,10 @@ def test_foreign_folders_are_ignored_even_where_python_looks_first(tmp_path: Pat
     check_ignored(way, tmp_path, sys.executable, os.environ)
 
 
-@pytest.mark.parametrize("kind", ["file", "package"])
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("way", HERE_FIRST)
+@pytest.mark.parametrize(
+    ("name", "way", "kind"),
+    [(name, HERE_FIRST[number % 2], kind) for number, name in enumerate(FOREIGN) for kind in ("file", "package")],
+)
 def test_a_foreign_module_where_python_looks_first_is_named(tmp_path: Path, way: str, name: str, kind: str) -> None:
     check_named(way, put_foreign(tmp_path, name, kind), name, sys.executable, os.environ)
 

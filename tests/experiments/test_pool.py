@@ -72,9 +72,8 @@ def pool_of(raw: dict[str, Scalar], count: int = 2, **more: Any) -> Iterator[Poo
         yield pool
 
 
-def pooled(raw: dict[str, Scalar], count: int = 2) -> RunFolder:
-    with pool_of(raw, count) as pool:
-        return server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
+def run_in(pool: Pool, raw: dict[str, Scalar]) -> RunFolder:
+    return server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
 
 
 CASES: dict[str, dict[str, Scalar]] = {
@@ -84,12 +83,15 @@ CASES: dict[str, dict[str, Scalar]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["state", "private", pytest.param("own", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "case", ["state", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("private", "own"))]
+)
 def test_a_pool_has_the_bits_of_one_process(case: str, tmp_path: Path) -> None:
     plugins.reset(PLUGINS)
     raw = raw_config(tmp_path, "one", **CASES[case])
     one = server_app.run(InProcessGrid(app, raw, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
-    two = pooled(raw_config(tmp_path, "two", **CASES[case]))
+    with pool_of(again := raw_config(tmp_path, "two", **CASES[case])) as pool:
+        two = run_in(pool, again)
     plugins.reset()
     assert read_summary(one.path)["digest"] == read_summary(two.path)["digest"] is not None
     losses = [[r["loss"] for r in read_metrics(folder.path)] for folder in (one, two)]
@@ -112,21 +114,18 @@ def test_a_killed_worker_fails_its_own_message_and_is_replaced(
     said: list[str] = []
     raw = raw_config(tmp_path, "run", method=own, min_results=0.5)
     with pool_of(raw, say=said.append) as pool:
-        folder = server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
-    assert said.count("a library says so") == 2 * CLIENTS
+        folder = run_in(pool, raw)
+        assert said.count("a library says so") == 2 * CLIENTS
+        # a breakpoint in a worker ends the run
+        (tmp_path / "stop").touch()
+        with rejected(UserError, "", "breakpoint()", "at own_killed.py:16", "--in-process"):
+            run_in(pool, {**raw, "run-name": "stopped"})
     first, second = list(read_metrics(folder.path))
     assert set(first["clients"]) == {"0", "2", "3"} and set(second["clients"]) == {"0", "1", "2", "3"}
     log = (folder.path / "log.txt").read_text()
     assert mentions(log, "client 1 dropped", "error 8", "process was killed", "(SIGKILL)")
     # of the clients' own output each line, once
     assert [log.count(f"client {k}: at 1") for k in range(CLIENTS)] == [1, 0, 1, 1]
-
-
-def test_a_breakpoint_in_a_worker_ends_the_run(own: str, tmp_path: Path) -> None:
-    for name in ("stop", "killed-1"):
-        (tmp_path / name).touch()
-    with rejected(UserError, "", "breakpoint()", "at own_killed.py:16", "--in-process"):
-        pooled(raw_config(tmp_path, "run", method=own))
 
 
 def children(pid: int) -> list[psutil.Process]:
@@ -138,6 +137,8 @@ def gone(processes: list[psutil.Process]) -> Any:
     return wait_for(lambda: all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes), 20)
 
 
+# by day `test_the_end_of_a_worker_is_nothing_to_a_later_warm_process`
+@pytest.mark.nightly
 def test_another_warm_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> None:
     raw = raw_config(tmp_path, "run", num_server_rounds=3)
     killed: list[psutil.Process] = []
@@ -349,11 +350,10 @@ def pool_with(raw: dict[str, Scalar], share: bool = True) -> Iterator[Pool]:
         yield opened.enter_context(Pool(2, worker.COMMAND, setup.to_json(), files=files))
 
 
-def run_in(pool: Pool, raw: dict[str, Scalar]) -> RunFolder:
-    return server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
-
-
-@pytest.mark.parametrize(("model", "builders"), [("build", 1), ("unpicklable", 3), ("not_restorable", 1)])
+@pytest.mark.parametrize(
+    ("model", "builders"),
+    [("build", 1), ("unpicklable", 3), pytest.param("not_restorable", 1, marks=pytest.mark.nightly)],
+)
 def test_a_pool_has_the_bits_of_one_process_and_builds_a_network_once(
     own_network: None, tmp_path: Path, model: str, builders: int
 ) -> None:

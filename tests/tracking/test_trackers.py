@@ -235,6 +235,7 @@ def test_a_full_disk(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             run(track="mlflow")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("unchecked")
 def test_a_tracker_that_raises(run: Run, warnings: list[str], raw_config: dict[str, Any], tmp_path: Path) -> None:
     """The other tracker is not bothered."""
@@ -290,7 +291,7 @@ def test_a_missing_package_is_said_before_the_run_starts(
         ("wandb", {}),
         pytest.param("wandb", {"WANDB_API_KEY": "short"}, marks=pytest.mark.nightly),
         pytest.param("wandb", {"WANDB_MODE": "nonsense"}, marks=pytest.mark.nightly),
-        ("mlflow", {"MLFLOW_TRACKING_URI": "nonsense://host"}),
+        pytest.param("mlflow", {"MLFLOW_TRACKING_URI": "nonsense://host"}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_tracker_that_cannot_work_is_refused_before_the_run_starts(
