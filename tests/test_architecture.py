@@ -234,18 +234,11 @@ def test_kernels_do_not_import_flower_or_torch() -> None:
         assert not inner, f"{path} imports {sorted(inner)}"
 
 
-def loaded_by(code: str) -> set[str]:
-    """The modules that a process of its own has loaded after some code."""
-    command = [sys.executable, "-c", f"{code}\nimport sys; print(' '.join(sys.modules))"]
-    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-
-
-def test_the_client_process_does_not_import_what_it_does_not_use() -> None:
-    loaded = loaded_by("import client_app.client_app")
-    unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "altair", "torch", "psutil"}
-    unwanted |= {"pandas", "IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard"}
-    unwanted |= {"peft", "transformers", "accelerate", "timm", "tokenizers"}
-    assert not unwanted & loaded, f"a client process imports {sorted(unwanted & loaded)}"
+def loaded_by(*codes: str) -> list[set[str]]:
+    """Return the modules that a process of its own has loaded after each code, one after the other."""
+    code = "\n".join(["import sys", *(f"{code}\nprint(*sys.modules)" for code in codes)])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 PLUGIN = """
@@ -253,19 +246,34 @@ from dataclasses import dataclass
 from corolla.method import FedAvg, LocalUpdate, Method, NoParams, all_tensors
 from corolla.task import Metric, Task
 """
+OF_ADAPTERS = {"peft", "transformers", "accelerate"}
+UNWANTED = {
+    "import fl_app.sources": {"numpy", "torch", "pandas", "datasets", "PIL", "flwr", "fl_app.data"},
+    "import fl_app.tasks": {"torch", "torchmetrics"},
+    "import client_app.client_app": {
+        *("torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "altair", "torch", "psutil", "pandas"),
+        *("IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard", "timm", "tokenizers", *OF_ADAPTERS),
+    },
+    PLUGIN: {"torch"},
+    "import corolla.cli, client_app.client, corolla.experiments.exported.adapter": OF_ADAPTERS,
+}
+"""What is imported, from the lightest on, and the packages that it must not import."""
 
 
-def test_a_plugin_loads_no_more_of_corolla_than_its_methods_are_made_of() -> None:
-    plain, own = (loaded_by(f"import client_app.client_app\n{plugin}") for plugin in ("", PLUGIN))
-    more = {module for module in own - plain if not module.startswith(("strategies.", "fl_app."))}
+def test_a_process_imports_no_package_that_it_does_not_use() -> None:
+    found = dict(zip(UNWANTED, loaded_by(*UNWANTED), strict=True))
+    for code, loaded in found.items():
+        assert not UNWANTED[code] & loaded, f"`{code}` imports {sorted(UNWANTED[code] & loaded)}"
+    own = found[PLUGIN] - found["import client_app.client_app"]
+    more = {module for module in own if not module.startswith(("strategies.", "fl_app."))}
     assert more == {"corolla", "corolla.method", "corolla.task"}
 
 
 def test_importing_corolla_loads_nothing_else() -> None:
-    loaded = loaded_by("import corolla")
+    loaded, used = loaded_by("import corolla", "from corolla import run")
     ours = {module for module in loaded if module.partition(".")[0] in PACKAGES}
     assert ours == {"corolla"} and not {"numpy", "flwr", "torch"} & loaded
-    assert "corolla.api" in loaded_by("from corolla import run")
+    assert "corolla.api" in used
 
 
 def test_what_corolla_names_is_there() -> None:

@@ -32,7 +32,8 @@ def runs(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a run of each of the example's methods, by name."""
     directory = tmp_path_factory.mktemp("vision")
     example.write_base(directory / "base.safetensors")
-    settings = {**example.settings(directory), "num_server_rounds": 2, "local_epochs": 1, "in_process": True}
+    small = {"num_server_rounds": 1, "local_epochs": 1, "train_samples": 40, "test_samples": 20, "in_process": True}
+    settings = {**example.settings(directory), **small}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(examples.EXAMPLES)
         for method in example.METHODS:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -232,14 +230,6 @@ def test_what_is_measured() -> None:
         names(task="multi-label", metrics="rmse")
     with rejected(ConfigurationError, "task", "must be one", "got 'regresion'", "did you mean"):
         names(task="regresion")
-
-
-def test_tasks_import_nothing_heavy() -> None:
-    code = "import sys, fl_app.tasks; print(' '.join(sys.modules))"
-    loaded = set(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    )
-    assert not {"torch", "torchmetrics"} & loaded
 
 
 def test_the_page_names_the_methods_that_need_classes() -> None:
