@@ -116,11 +116,6 @@ def test_another_takes_the_place_of_a_killed_one() -> None:
     ("variable", "same"),
     [
         ("CUDA_VISIBLE_DEVICES", False),
-        ("OMP_NUM_THREADS", False),
-        ("FLWR_HOME", False),
-        ("INVOCATION_ID", False),
-        ("NPY_DISABLE_CPU_FEATURES", False),
-        ("SSH_CONNECTION", True),
         ("COROLLA_SITE_DIR", True),
     ],
 )
@@ -131,6 +126,13 @@ def test_nodes_share_if_their_processes_start_alike(variable: str, same: bool, m
     assert (forked(first)[1].pid == forked(second)[1].pid) is same
     for link in (first, second):
         link.close()
+
+
+def test_what_a_process_reads_at_its_start_names_it() -> None:
+    read = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "FLWR_HOME", "INVOCATION_ID", "NPY_DISABLE_CPU_FEATURES")
+    assert len({superexec.name_of({name: "7"}) for name in read}) == len(read)
+    for name in ("SSH_CONNECTION", "COROLLA_SITE_DIR"):
+        assert superexec.name_of({name: "7"}) == superexec.name_of({})
 
 
 def test_other_cores_and_other_software_have_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from fl_app.errors import DeploymentError, UserError
 from fl_app.keys import specs
 from fl_app.paths import path_keys
 from fl_app.site_directory import site_directory
+from tests.conftest import Command
 from tests.facts import rejected
 from tests.fl_app.test_models import small
 from tests.fl_app.test_weight_files import INDEX, SHARDS, in_shards
@@ -119,16 +119,12 @@ def test_rules_that_cannot_be_seen_are_not_no_rules(tmp_path: Path, monkeypatch:
             site.read_site(site.find(str(given)) or Path())
 
 
-@pytest.mark.parametrize("module", ["deploy.supernode", "corolla"])
-def test_an_empty_name_is_not_no_rules(module: str, tmp_path: Path) -> None:
-    words = ["node", "start", "a", "--site", ""] if module == "corolla" else ["--name", "a", "--site", "", "--"]
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        env=os.environ | {"COROLLA_STATE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "--site" in done.stderr and not list(tmp_path.iterdir())
+def test_an_empty_name_is_not_no_rules(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
+    words = [sys.executable, "-m", "deploy.supernode", "--name", "a", "--site", "", "--"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    for code, _, said in ((done.returncode, "", done.stderr), command("node", "start", "a", "--site", "")):
+        assert code == 2 and "--site" in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,13 @@ def test_sleeps_follow_the_time_since_the_last_work(monkeypatch: pytest.MonkeyPa
     assert slept == pytest.approx([0.1, 0.2, 2.0, 3.0, 0.1]) and paced.time() == 7.0
 
 
-def test_another_warm_process_takes_the_place_of_a_killed_one() -> None:
+def test_another_warm_process_takes_the_place_of_a_killed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import signal, sys; from fl_app import forking; forking.serve(int(sys.argv[1]), lambda asker: signal.pause())"
+    )
+    # which imports no more than it needs to fork
+    monkeypatch.setattr(superexec, "Warm", lambda command: Warm([sys.executable, "-c", code]))
     forker = superexec.Forker()
-    # the runtime that it names is not there: the application ends by itself
     spec = types.SimpleNamespace(
         runtime_api_address="127.0.0.1:9", token="t", insecure=True, root_certificates_path=None, parent_pid=None
     )
