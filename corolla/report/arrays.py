@@ -14,14 +14,13 @@ import numpy as np
 import pandas
 from numpy.typing import NDArray
 
-from corolla.experiments.runs import RecordedRun, find, that_never_train, that_train
+from corolla.experiments.runs import RecordedRun, find
 from fl_app.errors import UserError
 from fl_app.figures import Figure, Layers, from_json
 from fl_app.keys import show
-from fl_app.metrics import Record, moments
+from fl_app.metrics import UNSEEN, Record, moments
 from fl_app.server import arrivals, client_rows
 from fl_app.server import matrices as between
-from fl_app.server.client_rows import Rows
 from fl_app.server.record import VIRTUAL
 
 Floats = NDArray[np.float64]
@@ -32,10 +31,12 @@ LONG = 80
 MANY = 60
 # most clients whose numbers between each other are read round by round, and most rows of a picture
 MOST_IN_ROUNDS = MOST_ROWS = 100
-# function that selects an evaluation's clients, by name of the curve
-EVALUATED = {"evaluation": that_train, "unseen": that_never_train}
+# curves over an evaluation's clients: of those that train, and of those that never do
+EVALUATED = ("evaluation", "unseen")
 # most letters of a client's name on an axis
 ROOM = 20
+# numbers of no client
+EMPTY = pandas.Series([], np.arange(0), np.float64)
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,18 @@ class ReportedRun(RecordedRun):
         before, after = moments(self.headline.name)
         return {"before": before, "after": after, **dict.fromkeys(EVALUATED, self.headline.name)}.get(name, name)
 
+    def numbers(self, record: Record, name: str) -> Frame:
+        """Return a metric of a round's clients, a series by client id, NaN if a client has none. name: see `key`."""
+        measured = record.get("evaluation") or {} if name in EVALUATED else record
+        table = measured.get("clients", {})
+        found = pandas.Series(client_rows.numbers(table, self.key(name)), client_rows.ids(table))
+        apart = found.index.isin(measured.get(UNSEEN, {}).get("ids", []))
+        return found[apart == (name == "unseen")] if name in EVALUATED else found
+
     @property
     def has_unseen(self) -> bool:
         """Whether its evaluations include clients that never train."""
-        return any(map(that_never_train, self.evaluations.values()))
+        return any(measured.get(UNSEEN, {}).get("ids") for measured in self.evaluations.values())
 
 
 def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
@@ -116,25 +125,14 @@ def curve(runs: Sequence[ReportedRun], name: str) -> Frame:
     If a round has more than MANY clients, `lowest` and `highest` are the 5 % and the 95 % quantile. name: see
     `ReportedRun.key`.
     """
-    samples: dict[int, list[Floats]] = {}
-    for run in runs:
-        for t, record in run.rounds.items():
-            if name in EVALUATED:
-                table: Rows = EVALUATED[name](record.get("evaluation") or {})
-            else:
-                table = record.get("clients", {})
-            if (values := numbers(table, run.key(name))).size:
-                samples.setdefault(t, []).append(values)
-    if not samples:
+    every = [(t, run.numbers(record, name).dropna()) for run in runs for t, record in run.rounds.items()]
+    samples = pandas.concat([values.set_axis([t] * len(values)) for t, values in every] or [EMPTY]).groupby(level=0)
+    if not len(samples):
         return None
-    pooled = {t: np.concatenate(samples[t]) for t in sorted(samples)}
-    found = pandas.DataFrame(
-        [(values.mean(), *np.percentile(values, (25, 75, 5, 95))) for values in pooled.values()],
-        pandas.Index([*pooled], name="round"),
-        ["mean", "low", "high", "lowest", "highest"],
-    )
-    many = max(len(values) for own in samples.values() for values in own) > MANY
-    return found if many else found[["mean", "low", "high"]]
+    found = samples.quantile([0.25, 0.75, 0.05, 0.95]).unstack().set_axis(["low", "high", "lowest", "highest"], axis=1)
+    found.insert(0, "mean", samples.mean())
+    many = max(len(values) for _, values in every) > MANY
+    return found.rename_axis("round") if many else found[["mean", "low", "high"]].rename_axis("round")
 
 
 def window(rounds: int) -> int:
@@ -142,51 +140,34 @@ def window(rounds: int) -> int:
     return 1 if rounds < LONG else 2 * rounds // LONG | 1
 
 
-def smooth(values: Floats) -> Floats:
-    """Return the running mean over `window`, centred.
+def smooth(values: Frame) -> Frame:
+    """Return the running mean over `window`, centred, of a series or frame by round.
 
     Near the start the window shrinks symmetrically; at the end it is cut off.
     """
     if len(values) < LONG:
         return values
-    at = np.arange(len(values))
-    reach = np.minimum(at, window(len(values)) // 2)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    start, stop = at - reach, np.minimum(at + reach + 1, len(values))
-    means: Floats = (sums[stop] - sums[start]) / (stop - start)
+    reach = window(len(values)) // 2
+    means = values.rolling(2 * reach + 1, center=True, min_periods=1).mean()
+    means.iloc[:reach] = values.expanding().mean().iloc[: 2 * reach : 2].to_numpy()
     return means
 
 
-def numbers(clients: Rows, name: str) -> Floats:
-    """Return a metric of the clients that have it, [n]."""
-    values = client_rows.numbers(clients, name)
-    return values[~np.isnan(values)]
-
-
-def last_known(run: ReportedRun) -> tuple[dict[str, float], str]:
-    """Return the last known headline metric of each client that trains, by id, and its source as text."""
-    last, before = run.last_evaluation, run.key("before")
-    if last and (run.finished or numbers(that_train(last[1]), run.headline.name).size):
+def last_known(run: ReportedRun) -> tuple[Frame, str]:
+    """Return the last known headline metric of each client that trains, a series by id, and its source as text."""
+    t, _ = run.last_evaluation or (0, {})
+    found = run.numbers(run.rounds.get(t, {}), "evaluation").dropna()
+    if t and (run.finished or len(found)):
         who = "all clients that train" if run.has_unseen else "all clients"
-        return _having(that_train(last[1]), run.headline.name), f"{who}, after round {last[0]}"
-    latest: dict[str, float] = {}
-    for record in run.rounds.values():
-        latest |= _having(record.get("clients", {}), before)
-    return latest, "each client's last round, before training"
+        return found, f"{who}, after round {t}"
+    every = pandas.concat([EMPTY, *(run.numbers(record, "before").dropna() for record in run.rounds.values())])
+    return every[~every.index.duplicated(keep="last")], "each client's last round, before training"
 
 
-def _having(clients: Rows, name: str) -> dict[str, float]:
-    """Return a metric of the clients that have it, by id."""
-    found: dict[str, float] = (
-        pandas.Series(client_rows.numbers(clients, name), client_rows.ids(clients).astype(str)).dropna().to_dict()
-    )
-    return found
-
-
-def unseen_accuracies(run: ReportedRun) -> tuple[dict[str, float], str]:
-    """Return the final headline metric of clients that never train, by id, and its source as text."""
-    t, last = run.last_evaluation or (0, {})
-    return _having(that_never_train(last), run.headline.name), f"after round {t}"
+def last_unseen(run: ReportedRun) -> tuple[Frame, str]:
+    """Return the final headline metric of clients that never train, a series by id, and its source as text."""
+    t, _ = run.last_evaluation or (0, {})
+    return run.numbers(run.rounds.get(t, {}), "unseen").dropna(), f"after round {t}"
 
 
 def until(run: ReportedRun) -> Frame:
@@ -249,20 +230,13 @@ def matrices(run: ReportedRun, record: str) -> tuple[list[int], dict[int, Floats
     return (ids, by_round) if len(ids) > 1 and not np.isnan(values[off]).all() else None
 
 
-def links(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
-    """Return client ids and numbers of linked clients, [clients, rounds 1 .. last], NaN if a client took no part.
-
-    None without any.
-    """
-    return _over_rounds({t: {int(i): number(v) for i, v in _noted(e, record).items()} for t, e in run.rounds.items()})
-
-
 def scalars(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
-    """Return client ids and one number per client, [clients, rounds 1 .. last].
+    """Return client ids and one number per client, [clients, rounds 1 .. last], NaN if a client took no part.
 
     For one number per round there are no ids and one row. Returns None if there is no number.
     """
-    if found := links(run, record):
+    found = _over_rounds({t: {int(i): number(v) for i, v in _noted(e, record).items()} for t, e in run.rounds.items()})
+    if found:
         return found
     whole = _over_rounds({t: {"": number(entry.get(record))} for t, entry in run.rounds.items()})
     return ([], whole[1]) if whole else None
@@ -371,8 +345,7 @@ def averaged(cells: Floats, most: int, axis: int = 0) -> Floats:
         return cells
     if axis:
         return averaged(cells.T, most).T
-    starts = np.linspace(0, count, most + 1).astype(int)[:-1]
-    places = np.searchsorted(starts, np.arange(count), "right")
+    places = (np.arange(1, count + 1) * most - 1) // count
     return np.asarray(pandas.DataFrame(cells).groupby(places).mean())
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -61,23 +62,33 @@ def of_run(run: ReportedRun) -> Iterator[Panel]:
 # Clients over rounds --------------------------------------------------------------------------------------------------
 
 
-def _links(run: ReportedRun, figure: figures.Links) -> Drawn | None:
-    return _numbers(run, figure, Axis(figure.unit, zero=True), "not in the round")
-
-
-def _scalars(run: ReportedRun, figure: figures.Scalars) -> Drawn | None:
-    return _numbers(run, figure, Axis(figure.unit, "~%" if figure.percent else "~g"), "nothing was recorded")
-
-
-def _numbers(run: ReportedRun, figure: figures.Links | figures.Scalars, axis: Axis, grey: str) -> Drawn | None:
-    """Return the picture of a number of every client, or of the round. grey: what a cell without a number means."""
+def _numbers(run: ReportedRun, figure: figures.Links | figures.Scalars) -> Drawn | None:
+    """Return the picture of a number of every client, or of the round."""
+    axis, grey = Axis(figure.unit, zero=True), "not in the round"
+    if isinstance(figure, figures.Scalars):
+        axis, grey = Axis(figure.unit, "~%" if figure.percent else "~g"), "nothing was recorded"
     found = scalars(run, figure.record)
     if found is None:
         return None
     if not found[0]:
         return figure.title, figure.caption, lambda: charts.lines(_means(run, found[1]), ROUNDS, axis)
-    text = f"{figure.caption} {_above(found[1])} Grey: {grey}."
-    return figure.title, text, lambda: _clients_over_rounds(run, *found, axis)
+    ids, grid = found
+    labels, rows, title, above, below = client_labels(run, ids), grid, "client", "the mean over the clients", ""
+    if len(ids) > MANY:
+        above += ", the middle half of them (dark band) and the middle 90 % (pale band)"
+        row = f"each row is the mean of about {len(ids) / MOST_ROWS:.0f} neighbours"
+        below = f" Below: the clients sorted by their mean over the rounds, {row if len(ids) > MOST_ROWS else 'one row each'}."
+        rows = averaged(grid[np.argsort(pandas.DataFrame(grid).mean(axis=1), kind="stable")], MOST_ROWS)
+        labels, title = list(map(str, range(len(rows)))), f"{len(ids):,} clients, least to most"
+    limits = (0.0, float(np.nanmax(rows)) or 1.0) if axis.zero else None
+    top = Axis("mean", axis.format, zero=axis.zero)
+    return (
+        figure.title,
+        f"{figure.caption} Above: {above}.{below} Grey: {grey}.",
+        lambda: _under(
+            _means(run, grid), top, _cells(labels, rows, axis, title, title == "client", limits), len(ids) > MANY
+        ),
+    )
 
 
 def _groups(run: ReportedRun, figure: figures.Groups) -> Drawn | None:
@@ -85,59 +96,24 @@ def _groups(run: ReportedRun, figure: figures.Groups) -> Drawn | None:
     if found is None:
         return None
     ids, grid, names = found
-    many = len(ids) > MANY
-    below = "Below: number of these clients in each group." if many else "Grey: not in the round."
-    text = f"{figure.caption} Above: number of groups among the round's clients. {below}"
     counts = pandas.DataFrame(grid).nunique().replace(0, np.nan).to_numpy(np.float64)
-
-    def draw() -> Chart:
-        rows = names if many else client_labels(run, ids)
-        top = _top(run, counts[None], Axis(figure.unit or "groups", "d", zero=True), _room(rows))
-        if not many:
-            return charts.below(top, _cells(rows, grid, Axis("group", "d"), "client", names=names), shared=True)
-        return charts.below(
-            top,
-            _cells(
-                rows,
-                np.where(counts > 0, np.equal.outer(range(len(names)), grid).sum(axis=1), np.nan),
-                Axis("clients", "d"),
-                "group",
-            ),
-            shared=True,
-        )
-
-    return figure.title, text, draw
-
-
-def _above(grid: Floats) -> str:
-    """Return a caption of the line above the rows of clients, and of the rows' order."""
-    if len(grid) <= MANY:
-        return "Above: the mean over the clients."
-    row = "one row each"
-    if len(grid) > MOST_ROWS:
-        row = f"each row is the mean of about {len(grid) / MOST_ROWS:.0f} neighbours"
-    return (
-        "Above: the mean over the clients, the middle half of them (dark band) and the middle 90 % (pale band). Below: the "
-        f"clients sorted by their mean over the rounds, {row}."
+    draw, below = (
+        partial(_cells, client_labels(run, ids), grid, Axis("group", "d"), "client", names=names),
+        "Grey: not in the round.",
     )
+    if len(ids) > MANY:
+        below = "Below: number of these clients in each group."
+        sizes = np.where(counts > 0, np.equal.outer(range(len(names)), grid).sum(axis=1), np.nan)
+        draw = partial(_cells, names, sizes, Axis("clients", "d"), "group")
+    top = Axis(figure.unit or "groups", "d", zero=True)
+    text = f"{figure.caption} Above: number of groups among the round's clients. {below}"
+    return figure.title, text, lambda: _under(_means(run, counts[None]), top, draw())
 
 
-def _clients_over_rounds(run: ReportedRun, ids: Sequence[int], grid: Floats, axis: Axis) -> Chart:
-    """Return the mean over the clients, and below it a row per client."""
-    many, rows, labels, title = len(ids) > MANY, grid, client_labels(run, ids), "client"
-    if many:
-        rows = averaged(grid[np.argsort(pandas.DataFrame(grid).mean(axis=1), kind="stable")], MOST_ROWS)
-        labels, title = list(map(str, range(len(rows)))), f"{len(ids):,} clients, least to most"
-    below = _cells(
-        labels, rows, axis, title, shown=not many, limits=(0.0, float(np.nanmax(rows)) or 1.0) if axis.zero else None
-    )
-    return charts.below(
-        _top(run, grid, Axis("mean", axis.format, zero=axis.zero), _room(labels, not many)), below, shared=True
-    )
-
-
-def _top(run: ReportedRun, grid: Floats, axis: Axis, width: int) -> Chart:
-    return charts.lines(_means(run, grid), ROUNDS, axis, height=170 if len(grid) > MANY else 90, width=width)
+def _under(means: Frame, axis: Axis, cells: Chart, tall: bool = False) -> Chart:
+    """Return cells below a line over the same rounds."""
+    top = charts.lines(means, ROUNDS, axis, height=170 if tall else 90, width=cells.width)
+    return charts.below(top, cells, shared=True)
 
 
 def _means(run: ReportedRun, grid: Floats) -> Frame:
@@ -248,15 +224,6 @@ def _side_by_side(found: list[Part]) -> Chart:
 # Who worked when ------------------------------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
-    """A client's work on a round: its seconds since the run's start, and what became of it."""
-
-    client: int
-    begins: float
-    ends: float
-    became: str
-
-
 def of_waiting(run: ReportedRun) -> Iterator[Panel]:
     """Yield the picture of a run that recorded arrivals."""
     try:
@@ -268,7 +235,7 @@ def of_waiting(run: ReportedRun) -> Iterator[Panel]:
         return
 
     def draw() -> Chart:
-        frame = pandas.DataFrame(found)
+        frame = pandas.DataFrame(found, columns=["client", "begins", "ends", "became"])
         clients = frame["client"].unique()[:CLIENTS_AT_WORK].tolist()
         frame["client"] = frame["client"].map(dict(zip(clients, client_labels(run, clients), strict=True)))
         return charts.spans(frame.dropna(), pandas.DataFrame({"second": closes}))
@@ -284,8 +251,11 @@ def of_waiting(run: ReportedRun) -> Iterator[Panel]:
     )
 
 
-def spans(lines: Sequence[arrivals.Line]) -> tuple[list[Span], list[float]]:
-    """Return the works of rounds, and the second at which each round closed. lines: those of arrivals.jsonl, in order."""
+def spans(lines: Sequence[arrivals.Line]) -> tuple[list[tuple[int, float, float, str]], list[float]]:
+    """Return the works of rounds, and the second at which each round closed. lines: those of arrivals.jsonl, in order.
+
+    A work is its client, its first and last second since the run's start, and what became of it.
+    """
     closes = np.cumsum([float(line["seconds"]) for line in lines]).tolist()
     began = {int(line["round"]): end - float(line["seconds"]) for line, end in zip(lines, closes, strict=True)}
     working = {(int(i), int(line["round"])): began[int(line["round"])] for line in lines for i in line["asked"]}
@@ -295,21 +265,15 @@ def spans(lines: Sequence[arrivals.Line]) -> tuple[list[Span], list[float]]:
             begins = working.pop((int(end["client"]), int(line["round"]) - int(end["age"])), None)
             if begins is not None:
                 used = LATE if end["age"] else IN_TIME
-                found.append(
-                    Span(
-                        int(end["client"]),
-                        begins,
-                        began[int(line["round"])] + float(end["second"]),
-                        used if end["fate"] == arrivals.USED else LOST,
-                    )
-                )
-    found += [Span(client, begins, closes[-1], WORKING) for (client, _), begins in working.items()]
+                became = used if end["fate"] == arrivals.USED else LOST
+                found.append((int(end["client"]), begins, began[int(line["round"])] + float(end["second"]), became))
+    found += [(client, begins, closes[-1], WORKING) for (client, _), begins in working.items()]
     return sorted(found), closes
 
 
 DRAW: Mapping[type[figures.Figure], Callable[[ReportedRun, Any], Drawn | None]] = {
-    figures.Links: _links,
+    figures.Links: _numbers,
     figures.Layers: _layers,
-    figures.Scalars: _scalars,
+    figures.Scalars: _numbers,
     figures.Groups: _groups,
 }

@@ -91,17 +91,14 @@ def metric_axis(metric: Metric, limits: tuple[float, float] | None = None) -> Ax
 
 
 ROUNDS = Axis("round", "d", tight=True)
-SPENT = Axis("bytes sent and received until then, of all clients", "~s", tight=True)
-ELAPSED = Axis("seconds until then", tight=True)
-
-
-def by_cost() -> dict[str, dict[str, Any]]:
-    """Return the choices of lines over rounds, as `Panel.switch` takes them: other axes, of other columns of the frame."""
-    return {
-        "over rounds": {},
-        "over bytes": {"round": SPENT.on(alt.X, "bytes").to_dict(validate=False)},
-        "over seconds": {"round": ELAPSED.on(alt.X, "seconds").to_dict(validate=False)},
-    }
+_SPENT = Axis("bytes sent and received until then, of all clients", "~s", tight=True)
+_ELAPSED = Axis("seconds until then", tight=True)
+# choices of lines over rounds, as `Panel.switch` takes them: other axes, of other columns of the frame
+BY_COST = {
+    "over rounds": {},
+    "over bytes": {"round": _SPENT.on(alt.X, "bytes").to_dict(validate=False)},
+    "over seconds": {"round": _ELAPSED.on(alt.X, "seconds").to_dict(validate=False)},
+}
 
 
 def sentences(*texts: str) -> str:
@@ -222,10 +219,12 @@ def columns_of(parts: Sequence[str]) -> int:
     return max(n for n in range(1, min(len(parts), IN_A_ROW) + 1) if n == 1 or longest <= small_width(n))
 
 
-def faceted(chart: Chart, frame: Frame, width: int = 0, height: int = 0, independent: Sequence[str] = ()) -> Chart:
-    """Return a chart once for each `part` of its frame, in rows (see `columns_of`). independent: scales of their own."""
+def faceted(
+    chart: Chart, frame: Frame, width: int = 0, height: int = 0, independent: Sequence[str] = (), columns: int = 0
+) -> Chart:
+    """Return a chart once for each `part` of its frame. independent: scales of their own. columns: default `columns_of`."""
     parts = frame["part"].drop_duplicates().tolist()
-    columns = columns_of(parts)
+    columns = columns or columns_of(parts)
     sized = chart.properties(
         width=width or small_width(columns), height=height or (250 if len(parts) <= columns else 170)
     )
@@ -599,29 +598,52 @@ def against(frame: Frame, x: Axis, y: Axis) -> Chart:
     return faceted(alt.layer(points, diagonal, data=inline(frame)), frame, side, side)
 
 
-def local_values(frame: Frame, marks: Frame) -> Chart:
-    """Return rows of histograms of single parameters. frame: place (its row), part, low, high, count.
+def sensitivities(frame: Frame, classes: Sequence[str], inputs: int, step: float) -> Chart:
+    """Return cells by class and input for each part, beside them a grey column of samples.
 
-    marks: place, part, kind, value.
+    frame: part, class, and input (the first of `step` inputs), value of a cell, or samples (a share).
     """
-    kinds = marks["kind"].drop_duplicates().tolist()
+    share, room, base = Axis("share of the client's largest", "~%"), 0.06 * inputs, alt.Chart()
+    across = Axis("input of the last layer", limits=(-room, inputs)).on(alt.X, "input")
+    across = across.axis(labels=False, ticks=False, grid=False, domain=False)
+    row, columns = names("y", "class", None, classes), min(3, frame["part"].nunique())
+    # a cell reaches below the next one, so that no paper shows between them
+    cells = base.transform_filter("isValid(datum.value)").transform_calculate(until=f"datum.input + {2 * step}")
+    cells = cells.mark_rect(clip=True).encode(
+        x=across, x2="until:Q", y=row, color=coloured(share, (0.0, 1.0), across=200)
+    )
+    column = base.transform_filter("isValid(datum.samples)").mark_rect(fill=INK)
+    samples = alt.FillOpacity("samples:Q").scale(domain=[0, 1], range=[0, 1]).legend(None)
+    column = column.encode(x=alt.datum(-room), x2=alt.datum(-room / 4), y=row, fillOpacity=samples)
+    tips = ["class:N", "input:Q", alt.Tooltip("value:Q").format(".2%"), alt.Tooltip("samples:Q").format(".2%")]
+    both = alt.layer(cells.encode(tooltip=tips), column.encode(tooltip=tips), data=inline(frame))
+    width = (WIDTH - LETTER * max(map(len, classes))) // columns - 20
+    height = max(110, min(14 * len(classes), 230))
+    return faceted(both, frame, width, height, columns=columns)
+
+
+def local_values(frame: Frame) -> Chart:
+    """Return histograms of single parameters with rules: part, and low, high, count of a bin, or kind, value of a rule.
+
+    The second half of the parts has a row of its own.
+    """
+    kinds = frame["kind"].dropna().unique().tolist()
     scale = alt.Scale(domain=kinds, range=list(map(of_colour, (VERMILLION, COLOURS[0], COLOURS[5])))[: len(kinds)])
     dashes = alt.Scale(domain=kinds, range=[[1, 0], [6, 3], [2, 2]][: len(kinds)])
-    charts = []
-    for (place, part), own in frame.groupby(["place", "part"], sort=False):
-        chart = counts(own, "value", "clients", small_width(3), 170).mark_bar(color=SOFT, opacity=0.6)
-        rules = (
-            alt.Chart(inline(marks[(marks["part"] == part) & (marks["place"] == place)]))
-            .mark_rule(strokeWidth=2.2)
-            .encode(
-                x="value:Q",
-                color=alt.Color("kind:N").scale(scale).title(None),
-                strokeDash=alt.StrokeDash("kind:N").scale(dashes).title(None),
-                tooltip=["kind:N", "value:Q"],
-            )
-        )
-        charts.append(alt.layer(chart, rules).properties(title=part))
-    return alt.concat(*charts, columns=-(-len(charts) // frame["place"].nunique()))
+    base, columns = alt.Chart(), -(-frame["part"].nunique() // 2)
+    across = alt.X("low:Q").bin("binned").title("value").scale(zero=False, nice=False)
+    bins = bars(base, frame.drop(columns=["kind", "value"]), across, alt.Y("count:Q").title("clients"), Axis(""))
+    rules = base.mark_rule(strokeWidth=2.2).encode(
+        x="value:Q",
+        color=alt.Color("kind:N").scale(scale).title(None),
+        strokeDash=alt.StrokeDash("kind:N").scale(dashes).title(None),
+        tooltip=["kind:N", "value:Q"],
+    )
+    layers = (
+        bins.transform_filter("datum.kind === null").mark_bar(color=SOFT, opacity=0.6),
+        rules.transform_filter("datum.kind !== null"),
+    )
+    return faceted(alt.layer(*layers, data=inline(frame)), frame, small_width(3), 170, ["x", "y"], columns)
 
 
 def beside(*charts: Chart, columns: int = 0, independent: Sequence[str] = ("color", "size")) -> Chart:

@@ -26,9 +26,12 @@ from corolla.report.arrays import (
     ReportedRun,
     class_names,
     client_labels,
+    client_seconds,
     curve,
     last_known,
     mean_of,
+    server_seconds,
+    smooth,
     until,
     window,
 )
@@ -37,6 +40,8 @@ from fl_app.keys import Scalar, show, specs
 from fl_app.metrics import Metric
 
 LABEL_LENGTH = 40
+# most curves with bands in one picture
+TOGETHER = 4
 # most points of a line, and of a line whose points are clients; most rounds in which clients left
 MOST_POINTS, MOST_CLIENTS, MOST_DEPARTURES = 400, 300, 5
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
@@ -187,16 +192,15 @@ def long_runs(groups: Sequence[Group], *, cut: bool = False) -> str:
     return f" Lines over rounds are running means of {rounds} rounds.{first}" if rounds > 1 else ""
 
 
-# the headline metric of clients in one run by client id, and its source as text
-OfClients = Callable[[ReportedRun], tuple[Mapping[str, float], str]]
+# a metric of clients in one run, a series by client id, and its source as text
+OfClients = Callable[[ReportedRun], tuple[Frame, str]]
 
 
 def by_client(group: Group, of: OfClients = last_known) -> tuple[Frame, str]:
     """Return the headline metric of each client, a series by id, as the mean over its seeds, and its source as text."""
     found = [of(run) for run in group.runs]
-    return pandas.DataFrame([known for known, _ in found], dtype=np.float64).mean(), "; ".join(
-        dict.fromkeys(source for known, source in found if known)
-    )
+    means = pandas.concat([known for known, _ in found]).groupby(level=0).mean()
+    return means, "; ".join(dict.fromkeys(source for known, source in found if len(known)))
 
 
 def over_costs(group: Group) -> Frame:
@@ -205,29 +209,55 @@ def over_costs(group: Group) -> Frame:
     return rounds.mean()[rounds.size() == len(group.runs)]
 
 
-def phases(group: Group, of: Callable[[ReportedRun], dict[str, float]]) -> dict[str, float]:
-    """Return seconds by phase, as the mean over the runs."""
-    return mean_of([of(run) for run in group.runs])
+def seconds(groups: Sequence[Group]) -> Frame:
+    """Return seconds per round: part (whose they are), run, phase, seconds, place. They are means over rounds and runs.
 
-
-def curves(groups: Sequence[Group], parts: Mapping[str, Mapping[int, Frame]], bands: bool = True) -> Frame:
-    """Return lines over rounds: part, run, method, round, mean, low, high, lowest, highest, left (where clients left).
-
-    `bytes` and `seconds` are those until a round's models, as the mean over a line's runs (`arrays.until`).
-    parts: curves by group number, by heading. bands: whether a line of one run has bands.
+    Parts without seconds are left out.
     """
     found = []
-    costs = {group.number: over_costs(group)[["bytes", "seconds"]] for group in groups}
-    for part, of_group in parts.items():
+    for part, of in (("Server, wall time", server_seconds), ("One client, mean", client_seconds)):
+        for group in groups:
+            own = pandas.Series(mean_of([of(run) for run in group.runs]), dtype=np.float64).rename_axis("phase")
+            frame = own.reset_index(name="seconds")
+            found.append(frame.assign(part=part, run=short(group.label), place=range(len(own))))
+    frame = pandas.concat(found, ignore_index=True)
+    return frame[frame.groupby("part")["seconds"].transform("sum") > 0]
+
+
+def repeated(groups: Sequence[Group]) -> bool:
+    """Return whether any group has several runs, so that bands are over seeds."""
+    return any(len(group.runs) > 1 for group in groups)
+
+
+def curves(
+    groups: Sequence[Group],
+    parts: Mapping[str, str],
+    metric: Metric | None = None,
+    seeds: bool | None = None,
+    most_bands: int = TOGETHER,
+) -> Frame:
+    """Return lines over rounds: part, run, method, round, mean, low, high, lowest, highest, left (where clients left).
+
+    `bytes` and `seconds` are those until a round's models, as the mean over a line's runs (`arrays.until`). parts: their
+    headings, by the curves' names; those without any curve are left out. metric: see `over_seeds`. seeds: whether means
+    and bands are over seeds, and not over clients; None: if any group has several runs. most_bands: single runs have
+    bands if the groups are no more.
+    """
+    found, seeds = [], repeated(groups) if seeds is None else seeds
+    for name, part in parts.items():
         for turn, group in enumerate(groups):
-            curve = of_group.get(group.number, pandas.DataFrame({"mean": [np.nan]}, [np.nan]))
-            shown = curve if bands or len(group.runs) > 1 else curve[["mean"]]
-            own = shown.join(costs[group.number]).rename_axis("round").reset_index()
+            own = over_seeds(group, name, metric) if seeds else curve(group.runs, name)
+            own = pandas.DataFrame({"mean": [np.nan]}, [np.nan]) if own is None else smooth(own)
+            if len(group.runs) == 1 and (seeds or len(groups) > most_bands):
+                own = own[["mean"]]
+            own = own.join(over_costs(group)[["bytes", "seconds"]]).rename_axis("round").reset_index()
             points = line(group, turn, part=part, **own)
             for t, what in departures(group).items():
                 points.loc[points.index[points["round"] >= t][:1], "left"] = what
             found.append(points)
-    return pandas.concat(found, ignore_index=True)
+    frame = pandas.concat(found, ignore_index=True)
+    known = frame[frame.groupby("part")["mean"].transform("count") > 0]
+    return known.assign(round=pandas.to_numeric(known["round"], downcast="integer"))
 
 
 def departures(group: Group) -> dict[int, str]:
@@ -307,14 +337,14 @@ def against_first(groups: Sequence[Group]) -> Frame:
 
 def _ranked(known: Frame, ascending: bool = True) -> Frame:
     """Return clients' values sorted, equal ones by id; of many, MOST_CLIENTS at equal distances."""
-    known = known.sort_index(key=lambda ids: ids.astype(int)).sort_values(ascending=ascending, kind="stable")
+    known = known.sort_index().sort_values(ascending=ascending, kind="stable")
     return known.iloc[spaced(len(known), MOST_CLIENTS)]
 
 
-def facts(run: ReportedRun, ids: Sequence[str]) -> dict[str, Any]:
+def facts(run: ReportedRun, ids: Sequence[int]) -> dict[str, Any]:
     """Return clients' columns: client, samples, and classes if they are known."""
-    known = [run.clients.get(i, {}) for i in ids]
-    found: dict[str, Any] = {"client": client_labels(run, map(int, ids))}
+    known = [run.clients.get(str(i), {}) for i in ids]
+    found: dict[str, Any] = {"client": client_labels(run, ids)}
     found["samples"] = [own.get("train-samples", np.nan) for own in known]
     counts = [own.get("class-counts") or () for own in known]
     if any(counts):

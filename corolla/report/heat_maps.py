@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -56,21 +55,6 @@ GROUPED = (
 )
 
 
-@dataclass(frozen=True)
-class _Likeness:
-    """Similarity of clients' data. counts: [N, classes]. similarity: [N, N].
-
-    same: pairs that count as equal, bool [N, N]. classes: their labels, and the title of their axis. few: whether equal
-    pairs are few enough to be told apart.
-    """
-
-    counts: NDArray[np.int64]
-    similarity: Floats
-    same: NDArray[np.bool_]
-    classes: tuple[list[str], str]
-    few: bool
-
-
 def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
     """Return the picture of a matrix, with the similarity of the clients' data beside it if class counts are known."""
     found = matrices(run, figure.record)
@@ -78,18 +62,19 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
         return None
     ids, by_round = found
     everybody = len(ids)
-    if everybody > MOST_CLIENTS:
-        kept = spaced(everybody, MOST_CLIENTS)
-        ids, by_round = np.array(ids)[kept].tolist(), {t: one[np.ix_(kept, kept)] for t, one in by_round.items()}
+    kept = spaced(everybody, MOST_CLIENTS)
+    ids, by_round = np.array(ids)[kept].tolist(), {t: one[np.ix_(kept, kept)] for t, one in by_round.items()}
     last = clearest = max(by_round)
-    alike, labels, title = _likeness(run, ids), client_labels(run, ids), figure.title
-    beside, order, near = "Colour", by_likeness(by_round[last] if alike is None else alike.similarity), "values"
-    if alike is not None:
-        beside, near, title = "Left", "data", f"{title}, and similarity of the clients' data"
-    fallen = ""
+    known, counts = class_counts(run), None
+    beside, near, likeness, title = "Colour", "values", by_round[last], figure.title
+    if known is not None and set(ids) <= set(known[0]):
+        counts = known[1][np.searchsorted(known[0], ids)]
+        beside, near, likeness = "Left", "data", cosine(counts)
+        title = f"{title}, and similarity of the clients' data"
+    labels, order, fallen = client_labels(run, ids), by_likeness(likeness), ""
     orders = {near: order}
     if len(ids) <= MANY:
-        orders = {"data": order} if alike is not None else {}
+        orders = {"data": order} if counts is not None else {}
         orders[figure.value] = by_likeness(by_round[last])
         clearest = max(by_round, key=lambda t: (clusters(by_round[t])[0], t))
         clear, count = clusters(by_round[clearest])
@@ -103,19 +88,18 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
     for word, one in orders.items() if len(orders) > 1 else ():
         sort = {"sort": [labels[k] for k in one]}
         switch[f"order by {word}"] = {"client": sort, "other": sort}
+    rows = "Each client is a row and a column"
+    if len(ids) > MOST_ROWS:
+        of = f"{len(ids):,} of " * (everybody > len(ids)) + f"the {everybody:,}"
+        rows = f"Each row and column is the mean of about {len(ids) / MOST_ROWS:.0f} neighbours among {of} clients"
     text = sentences(
-        f"{figure.caption} {_rows(everybody)}; neighbours have similar {near}. {beside}: the last recorded value of each pair;",
+        f"{figure.caption} {rows}; neighbours have similar {near}. {beside}: the last recorded value of each pair;",
         "grey: a client with itself, and pairs that never shared a round.",
-        _agreement(figure.value, by_round[last], alike) if alike is not None else "",
+        _agreement(figure.value, by_round[last], likeness) if counts is not None else "",
         fallen,
     )
-    return Panel(
-        name,
-        title,
-        " ".join(text.split()),
-        partial(_matrices, figure, labels, by_round, order, alike, clearest),
-        switch=switch or None,
-    )
+    draw = partial(_matrices, run, figure, labels, by_round, order, counts, clearest)
+    return Panel(name, title, " ".join(text.split()), draw, switch=switch or None)
 
 
 def _groups(run: ReportedRun, ids: Sequence[int]) -> list[float] | None:
@@ -128,23 +112,10 @@ def _groups(run: ReportedRun, ids: Sequence[int]) -> list[float] | None:
     return None
 
 
-def _rows(clients: int) -> str:
-    """Return a sentence about the meaning of rows and columns."""
-    if clients <= MOST_ROWS:
-        return "Each client is a row and a column"
-    of = f"{MOST_CLIENTS:,} of " * (clients > MOST_CLIENTS) + f"the {clients:,}"
-    return f"Each row and column is the mean of about {min(clients, MOST_CLIENTS) / MOST_ROWS:.0f} neighbours among {of} clients"
-
-
-def _likeness(run: ReportedRun, ids: list[int]) -> _Likeness | None:
-    known = class_counts(run)
-    if known is None or not set(ids) <= set(known[0]):
-        return None
-    counts = known[1][np.searchsorted(known[0], ids)]
-    similarity = cosine(counts)
-    same = (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool)
-    few = bool(same.sum() <= (same.size - len(same)) / 3)
-    return _Likeness(counts, similarity, same, _classes(run, counts.shape[1]), few)
+def _alike(similarity: Floats) -> NDArray[np.bool_] | None:
+    """Return which pairs of clients have equal data, [N, N]; None if these pairs are too many to be told apart."""
+    same = (similarity >= ALIKE) & ~np.eye(len(similarity), dtype=bool)
+    return same if same.sum() <= (same.size - len(same)) / 3 else None
 
 
 def _classes(run: ReportedRun, count: int) -> tuple[list[str], str]:
@@ -153,22 +124,23 @@ def _classes(run: ReportedRun, count: int) -> tuple[list[str], str]:
 
 
 def _matrices(
+    run: ReportedRun,
     figure: Matrix,
     labels: Sequence[str],
     by_round: dict[int, Floats],
     order: list[int],
-    alike: _Likeness | None,
+    counts: NDArray[np.int64] | None,
     clearest: int,
 ) -> Chart:
     """Return the matrix, the similarity and the classes. A slider goes through the rounds, through some if their cells are many.
 
-    clearest: a round that is among them.
+    counts: the clients' class counts. clearest: a round that is among those of the slider.
     """
     many, rounds = len(labels) > MANY, sorted(by_round)
     most = max(1, MOST_CELLS // len(labels) ** 2)
     kept = sorted({*rounds[::-1][:: math.ceil(len(rounds) / most)], clearest})
     side = 420
-    if alike is not None:
+    if counts is not None:
         side = 360 - (20 if many else int(0.8 * charts.LETTER * max(map(len, labels))))
     rows = [labels[k] for k in order]
     if many:
@@ -193,17 +165,17 @@ def _matrices(
     chart = matrix(shown, Axis(figure.unit), ends, figure.heading or figure.title)
     if len(kept) > 1:
         chart = charts.slider(chart, kept)
-    if alike is None:
+    if counts is None:
         return chart
-    similar = matrix(
-        square(alike.similarity), Axis("cosine similarity"), (0.0, 1.0), "Similarity of class distributions"
-    )
-    if alike.few and not many:
-        pairs = square(np.where(alike.same, 1.0, np.nan))
+    similarity = cosine(counts)
+    similar = matrix(square(similarity), Axis("cosine similarity"), (0.0, 1.0), "Similarity of class distributions")
+    same = _alike(similarity)
+    if same is not None and not many:
+        pairs = square(np.where(same, 1.0, np.nan))
         chart, similar = charts.outlined(chart, pairs), charts.outlined(similar, pairs)
-    width, (classes, title) = WIDTH - 2 * side - 60, alike.classes
+    width, (classes, title) = WIDTH - 2 * side - 60, _classes(run, counts.shape[1])
     mix = charts.cells(
-        as_cells(rows, classes, averaged(_shares(alike.counts[order]), MOST_ROWS), "client", "class"),
+        as_cells(rows, classes, averaged(_shares(counts[order]), MOST_ROWS), "client", "class"),
         charts.names("x", "class", title, classes, room=width),
         charts.names("y", "client", None, rows, shown=False),
         charts.coloured(SHARE, (0.0, 1.0), share=True, across=width),
@@ -219,11 +191,11 @@ def _shares(counts: NDArray[np.int64]) -> Floats:
     return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
 
 
-def _agreement(name: str, values: Floats, alike: _Likeness) -> str:
+def _agreement(name: str, values: Floats, similarity: Floats) -> str:
     """Return sentences that compare the values with the similarity of the clients' data."""
-    known, same, similarity = (~np.eye(len(values), dtype=bool)) & ~np.isnan(values), alike.same, alike.similarity
+    known, same = (~np.eye(len(values), dtype=bool)) & ~np.isnan(values), _alike(similarity)
     text = "Middle: cosine similarity of the two clients' class counts. Right: each row's classes. "
-    if alike.few and (known & same).any() and (known & ~same).any():
+    if same is not None and (known & same).any() and (known & ~same).any():
         pairs = f"pairs with the same class distribution (cosine at least {ALIKE}{', outlined' * (len(same) <= MANY)})"
         text += (
             f"Mean {name}: {values[known & same].mean():.3f} for {pairs}, "

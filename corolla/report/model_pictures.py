@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,22 +59,6 @@ FEATURES = (
 # Numbers of uploads ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How far a round's uploads lie apart, by parameter tensor; the last entry is the whole model.
-
-    names: of the tensors. angles: mean angle between two clients' updates, in degrees, [tensors + 1], NaN if fewer than
-    two clients changed the tensor. deviations: mean squared deviation of a local value from the mean over clients,
-    [tensors + 1]. largest: the largest one of the model.
-    """
-
-    round: int
-    names: list[str]
-    angles: Floats
-    deviations: Floats
-    largest: float
-
-
 def kept(run: ReportedRun, rounds: Iterable[int]) -> Iterator[KeptUploads]:
     """Yield a run's kept uploads of some rounds, if they can be read. Rounds with one upload have no spread and are left out."""
     for round in rounds:
@@ -84,31 +67,29 @@ def kept(run: ReportedRun, rounds: Iterable[int]) -> Iterator[KeptUploads]:
             yield found
 
 
-def spread(found: KeptUploads) -> Spread:
-    """Return the angles between a round's updates (FedCAC Fig. 1a) and the squared deviations (FedPake Fig. 6)."""
+def spread(found: KeptUploads) -> Frame:
+    """Return how far a round's uploads lie apart, by parameter tensor; the last row is the whole model.
+
+    angle: mean angle between two clients' updates, in degrees (FedCAC Fig. 1a); NaN if fewer than two changed the tensor.
+    deviation, largest: mean and largest squared deviation of a local value from the mean over clients (FedPake Fig. 6).
+    """
     rows = spaced(len(found.clients), MOST_CLIENTS)
-    n, largest = len(rows), 0.0
-    products, squares = [], []
+    products, sums = [], []
     for slot in found.params:
-        product, square = np.zeros((n, n)), 0.0
-        for at in _blocks(slot, n):
+        product, square, largest = np.zeros((len(rows), len(rows))), 0.0, 0.0
+        for at in _blocks(slot, len(rows)):
             local = found.W[rows, at].astype(np.float64)
             if found.sent is not None:
                 update = local - _sent(found, rows, at)
                 product += update @ update.T
             deviation = (local - local.mean(axis=0)) ** 2
-            square += float(deviation.sum())
-            largest = max(largest, float(deviation.max()))
+            square, largest = square + float(deviation.sum()), max(largest, float(deviation.max(initial=0)))
         products.append(product)
-        squares.append(square / n)
-    return Spread(
-        found.round,
-        [slot.name for slot in found.params],
-        np.array([*map(mean_angle, products), mean_angle(np.sum(products, axis=0))]),
-        np.array([*squares, sum(squares)])
-        / np.maximum(np.array([*(slot.size for slot in found.params), found.params[-1].stop]), 1),
-        largest,
-    )
+        sums.append((slot.name, square / len(rows), slot.size, largest))
+    table = pandas.DataFrame(sums, columns=["layer", "deviation", "size", "largest"])
+    table.loc[len(table)] = [MODEL, table["deviation"].sum(), table["size"].sum(), table["largest"].max()]
+    table["deviation"] /= table["size"].clip(1)
+    return table.assign(round=found.round, angle=[mean_angle(own) for own in (*products, np.sum(products, axis=0))])
 
 
 def mean_angle(products: Floats) -> float:
@@ -140,46 +121,31 @@ def sensitivity(found: KeptUploads, most: int) -> tuple[list[int], Floats] | Non
     return found.clients[rows].tolist(), scores.reshape(len(rows), *slot.shape)
 
 
-@dataclass
-class LocalValues:
-    """A parameter's values on the clients (FedPake Fig. 2).
+def extreme_values(run: ReportedRun, found: KeptUploads, count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return the parameters with the largest standard deviations over clients, then those with the smallest (FedPake Fig. 2).
 
-    name: with its place in the tensor. values: [n]. sent: its value in the model that all clients were sent, and after:
-    in the global model made from the uploads; NaN if it is not known.
-    """
-
-    name: str
-    values: Floats
-    sent: float = math.nan
-    after: float = math.nan
-
-
-def extreme_values(run: ReportedRun, found: KeptUploads, count: int) -> tuple[list[LocalValues], list[LocalValues]]:
-    """Return the parameters with the largest standard deviations over clients, and those with the smallest.
-
-    Deviations below `_DEAD` times the largest are left out: such a parameter does not train. Each list has at most
-    `count` parameters.
+    Each is its name, with its place in the tensor, and its values: `values` on the clients [n], `after` in the global
+    model made from the uploads, and `sent` in the model that all clients were sent; NaN if it is not known. Deviations
+    below `_DEAD` times the largest are left out: such a parameter does not train. count: most parameters of each kind.
     """
     deviation = np.empty(found.params[-1].stop, np.float32)
     for slot in found.params:
         for at in _blocks(slot, len(found.clients)):
             deviation[at] = found.W[:, at].astype(np.float64).std(axis=0)
     alive = np.flatnonzero(deviation > _DEAD * deviation.max())
-    order = alive[np.argsort(deviation[alive], kind="stable")]
-    after = _global_after(run, found)
-
-    def values(column: int) -> LocalValues:
+    order = alive[np.argsort(deviation[alive], kind="stable")].tolist()
+    after, few, chosen = _global_after(run, found), min(count, -(-len(order) // 2)), []
+    sent = found.sent[0] if found.sent is not None and len(found.sent) == 1 else None
+    for column in [*order[::-1][:few], *order[:few]]:
         slot = next(s for s in found.params if s.start <= column < s.stop)
         index = ", ".join(map(str, np.unravel_index(column - slot.start, slot.shape)))
-        own = LocalValues(f"{slot.name}[{index}]", found.W[:, column].astype(np.float64))
-        if found.sent is not None and len(found.sent) == 1:
-            own.sent = float(found.sent[0, column])
-        if after is not None:
-            own.after = float(after[slot.name].reshape(-1)[column - slot.start])
-        return own
-
-    few = min(count, -(-len(order) // 2))
-    return [values(k) for k in order[::-1][:few].tolist()], [values(k) for k in order[:few].tolist()]
+        values = {
+            "values": found.W[:, column].astype(np.float64),
+            "after": math.nan if after is None else float(after[slot.name].reshape(-1)[column - slot.start]),
+            "sent": math.nan if sent is None else float(sent[column]),
+        }
+        chosen.append((f"{slot.name}[{index}]", values))
+    return chosen
 
 
 def _global_after(run: ReportedRun, found: KeptUploads) -> dict[str, NDArray[np.float32]] | None:
@@ -254,27 +220,28 @@ def _blocks(slot: Slot, rows: int) -> Iterator[slice]:
 # Pictures of uploads --------------------------------------------------------------------------------------------------
 
 
-def of_uploads(run: ReportedRun, spreads: Sequence[Spread]) -> Iterator[Panel]:
-    """Yield the pictures of a run's kept uploads. spreads: of its kept rounds."""
+def of_uploads(run: ReportedRun, spreads: Frame) -> Iterator[Panel]:
+    """Yield the pictures of a run's kept uploads. spreads: of its kept rounds (`spreads_of`)."""
     # few files are open at a time: each holds file descriptors
-    found = list(kept(run, [spreads[k].round for k in spaced(len(spreads), MOST_MAPS)]))
+    rounds = spreads["round"].unique()
+    found = list(kept(run, rounds[spaced(len(rounds), MOST_MAPS)].tolist()))
     if not found:
         return
     number = run.number.replace(".", "-")
-    if any(not np.isnan(spread.angles).all() for spread in spreads):
+    if spreads["angle"].notna().any():
         yield Panel(
             f"upload-angles-{number}",
             "Angle between clients' updates, by layer",
             "Mean over pairs of clients of the angle between their updates (the upload minus the model that was sent), as in "
             "FedCAC's Fig. 1(a). 90 degrees: the updates have nothing in common; above: they work against each other.",
-            lambda: _by_layer(spreads, [spread.angles for spread in spreads], ANGLE),
+            lambda: _by_layer(spreads, "angle", ANGLE),
         )
     yield Panel(
         f"upload-deviations-{number}",
         "Squared deviation of local models from their mean, by layer",
         "Squared deviation of a parameter's local values from their mean over clients, as mean over a layer's parameters and the "
         "clients (FedPake's Fig. 6). The scale is logarithmic.",
-        lambda: _by_layer(spreads, [spread.deviations for spread in spreads], DEVIATION, log=True),
+        lambda: _by_layer(spreads, "deviation", DEVIATION, log=True),
     )
     last = found[-1]
     if scores := sensitivity(last, SENSITIVE):
@@ -288,8 +255,8 @@ def of_uploads(run: ReportedRun, spreads: Sequence[Spread]) -> Iterator[Panel]:
             f"to the client's most frequent class. {some}",
             lambda: _sensitivities(run, *scores),
         )
-    most, least = extreme_values(run, last, PARAMETERS)
-    if not most:
+    values = extreme_values(run, last, PARAMETERS)
+    if not values:
         return
     yield Panel(
         f"upload-values-{number}",
@@ -297,145 +264,109 @@ def of_uploads(run: ReportedRun, spreads: Sequence[Spread]) -> Iterator[Panel]:
         "Number of clients by their trained value of a parameter (FedPake's Fig. 2). Above: the parameters with the largest "
         "standard deviation over clients. Below: those with the smallest one, at least a thousandth of the largest. The new "
         "global value is known in the last round, and if the next round is kept and has one model for all clients.",
-        lambda: _local_values([most, least]),
+        lambda: _local_values(dict(values)),
     )
     yield _map(run, found, f"upload-map-{number}")
 
 
-def of_all_uploads(groups: Sequence[Group], spreads: dict[str, list[Spread]]) -> Iterator[Panel]:
-    """Yield the picture that compares rows of runs. spreads: of the kept rounds, by a run's number."""
-    found = {group.number: _compared(group, turn, spreads) for turn, group in enumerate(groups)}
-    known = {number: frame for number, frame in found.items() if frame is not None}
-    if len(known) < 2 or not any(map(len, known.values())):
+def of_all_uploads(groups: Sequence[Group], spreads: Mapping[str, Frame]) -> Iterator[Panel]:
+    """Yield the picture that compares rows of runs. spreads: of the kept rounds, by a run's number (`spreads_of`).
+
+    A row is the mean over its runs that keep any round, over the rounds that all these keep.
+    """
+    found = []
+    for turn, group in enumerate(groups):
+        each = [spreads[run.number] for run in group.runs if len(spreads.get(run.number, ()))]
+        if each:
+            whole = pandas.concat(each)
+            rounds = whole[whole["layer"] == MODEL].groupby("round")[["angle", "deviation", "largest"]]
+            found.append(line(group, turn, **rounds.mean()[rounds.size() == len(each)].reset_index()))
+    if len(found) < 2 or not any(map(len, found)):
         return
+    frame = pandas.concat(found, ignore_index=True)
     yield Panel(
         "uploads",
         "Angles and deviations of clients' models",
         "Left: mean angle between two clients' updates, for the whole model (FedCAC's Fig. 1(a)). Middle and right: "
         "squared deviation of a parameter's local values from their mean over clients (FedPake's Fig. 6), the mean over parameters "
         "and clients, and the largest. Seeds are averaged. All use the rounds that the runs keep.",
-        lambda: _comparison(pandas.concat(known.values(), ignore_index=True)),
+        partial(_comparison, frame),
     )
 
 
-def spreads_of(run: ReportedRun) -> list[Spread]:
-    """Return the spread of every kept round of a run, by round. Rounds with other tensors than the last one are left out."""
+def spreads_of(run: ReportedRun) -> Frame:
+    """Return the spread of every kept round of a run. Rounds with other tensors than the last one are left out."""
     found = [spread(found) for found in kept(run, kept_uploads.rounds(run.path))]
-    return [spread for spread in found if spread.names == found[-1].names]
+    same = [own for own in found if own["layer"].tolist() == found[-1]["layer"].tolist()]
+    return pandas.concat(same) if same else pandas.DataFrame(columns=["round", "layer", "angle"])
 
 
 # Over rounds ----------------------------------------------------------------------------------------------------------
 
 
-def _compared(group: Group, turn: int, spreads: Mapping[str, Sequence[Spread]]) -> Frame:
-    """Return a group's line by round: mean angle, mean and largest deviation, as means over its runs that keep any round.
-
-    Only rounds that all these runs keep count. None if no run keeps any.
-    """
-    each = [spreads[run.number] for run in group.runs if spreads.get(run.number)]
-    if not each:
-        return None
-    rows = [(own.round, own.angles[-1], own.deviations[-1], own.largest) for one in each for own in one]
-    rounds = pandas.DataFrame(rows, columns=["round", "angle", "mean", "largest"]).groupby("round")
-    return line(group, turn, **rounds.mean()[rounds.size() == len(each)].reset_index())
-
-
 def _comparison(frame: Frame) -> Chart:
-    each = []
-    for kind, axis in (
-        ("angle", Axis(ANGLE)),
-        ("mean", _axis(f"mean {DEVIATION}", frame["mean"])),
-        ("largest", _axis(f"largest {DEVIATION}", frame["largest"])),
-    ):
-        own = frame.drop(columns=["angle", "mean", "largest"]).assign(mean=frame[kind])
-        if axis.log:
-            own["mean"] = own["mean"].where(own["mean"] > 0)
+    each, kinds = [], ["angle", "deviation", "largest"]
+    titles = ANGLE, f"mean {DEVIATION}", f"largest {DEVIATION}"
+    for kind, title in zip(kinds, titles, strict=True):
+        axis, values = _axis(title, frame[kind], kind != "angle")
+        own = frame.drop(columns=kinds).assign(mean=values)
         each.append(charts.lines(own, ROUNDS, axis, 260, width=charts.small_width(3)))
     return charts.beside(*each, independent=[])
 
 
-def _axis(title: str, values: Floats) -> Axis:
-    """Return a logarithmic axis, unless no value is above 0."""
-    return Axis(title, log=bool(np.nanmax(values, initial=0) > 0))
+def _axis(title: str, values: Frame, log: bool) -> tuple[Axis, Frame]:
+    """Return an axis with its values, a logarithmic one without those of 0 if `log`, unless no value is above 0."""
+    log = log and bool((values > 0).to_numpy().any())
+    return Axis(title, log=log), values.where(values > 0) if log else values
 
 
-def _by_layer(spreads: Sequence[Spread], values: Sequence[Floats], label: str, log: bool = False) -> Chart:
+def _by_layer(spreads: Frame, kind: str, label: str, log: bool = False) -> Chart:
     """Return values by layer over the kept rounds: a line each, or a row each if there are many."""
-    rounds, names, by_layer = (
-        [spread.round for spread in spreads],
-        [MODEL, *spreads[0].names],
-        np.roll(values, 1, axis=1).T,
-    )
-    axis = Axis(label)
-    if log:
-        axis, by_layer = _axis(label, by_layer), np.where(by_layer > 0, by_layer, np.nan)
+    table = spreads.pivot(index="layer", columns="round", values=kind)
+    table = table.loc[[MODEL, *spreads["layer"].unique()[:-1]]]
+    axis, table = _axis(label, table, log)
+    names, rounds = table.index.tolist(), table.columns.tolist()
     if len(names) <= MOST_LINES + 1:
-        return layer_lines(names, rounds, by_layer, axis)
+        return layer_lines(names, rounds, table.to_numpy(), axis)
     if log:
-        axis, by_layer = Axis(f"{label} (log10)"), np.log10(by_layer)
+        axis, table = Axis(f"{label} (log10)"), np.log10(table)
     texts = list(map(str, rounds))
     x, y = charts.names("x", "at", "round", texts), charts.names("y", "row", "", names)
-    return charts.cells(
-        as_cells(names, texts, by_layer, "row", "at"), x, y, charts.coloured(axis), axis, WIDTH - 250, 16 * len(names)
-    )
+    frame = as_cells(names, texts, table.to_numpy(), "row", "at")
+    return charts.cells(frame, x, y, charts.coloured(axis), axis, WIDTH - 250, 16 * len(names))
 
 
 # One round ------------------------------------------------------------------------------------------------------------
 
 
 def _sensitivities(run: ReportedRun, ids: list[int], scores: Floats) -> Chart:
-    classes, columns, each = scores.shape[1], min(3, len(ids)), []
+    classes, inputs = scores.shape[1:]
     known, names = class_counts(run), class_labels(run, classes)
     mix = dict(zip(*known, strict=True)) if known and known[1].shape[1] == classes else {}
-    height, width = max(110, min(14 * classes, 230)), charts.small_width(columns) - 90
-    axis = Axis("share of the client's largest", "~%")
-    for k, (i, label) in enumerate(zip(ids, client_labels(run, ids), strict=True)):
-        share = np.array(mix.get(i, np.full(classes, np.nan)), np.float64)[:, None]
-        rows, column = charts.names("y", "class", None, names), charts.names("x", "samples", None, [""], shown=False)
-        first = charts.cells(
-            as_cells(names, [""], share / max(np.nanmax(share, initial=1), 1), "class", "samples"),
-            column,
-            rows,
-            charts.coloured(axis, (0.0, 1.0), share=True).legend(None),
-            axis,
-            12,
-            height,
-        )
-        cells = averaged(scores[k], MOST_INPUTS, axis=1)
-        inputs = list(map(str, np.linspace(0, scores.shape[2], cells.shape[1] + 1).astype(int)[:-1]))
-        frame = as_cells(names, inputs, cells / (cells.max() or 1), "class", "input")
-        across = charts.names("x", "input", "input of the last layer", inputs, shown=False)
-        colour, rows = (
-            charts.coloured(axis, (0.0, 1.0), across=200),
-            charts.names("y", "class", None, names, shown=False),
-        )
-        if k < len(ids) - 1:
-            colour = colour.legend(None)
-        second = charts.cells(frame, across, rows, colour, axis, width, height).properties(title=f"client {label}")
-        each.append(charts.beside(first, second))
-    return charts.beside(*each, columns=columns)
+    found = []
+    for i, label, own in zip(ids, client_labels(run, ids), scores, strict=True):
+        cells = averaged(own, MOST_INPUTS, axis=1)
+        firsts = np.linspace(0, inputs, cells.shape[1] + 1).astype(int)[:-1].tolist()
+        values = as_cells(names, firsts, (cells / (cells.max() or 1)).round(4), "class", "input")
+        samples = pandas.DataFrame({"class": names, "samples": mix.get(i, np.full(classes, np.nan))})
+        samples["samples"] /= max(samples["samples"].max(), 1)
+        found.append(pandas.concat([samples.dropna(), values]).assign(part=f"client {label}"))
+    return charts.sensitivities(pandas.concat(found, ignore_index=True), names, inputs, inputs / cells.shape[1])
 
 
-def _local_values(rows: Sequence[Sequence[LocalValues]]) -> Chart:
-    found, marks = [], []
-    for row, several in enumerate(rows):
-        for one in several:
-            found.append(
-                bins(one.values, np.histogram_bin_edges(one.values, int(np.clip(len(one.values) / 2, 5, 30)))).assign(
-                    part=one.name, place=row
-                )
-            )
-            places = {
-                "new global model": one.after,
-                "mean of the uploads": one.values.mean(),
-                "sent to the clients": one.sent,
-            }
-            marks.append(
-                pandas.DataFrame({"kind": places.keys(), "value": places.values(), "part": one.name, "place": row})
-            )
-    return charts.local_values(
-        pandas.concat(found, ignore_index=True), pandas.concat(marks, ignore_index=True).dropna()
-    )
+def _local_values(parameters: Mapping[str, Mapping[str, Any]]) -> Chart:
+    found = []
+    for name, own in parameters.items():
+        values = own["values"]
+        edges = np.histogram_bin_edges(values, int(np.clip(len(values) / 2, 5, 30)))
+        marks = {
+            "new global model": own["after"],
+            "mean of the uploads": values.mean(),
+            "sent to the clients": own["sent"],
+        }
+        rules = pandas.DataFrame({"kind": marks.keys(), "value": marks.values()}).dropna()
+        found.append(pandas.concat([bins(values, edges), rules]).assign(part=name))
+    return charts.local_values(pandas.concat(found, ignore_index=True))
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from corolla.report import all_runs, assets, by_kind, csv_files, heat_maps, mode
 from corolla.report.arrays import client_labels, read_runs
 from corolla.report.charts import SCALE, Panel
 from corolla.report.csv_files import CLIENTS, ROUNDS
-from corolla.report.groups import Group, grouped
+from corolla.report.groups import Group, grouped, short
 from corolla.report.tables import PICTURES
 from corolla.report.theme import CONFIG
 from fl_app import progress
@@ -85,7 +85,9 @@ class Page:
         return {
             "settings": tables.shared_settings(self.runs),
             "warnings": tables.warnings(self.runs),
-            "tables": tables.of_groups(groups),
+            "results": tables.results_table(groups),
+            "keys": list(dict.fromkeys(key for group in groups for key in group.settings)),
+            "differences": tables.differences(groups, [short(group.label) for group in groups]),
             "clients": tables.clients_section(groups),
             "with_own": [group for group in groups if any(self.own[run.number] or run.failures for run in group.runs)],
             "swatches": tables.swatches(groups),
@@ -105,7 +107,8 @@ class Page:
             policy=_POLICY + "; connect-src 'self'" * bool(live),
             clients=list(names)[:_MOST_NAMES],
             assets=assets,
-            scripts=scripts(self.panels) if self.panels or live else "",
+            data=data_of(self.panels),
+            library=library,
         )
 
 
@@ -138,10 +141,15 @@ def write_report(
     if tested:
         for run in report.runs:
             report.own[run.number] += model_pictures.of_features(run, tested(run.path))
-    with _writing("--output", output):
-        make_directory(output / PICTURES)
-    drawn = _draw(report.panels, ("png", "svg", "pdf") if figures else ("png",))
     pictures = output / PICTURES
+    with _writing("--output", output):
+        make_directory(pictures)
+    # on a busy machine each picture takes seconds
+    every = [(panel, kind) for panel in report.panels for kind in (("png", "svg", "pdf") if figures else ("png",))]
+    drawn: dict[str, bytes] = {}
+    for panel, kind in every:
+        progress.report("drawing pictures", len(drawn), len(every))
+        drawn[f"{panel.name}.{kind}"] = panel.render(kind)
     with _writing("--output", output):
         # keep other files in this directory
         earlier = (output / PAGE).read_text("utf-8", "replace") if (output / PAGE).exists() else ""
@@ -186,16 +194,6 @@ def _latex(groups: Sequence[Group], title: Callable[[str], str]) -> str:
     return "\n".join([results, *(latex.tabular(*found) for found in tables.differences(groups, names))])
 
 
-def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> dict[str, bytes]:
-    """Return every picture in every kind by file name, and report the progress: on a busy machine each takes seconds."""
-    drawn: dict[str, bytes] = {}
-    every = [(panel, kind) for panel in panels for kind in kinds]
-    for panel, kind in every:
-        progress.report("drawing pictures", len(drawn), len(every))
-        drawn[f"{panel.name}.{kind}"] = panel.render(kind)
-    return drawn
-
-
 def reported(output: Path) -> str:
     """Return the names of the runs in a directory's report; "" if there is no report.
 
@@ -230,13 +228,13 @@ def _write_files(option: str, directory: Path, contents: Mapping[str, bytes]) ->
 
 
 def data_of(panels: Sequence[Panel]) -> str:
-    """Return the pictures' data as JSON. Each of their data is in it once."""
+    """Return the pictures' data as JSON, which may stand in a page. Each of their data is in it once."""
     datasets: dict[str, str] = {}
     specs = {}
     for panel in panels:
         datasets |= panel.spec["datasets"]
         specs[panel.name] = {**panel.spec, "datasets": list(panel.spec["datasets"]), "$schema": ""}
-    return json.dumps({"datasets": datasets, "specs": specs}, ensure_ascii=False)
+    return json.dumps({"datasets": datasets, "specs": specs}, ensure_ascii=False).replace("<", "\\u003c")
 
 
 def library() -> str:
@@ -251,15 +249,6 @@ def library() -> str:
         make_directory(kept.parent)
         publish_text(kept, made)
     return made
-
-
-def scripts(panels: Sequence[Panel]) -> str:
-    """Return the pictures' data, and the program that draws them."""
-    data = data_of(panels).replace("<", "\\u003c")
-    return (
-        f'<script type="application/json" id="pictures-data">{data}</script>\n<script type="module">{library()}</script>\n'
-        f'<script type="module">{assets.PICTURES}</script>'
-    )
 
 
 class Plots:

@@ -16,9 +16,9 @@ import pandas
 
 from corolla.experiments.result_table import Mean
 from corolla.report import charts
-from corolla.report.all_runs import TOGETHER, by_metric
+from corolla.report.all_runs import by_metric
 from corolla.report.charts import WIDTH, Axis, Chart, Panel, metric_axis, sentences
-from corolla.report.groups import Group, behind, marked, short
+from corolla.report.groups import TOGETHER, Group, behind, marked, short
 from fl_app.keys import Scalar, show
 from fl_app.metrics import Metric
 

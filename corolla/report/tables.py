@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pandas
 from corolla.experiments import significance
 from corolla.experiments.result_table import COSTS, OF_GLOBAL, UNSEEN, chosen, undefined_notes
 from corolla.report.arrays import MANY, ReportedRun, class_names, last_known
+from corolla.report.charts import sentences
 from corolla.report.groups import (
     DATA_KEYS,
     KEY_SETTINGS,
@@ -28,7 +30,6 @@ from corolla.report.theme import Look, looks
 from fl_app.errors import counted, plain, size
 from fl_app.keys import show
 from fl_app.metrics import DIGEST_VERSION, SENT_DIGEST_VERSION, Metric
-from fl_app.server import client_rows
 
 PICTURES = "report-figures"
 # most differing settings that the table of results shows
@@ -61,6 +62,7 @@ TEMPLATES.globals.update(
     alone=lambda run: Group((run,)),
     version=DIGEST_VERSION,
     ends=ENDS,
+    brief=BRIEF,
     most_failures=20,
     most_clients=20,
     pictures=PICTURES,
@@ -96,37 +98,21 @@ def results_table(groups: Sequence[Group]) -> str:
     """Return the table of results: one row per group, which unfolds into the rows of its runs."""
     runs = [run for group in groups for run in group.runs]
     known = {heading for group in groups for heading in group.row.means}
+    # figures of metrics other than the headline, by their names in summary.json
+    others: dict[str, Metric] = {}
+    for row in (group.row for group in groups):
+        others |= {name: metric for name, metric in row.names.items() if name in row.of_others}
     always = {"final", "pooled", "best", "best, pooled"}
     shown = {
         "groups": groups,
         "headings": [heading for heading in HEADINGS if heading in known | always],
-        "others": columns_of_others(groups),
+        "others": others,
         "metrics": list(dict.fromkeys(group.first.headline for group in groups)),
         "brief": 0 < len({key for group in groups for key in group.settings}) <= BRIEF,
         "seeds": len(runs) > len(groups),
         "swatches": swatches(groups),
     }
     return str(PARTS.results(shown, runs))
-
-
-def columns_of_others(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Return the figures, in any group, of metrics other than the headline, by their names in summary.json."""
-    found: dict[str, Metric] = {}
-    for row in (group.row for group in groups):
-        found |= {name: metric for name, metric in row.names.items() if name in row.of_others}
-    return found
-
-
-def settings_table(groups: Sequence[Group]) -> str:
-    """Return the table of keys in which the groups differ; empty if the table of results shows them."""
-    keys = list(dict.fromkeys(key for group in groups for key in group.settings))
-    return str(PARTS.settings(groups, keys, swatches(groups))) if len(keys) > BRIEF else ""
-
-
-def of_groups(groups: Sequence[Group]) -> str:
-    """Return the tables of results, of settings, and of each row's paired differences from the first."""
-    paired = PARTS.differences(differences(groups, [short(group.label) for group in groups]))
-    return "\n".join(filter(None, (results_table(groups), settings_table(groups), str(paired))))
 
 
 def differences(groups: Sequence[Group], names: Sequence[str]) -> list[tuple[list[list[str]], str]]:
@@ -167,15 +153,19 @@ def clients_section(groups: Sequence[Group]) -> str:
     Groups with at most MANY clients share tables if these clients have the same samples. Of each other group they list
     the first run's clients.
     """
-    few = [group for group in groups if 0 < len(last_known(group.first)[0]) <= MANY]
-    parts = [part for own in _with_the_same_samples(few) for part in _of_few(own)]
-    room = MOST_LINES
+    counts = {group.number: len(last_known(group.first)[0]) for group in groups}
+    parts, room = [], MOST_LINES
+    for same in _with_the_same_samples([group for group in groups if 0 < counts[group.number] <= MANY]):
+        for metric in dict.fromkeys(metric for group in same for metric in group.first.metrics):
+            parts.append(client_table(same, metric))
     for group in groups:
-        if len(last_known(group.first)[0]) > MANY:
-            table = _of_run(group.first, len(groups) > 1)
-            parts.append(replace(table, whole=len(table.lines) <= room))
+        if counts[group.number] > MANY:
+            own = replace(group, runs=group.runs[:1])
+            table = client_table([own], own.first.headline, few=False)
+            title = short(own.first.label, 60) * (len(groups) > 1)
+            parts.append(replace(table, title=title, whole=len(table.lines) <= room))
             room -= len(table.lines) * parts[-1].whole
-    return str(PARTS.clients(parts))
+    return str(PARTS.clients([part for part in parts if part.lines]))
 
 
 def _with_the_same_samples(groups: Sequence[Group]) -> list[list[Group]]:
@@ -193,98 +183,75 @@ def _with_the_same_samples(groups: Sequence[Group]) -> list[list[Group]]:
     return parts
 
 
-def _of_few(groups: Sequence[Group]) -> list[ClientTable]:
-    """Return a table per metric: each client's samples, its figures in each group, and the group that is best for it."""
-    run, tables = groups[0].first, []
-    for metric in dict.fromkeys(metric for group in groups for metric in group.first.metrics):
-        judged = [judged_by(group, metric) for group in groups if metric in group.first.metrics]
-        several = len(judged) > 1
-        unit, names, sources, columns = " (%)" * metric.ratio, [], [], {}
-        for group in judged:
-            name = short(group.label, 30) if several else "final"
-            names.append(name)
-            columns[name], source = by_client(group)
-            sources.append(source)
-            for when in ("before", "after") if len(judged) <= MOST_WITH_MOMENTS else ():
-                moments = [participation(run)[when].dropna() for run in group.runs]
-                columns[f"{group.number} " * several + when] = pandas.concat(moments).groupby(level=0).mean()
-        if not sum(len(columns[name]) for name in names):
-            continue
-        every = pandas.concat([*columns.values(), *(by_client(group)[0] for group in groups)]).index.unique()
-        figures = pandas.DataFrame(columns, sorted(every, key=int))
-        finals = figures[names]
-        best = finals.max(axis=1) if metric.higher_is_better else finals.min(axis=1)
-        lines = []
-        for i, values in figures.iterrows():
-            winners = Cell(", ".join(finals.columns[finals.loc[i] == best[i]]))
-            scores = [_score(metric, value) for value in values]
-            lines.append([*_client(run, i), *_samples(run, i), *scores, *[winners] * several])
-        head = ["client", *SAMPLES, *(f"n {name}{unit}" for name in columns)]
-        seeds = "; each figure is the mean over the seeds" * any(len(group.runs) > 1 for group in judged)
-        where = "; ".join(dict.fromkeys(sources))
-        text = f"{where}; before, after: in the client's last round; samples: of the first run{seeds}."
-        tables.append(
-            ClientTable(
-                f"{metric.title[:1].upper()}{metric.title[1:]} of each client", text, head + ["best"] * several, lines
-            )
-        )
-    return tables
+def client_table(groups: Sequence[Group], metric: Metric, few: bool = True) -> ClientTable:
+    """Return clients with their samples, their figures in each group, and the group that is best for them.
 
-
-def _of_run(run: ReportedRun, several: bool) -> ClientTable:
-    """Return a run's clients, worst first."""
-    text = (
-        f"Clients that train, sorted by {run.headline.title} ({last_known(run)[1]}). before, after: in the client's last round; "
-        "mostly: the most frequent class of its training samples."
+    few: whether they are in the order of their ids, else the worst come first.
+    """
+    judged = [judged_by(group, metric) for group in groups if metric in group.first.metrics]
+    run, several = judged[0].first, len(judged) > 1
+    names, sources, tables = [], [], []
+    for group in judged:
+        final, source = by_client(group)
+        names.append(short(group.label, 30) if several else "final")
+        sources.append(source)
+        tables.append(final.rename(names[-1]))
+        if len(judged) <= MOST_WITH_MOMENTS:
+            moments = pandas.concat([participation(run) for run in group.runs]).groupby(level=0).mean()
+            tables.append(moments.drop(columns="rounds").add_prefix(f"{group.number} ") if several else moments)
+    known = pandas.concat([by_client(group)[0] for group in (*groups, *judged)]).index.unique().sort_values()
+    figures = pandas.concat(tables, axis=1).reindex(known).fillna({"rounds": 0})
+    finals = figures[names]
+    best = finals.max(axis=1) if metric.higher_is_better else finals.min(axis=1)
+    order = "" if few else f"Sorted by {metric.title}: "
+    if not few:
+        # at equal values, the client with the worse metric after training comes first
+        sorting: Any = {"ascending": metric.higher_is_better, "kind": "stable", "na_position": "first"}
+        figures = figures.sort_values(["final", "after"], **sorting)
+    counted = [own["class-counts"] for own in run.clients.values() if own.get("class-counts")]
+    classes = class_names(run, max(map(len, counted), default=0))
+    lines = []
+    for i, values in zip(figures.index, figures.to_dict("records"), strict=True):
+        own = run.clients.get(str(i), {})
+        line = [Cell(run.client_name(i), i), *(_number(own.get(name.removeprefix("n "))) for name in SAMPLES)]
+        if counted:
+            line += _classes(own.get("class-counts"), classes)
+        line += [_number(v) if name == "rounds" else _score(metric, v) for name, v in values.items()]
+        winners = [name for name in names if values[name] == best[i]] if several else []
+        lines.append(line + [Cell(", ".join(winners))] * several)
+    unit = " (%)" * metric.ratio
+    head = ["client", *SAMPLES, *["n classes", "mostly"] * bool(counted)]
+    head += [f"n {name}{unit * (name != 'rounds')}" for name in figures] + ["best"] * several
+    text = sentences(
+        f"{order}{'; '.join(dict.fromkeys(sources))}; before, after: in the client's last round; samples: of the first run"
+        f"{'; each figure is the mean over the seeds' * any(len(group.runs) > 1 for group in judged)}.",
+        "mostly: the most frequent class of the training samples." * bool(counted),
     )
-    return ClientTable(short(run.label, 60) * several, text, *client_lines(run), few=False)
-
-
-def client_lines(run: ReportedRun) -> tuple[list[str], list[Line]]:
-    """Return the headings, and the lines of the clients with a known headline metric, worst first."""
-    metric = run.headline
-    counted = {i: own["class-counts"] for i, own in run.clients.items() if own.get("class-counts")}
-    names = class_names(run, max(map(len, counted.values()), default=0))
-    known = pandas.DataFrame({"final": last_known(run)[0]}).join(participation(run))
-    known.index = known.index.astype(int)
-    # at equal values, the client with the worse metric after training comes first
-    known = known.sort_index().fillna({"rounds": 0}).astype({"rounds": int})
-    known = known.sort_values(["final", "after"], ascending=metric.higher_is_better, kind="stable", na_position="first")
-    moments, lines = ("final", "before", "after"), []
-    for i, row in zip(map(str, known.index), known.to_dict("records"), strict=True):
-        scores = [_score(metric, row[moment]) for moment in moments]
-        classes = _classes(counted.get(i), names) if counted else []
-        lines.append([*_client(run, i), *scores, _number(row["rounds"]), *_samples(run, i), *classes])
-    head = ["client", *(f"n {moment}{' (%)' * metric.ratio}" for moment in moments), "n rounds", *SAMPLES]
-    return head + ["n classes", "mostly"] * bool(counted), lines
-
-
-def _client(run: ReportedRun, client_id: str) -> Line:
-    return [Cell(run.client_name(client_id), int(client_id))]
-
-
-def _samples(run: ReportedRun, client_id: str) -> Line:
-    return [_number(run.clients.get(client_id, {}).get(name.removeprefix("n "))) for name in SAMPLES]
+    return ClientTable(
+        f"{metric.title[:1].upper()}{metric.title[1:]} of each client",
+        text,
+        head,
+        lines if finals.notna().any(axis=None) else [],
+        few,
+    )
 
 
 def participation(run: ReportedRun) -> Any:
     """Return by client id: its number of rounds, and its headline metric before and after training in the last of these."""
     tables = [pandas.DataFrame(columns=["before", "after"], dtype=np.float64)]
     for record in run.rounds.values():
-        rows = record.get("clients", {})
-        own = {when: client_rows.numbers(rows, run.key(when)) for when in ("before", "after")}
-        tables.append(pandas.DataFrame(own, client_rows.ids(rows).astype(str)))
+        tables.append(pandas.DataFrame({when: run.numbers(record, when) for when in ("before", "after")}))
     every = pandas.concat(tables[1:] or tables)
     last = every[~every.index.duplicated(keep="last")]
     return last.assign(rounds=every.index.value_counts())
 
 
-def _score(metric: Metric, value: Any) -> Cell:
-    return Cell("–") if value is None or value != value else Cell(metric.text(value), float(f"{value:.6g}"))
+def _score(metric: Metric, value: float) -> Cell:
+    return Cell("–") if math.isnan(value) else Cell(metric.text(value), float(f"{value:.6g}"))
 
 
 def _number(value: Any) -> Cell:
-    return Cell("–") if value is None else Cell(str(value), value)
+    return Cell("–") if value is None else Cell(str(int(value)), int(value))
 
 
 def _classes(counts: Sequence[int] | None, names: Sequence[str]) -> Line:

@@ -344,7 +344,7 @@ def assert_every_panel_has_data(run: arrays.ReportedRun) -> None:
 def assert_masks_tell_whose_data_is_alike(run: arrays.ReportedRun, counts: Any) -> None:
     """Clients with the same classes overlap most, those without a common one least."""
     ids, overlap = last_matrix(run, "overlap") or ([], np.zeros(0))
-    collaborators = arrays.links(run, "collaborators")
+    collaborators = arrays.scalars(run, "collaborators")
     assert ids == list(range(10)) and collaborators is not None and collaborators[1][:, 0].max() > 0
     common = (counts[:, None, :] * counts[None, :, :] > 0).sum(axis=2)
     pairs = np.triu(np.ones((10, 10), bool), 1)

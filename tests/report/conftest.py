@@ -61,4 +61,4 @@ def local(start: Callable[..., Path]) -> Path:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave every picture empty, for tests of what stands around pictures: drawing is most of a report's time."""
     monkeypatch.setattr(Panel, "render", lambda panel, kind="png": b"")
-    monkeypatch.setattr(page, "scripts", lambda panels: "")
+    monkeypatch.setattr(page, "data_of", lambda panels: "{}")

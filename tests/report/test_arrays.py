@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 
 from corolla.report import arrays
@@ -116,18 +117,17 @@ def test_curves_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
     assert arrays.client_seconds(run) == {"train": 1.0, "evaluate": 0.5}
     assert arrays.curve([run], "evaluation") is None
     known, source = arrays.last_known(run)
-    assert sorted(known.values()) == [0.5, 0.7, 0.9] and "last round" in source
+    assert known.to_dict() == {0: 0.5, 1: 0.7, 2: 0.9} and "last round" in source
 
 
 def test_short_curves_are_drawn_as_they_are_and_long_ones_as_running_means() -> None:
-    short = np.random.default_rng(0).random(79)
+    short = pandas.Series(np.random.default_rng(0).random(79))
     assert arrays.smooth(short) is short
     assert [arrays.window(rounds) for rounds in (79, 80, 400, 500, 1000)] == [1, 3, 11, 13, 25]
-    values = np.arange(80) ** 2.0
-    smooth = arrays.smooth(values)
-    assert smooth[:3] == pytest.approx([0, (0 + 1 + 4) / 3, (1 + 4 + 9) / 3]) and smooth[-1] == pytest.approx(
-        (78**2 + 79**2) / 2
-    )
+    smooth = arrays.smooth(pandas.Series(np.arange(80) ** 2.0)).tolist()
+    assert smooth[:3] == pytest.approx([0, (0 + 1 + 4) / 3, (1 + 4 + 9) / 3])
+    assert smooth[-1] == pytest.approx((78**2 + 79**2) / 2)
     long = np.random.default_rng(0).random(400)
-    assert arrays.smooth(long)[[0, 2, 200]] == pytest.approx([long[0], long[:5].mean(), long[195:206].mean()])
-    assert arrays.smooth(np.full(400, 0.3)) == pytest.approx(np.full(400, 0.3))
+    found = arrays.smooth(pandas.DataFrame({"long": long, "flat": 0.3}, range(1, 401)))
+    assert found["long"].iloc[[0, 2, 200]].tolist() == pytest.approx([long[0], long[:5].mean(), long[195:206].mean()])
+    assert found["flat"].tolist() == pytest.approx([0.3] * 400)

@@ -52,7 +52,7 @@ def test_what_methods_record_by_hand(tmp_path: Path) -> None:
     ids, overlap = last_matrix(run, "overlap") or ([], np.zeros(0))
     assert ids == [0, 1, 3]
     np.testing.assert_array_equal(overlap, [[1, 0.25, nan], [0.25, 1, 0.75], [nan, 0.75, 1]])
-    ids, grid = arrays.links(run, "collaborators") or ([], np.zeros(0))
+    ids, grid = arrays.scalars(run, "collaborators") or ([], np.zeros(0))
     assert ids == [0, 1, 3]
     np.testing.assert_array_equal(grid, [[2, nan, nan], [1, nan, 0], [nan, nan, 1]])
     names, shares = arrays.layers(run, Layers("personal-parameters", "", shares=True)) or ([], np.zeros(0))
@@ -100,7 +100,7 @@ def test_other_forms_of_records_by_hand(tmp_path: Path) -> None:
     names, density = arrays.layers(run, Layers("density", "")) or ([], np.zeros(0))
     assert names == ["a", "b"]
     np.testing.assert_array_equal(density, [[0.5], [0]])
-    assert last_matrix(run, "alpha") is arrays.links(run, "x") is None
+    assert last_matrix(run, "alpha") is arrays.scalars(run, "x") is None
     assert arrays.groups(run, "loss") is arrays.scalars(run, "x") is None
 
 

@@ -146,7 +146,7 @@ def test_the_mean_over_seeds_by_hand(tmp_path: Path) -> None:
     np.testing.assert_allclose(curve[["low", "high"]], [[0.3 - std, 0.3 + std], [0.6, 0.6]])
     costs = groups.over_costs(group)
     assert costs["bytes"].tolist() == [40, 180] and costs["mean"].tolist() == pytest.approx([0.3, 0.6])
-    assert groups.by_client(group)[0].to_dict() == pytest.approx({"0": 0.5, "1": 0.7})
+    assert groups.by_client(group)[0].to_dict() == pytest.approx({0: 0.5, 1: 0.7})
     assert group.row.means["best"] == (pytest.approx(0.6), pytest.approx(0.0))
 
 

@@ -48,15 +48,15 @@ def kept(run: Path, rows: Sequence[Sequence[float]] = ROWS, ids: Sequence[int] =
 def test_angles_and_deviations_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(models, "_BLOCK", block)
     found = models.spread(kept(tmp_path))
-    assert (found.round, found.names) == (1, ["a", "c.weight"])
+    assert set(found["round"]) == {1} and found["layer"].tolist() == ["a", "c.weight", models.MODEL]
     # updates of a: (1, 0), (0, 1), (-1, 0): 90, 180 and 90 degrees. Of c: (0, 0, 0, 2), nothing, (0, 1, 0, 0): 90 degrees
     # of all: (1,0,0,0,0,2), (0,1,0,0,0,0), (-1,0,0,1,0,0): 90, 90 and the angle of cosine -1 / sqrt(5 * 2)
     whole = (90 + 90 + math.degrees(math.acos(-1 / math.sqrt(10)))) / 3
-    np.testing.assert_allclose(found.angles, [120, 90, whole], rtol=1e-12)
+    np.testing.assert_allclose(found["angle"], [120, 90, whole], rtol=1e-12)
     # a: 2, 1, 0 about 1: squares 1, 0, 1; 0, 1, 0 about 1/3: 1/9, 4/9, 1/9. c: 1, 1, 2: 6/9; 3, 1, 1 about 5/3: 24/9
     a, c = (2 + 6 / 9) / 3, (6 / 9 + 24 / 9) / 3
-    np.testing.assert_allclose(found.deviations, [a / 2, c / 4, (a + c) / 6], rtol=1e-12)
-    assert found.largest == pytest.approx((3 - 5 / 3) ** 2)
+    np.testing.assert_allclose(found["deviation"], [a / 2, c / 4, (a + c) / 6], rtol=1e-12)
+    np.testing.assert_allclose(found["largest"], [1, (3 - 5 / 3) ** 2, (3 - 5 / 3) ** 2], rtol=1e-12)
 
 
 def test_no_angle_without_two_updates() -> None:
@@ -83,14 +83,14 @@ def test_parameters_of_largest_and_smallest_spread(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(models, "_BLOCK", block)
     path = folder(tmp_path / "run", [record(1, {"5": {"accuracy-before": 0.5}})])
     # standard deviations: sqrt(2/3), sqrt(2)/3, 0, sqrt(2)/3, 0, sqrt(8)/3
-    most, least = models.extreme_values(read_run(path), kept(path), 2)
-    assert [one.name for one in most] == ["c.weight[1, 1]", "a[0]"]
-    assert [one.name for one in least] == ["a[1]", "c.weight[0, 1]"]
-    assert most[0].values.tolist() == [3, 1, 1] and most[0].sent == 1 and math.isnan(most[0].after)
+    found = models.extreme_values(read_run(path), kept(path), 2)
+    assert [name for name, _ in found] == ["c.weight[1, 1]", "a[0]", "a[1]", "c.weight[0, 1]"]
+    _, most = found[0]
+    assert most["values"].tolist() == [3, 1, 1] and most["sent"] == 1 and math.isnan(most["after"])
     # the next round was sent SENT: this is what the uploads became
     save(path, 2, ROWS, (5, 3, 9))
-    most, _ = models.extreme_values(read_run(path), kept(path), 1)
-    assert (most[0].name, most[0].after) == ("c.weight[1, 1]", 1)
+    name, most = models.extreme_values(read_run(path), kept(path), 1)[0]
+    assert (name, most["after"]) == ("c.weight[1, 1]", 1)
 
 
 @pytest.mark.parametrize("block", [4_000_000, 3])
@@ -180,13 +180,15 @@ def test_the_comparison_leaves_out_a_row_whose_seeds_keep_no_round_in_common(tmp
     groups = grouped([read_run(wide(tmp_path / name, layers=3, clients=3)) for name in ("a", "b")])
     first, second = (group.first.number for group in groups)
     every = spreads_of(groups[0].first)
-    (panel,) = of_all_uploads(groups, {first: every, second: every[:1]})
+    (panel,) = of_all_uploads(groups, {first: every, second: every[every["round"] < 2]})
     frame = frames_of(panel)[0]
     assert frame.groupby("run", sort=False).size().tolist() == [3, 1]
     twice = replace(groups[1], runs=(groups[0].first, groups[1].first))
-    (panel,) = of_all_uploads([groups[0], twice], {first: every[1:], second: every[:1]})
+    (panel,) = of_all_uploads([groups[0], twice], {first: every[every["round"] > 1], second: every[every["round"] < 2]})
     assert frames_of(panel)[0]["run"].unique().tolist() == ["1 fedavg"]
-    assert not list(of_all_uploads([twice, twice], {first: every[1:], second: every[:1]}))
+    assert not list(
+        of_all_uploads([twice, twice], {first: every[every["round"] > 1], second: every[every["round"] < 2]})
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corolla.report.arrays import read_runs
-from corolla.report.by_kind import Span, spans
+from corolla.report.by_kind import spans
 from corolla.report.charts import IN_TIME, LATE, LOST, WORKING
 from corolla.report.groups import grouped, over_costs
 from fl_app.server import arrivals
@@ -32,13 +32,13 @@ def test_the_seconds_of_works() -> None:
     found, closes = spans(LINES)
     assert closes == [2.0, 5.0, 6.0]
     assert found == [
-        Span(0, 0.0, 1.0, IN_TIME),
-        Span(0, 2.0, 3.5, IN_TIME),
-        Span(0, 5.0, 6.0, IN_TIME),
-        Span(1, 0.0, 2.0, IN_TIME),
-        Span(1, 2.0, 5.5, LOST),
-        Span(2, 0.0, 2.5, LATE),
-        Span(2, 5.0, 6.0, WORKING),
+        (0, 0.0, 1.0, IN_TIME),
+        (0, 2.0, 3.5, IN_TIME),
+        (0, 5.0, 6.0, IN_TIME),
+        (1, 0.0, 2.0, IN_TIME),
+        (1, 2.0, 5.5, LOST),
+        (2, 0.0, 2.5, LATE),
+        (2, 5.0, 6.0, WORKING),
     ]
 
 

@@ -148,7 +148,7 @@ def test_rounds_that_have_matrices(run: Run, method: str) -> None:
     ids, values = last_matrix(reported, name) or ([], np.zeros(0))
     assert ids and not np.isnan(values).all()
     if "collaborators" in NOTING[method]:
-        _, counts = arrays.links(reported, "collaborators") or ([], np.zeros(0))
+        _, counts = arrays.scalars(reported, "collaborators") or ([], np.zeros(0))
         assert counts.shape[1] == 7
     frame = corolla.load(folder.path).matrix(name, round=6)
     assert frame.index.tolist() == matrices.read(folder.path, 6)[name].rows.tolist()
