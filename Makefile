@@ -71,13 +71,13 @@ lock: install ## constraints/: the packages of each version of Flower, with hash
 run: $(RUNNING) ## install what running needs, then compare three methods on digits
 	$(BIN)/corolla demo
 
-# first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them;
-# a part that fails keeps none of the others from running
+# first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each and a file at a time,
+# so that what its tests share is made once, then what starts them; a part that fails keeps none of the others from running
 MINUTES := tests/pages tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
 QUICK := tests --ignore tests/e2e $(MINUTES:%=--ignore %)
-UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
-# two files at a time: such tests wait more than they compute
-WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs --durations 15
+UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# three files at a time: such tests wait more than they compute
+WAITING := $(BIN)/python -m pytest -n 3 --dist loadfile -rs --durations 15
 unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile everything anew
 
 test: SHELL := /bin/bash
@@ -85,7 +85,7 @@ test: install ## the tests, and the seconds of each part
 	@failed=0; \
 	echo "1/3: what is quick"; TIMEFORMAT="1/3: %0R s"; time $(UNIT) $(QUICK) || failed=1; \
 	echo "2/3: methods, reports, whole runs"; TIMEFORMAT="2/3: %0R s"; time $(UNIT) $(MINUTES) || failed=1; \
-	echo "3/3: what starts Flower's processes"; TIMEFORMAT="3/3: %0R s"; time $(WAITING) tests/e2e || failed=1; \
+	echo "3/3: what starts Flower's processes"; TIMEFORMAT="3/3: %0R s"; time $(WAITING) --no-loadscope-reorder tests/e2e || failed=1; \
 	exit $$failed
 
 # minutes of real Flower processes: every method in simulation, launched clusters
@@ -93,7 +93,7 @@ test-long: install ## minutes of real Flower processes
 	@failed=0; $(UNIT) -m "long and not nightly" --ignore tests/e2e || failed=1; \
 	$(WAITING) -m "long and not nightly" tests/e2e || failed=1; exit $$failed
 
-# test-long, test-faults and test-hostile, as continuous integration runs them: two files at a time from the first to the last
+# test-long, test-faults and test-hostile, as continuous integration runs them: three files at a time from the first to the last
 test-processes: install ## test-long, test-faults and test-hostile
 	@failed=0; $(UNIT) -m "long and not nightly" --ignore tests/e2e || failed=1; \
 	$(WAITING) -m "(long or faults or hostile) and not nightly" tests/e2e tests/hostile || failed=1; exit $$failed

@@ -59,6 +59,9 @@ IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {
 }
 """What methods of several phases need set to reach their last in a run of two rounds, and others to send all clients as much."""
 
+LONGEST = ("test_same_bits", "test_report_browser", "test_interrupt")
+"""The files of tests/e2e that should not be the last one at work."""
+
 built_command = functools.cache(cli.build_command)
 
 # means, masks, parts at home, second models, clusters, prototypes, corrections, models of several sizes
@@ -99,8 +102,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Flower's processes comes last."""
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+    """What starts Flower's processes comes last, and of that first the files that take minutes."""
+    order = {name: place for place, name in enumerate(LONGEST, -len(LONGEST))}
+    items.sort(key=lambda item: (item.get_closest_marker("e2e") is not None, order.get(item.path.stem, 0)))
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 600, every: float = 0.02) -> Any:

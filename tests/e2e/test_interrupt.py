@@ -42,7 +42,9 @@ def supervisors(directory: Path) -> list[psutil.Process]:
     return sorted(found, key=lambda process: len(process.cmdline()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_a_stopped_pool_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with started(tmp_path, "pool") as process:
         below = psutil.Process(process.pid).children(recursive=True)

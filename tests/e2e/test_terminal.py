@@ -184,12 +184,11 @@ def test_a_debugger_has_the_terminal_to_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stop", "keys"),
-    {
-        "quit": ("breakpoint()", [(PROMPT, "q\n")]),
-        "pdb": ("import pdb; pdb.set_trace()", [(PROMPT, "q\n")]),
-        "end of input": ("breakpoint()", [(PROMPT, "\x04")]),
-        "at the prompt": ("breakpoint()", [(PROMPT, CTRL_C), ("press Ctrl-C again", CTRL_C)]),
-    }.values(),
+    [
+        pytest.param("import pdb; pdb.set_trace()", [(PROMPT, "q\n")], id="quit"),
+        pytest.param("breakpoint()", [(PROMPT, "\x04")], id="end of input"),
+        pytest.param("breakpoint()", [(PROMPT, CTRL_C), ("press Ctrl-C again", CTRL_C)], id="at the prompt"),
+    ],
 )
 def test_who_leaves_a_debugger_ends_the_run(tmp_path: Path, stop: str, keys: list[tuple[str, str]]) -> None:
     code, text = debugged(tmp_path, keys, stop)
