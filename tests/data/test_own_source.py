@@ -75,7 +75,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of Corolla with one more file and one more line."""
     root = tmp_path_factory.mktemp("clone")
     for package in PACKAGES:
-        shutil.copytree(CLONE / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(CLONE / package, root / package)
     shutil.copy(CLONE / "pyproject.toml", root)
     (root / "docs").mkdir()
     (root / "fl_app" / "data" / "h5.py").write_text(FILE)

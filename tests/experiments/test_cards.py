@@ -28,7 +28,7 @@ JSON = st.recursive(
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=5), inside, max_size=3),
     max_leaves=4,
 )
-EXAMPLES = int(os.environ.get("COROLLA_CARDS", "40"))
+EXAMPLES = int(os.environ.get("COROLLA_CARDS", "20"))
 TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12, "model": "mlp"}
 
 
