@@ -383,11 +383,10 @@ def clusters(similarity: Floats) -> tuple[float, int]:
 def _tree(similarity: Floats, ordered: bool = False) -> Floats:
     """Return scipy's tree of average linkage on 1 - similarity. ordered: with similar leaves side by side."""
     from scipy.cluster.hierarchy import linkage
-    from scipy.spatial.distance import squareform
 
     off = ~np.eye(len(similarity), dtype=bool)
     filled = np.where(np.isnan(similarity), np.nanmin(similarity[off]), similarity)
     largest = float(filled[off].max())
     distance = np.maximum((largest if largest > 1 + 1e-9 else 1.0) - (filled + filled.T) / 2, 0)
-    np.fill_diagonal(distance, 0)
-    return np.asarray(linkage(squareform(distance, checks=False), "average", optimal_ordering=ordered))
+    pairs = distance[np.triu_indices(len(distance), 1)]
+    return np.asarray(linkage(pairs, "average", optimal_ordering=ordered))

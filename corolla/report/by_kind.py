@@ -26,7 +26,7 @@ from corolla.report.arrays import (
 )
 from corolla.report.charts import IN_TIME, LATE, LOST, ROUNDS, WIDTH, WORKING, Axis, Chart, Panel
 from corolla.report.groups import as_cells, marked
-from corolla.report.heat_maps import matrix_panel
+from corolla.report.heat_maps import matrix
 from corolla.report.theme import CONFIG
 from fl_app import figures
 from fl_app.errors import UserError
@@ -48,15 +48,11 @@ def of_run(run: ReportedRun) -> Iterator[Panel]:
         name = figure.file_name
         while name in taken:
             name += "-"
-        own = f"{name}-{run.number.replace('.', '-')}"
-        if isinstance(figure, figures.Matrix):
-            panel = matrix_panel(own, run, figure)
-        else:
-            drawn = DRAW[type(figure)](run, figure)
-            panel = Panel(own, drawn[0], " ".join(drawn[1].split()), drawn[2]) if drawn else None
-        if panel is not None:
+        drawn = DRAW[type(figure)](run, figure)
+        if drawn:
             taken.add(name)
-            yield panel
+            title, caption, *more = drawn
+            yield Panel(f"{name}-{run.number.replace('.', '-')}", title, " ".join(caption.split()), *more)
 
 
 # Clients over rounds --------------------------------------------------------------------------------------------------
@@ -271,7 +267,8 @@ def spans(lines: Sequence[arrivals.Line]) -> tuple[list[tuple[int, float, float,
     return sorted(found), closes
 
 
-DRAW: Mapping[type[figures.Figure], Callable[[ReportedRun, Any], Drawn | None]] = {
+DRAW: Mapping[type[figures.Figure], Callable[[ReportedRun, Any], tuple[Any, ...] | None]] = {
+    figures.Matrix: matrix,
     figures.Links: _numbers,
     figures.Layers: _layers,
     figures.Scalars: _numbers,

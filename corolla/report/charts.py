@@ -82,7 +82,7 @@ class Axis:
         if self.places:
             texts = json.dumps({f"{place:g}": text for place, text in self.places})
             axis = alt.Axis(values=[place for place, _ in self.places], labelExpr=f"{texts}[datum.value]")
-        return channel(f"{field}:Q").title(self.title).scale(scale).axis(axis)
+        return channel(f"{field}:Q", title=self.title, scale=scale, axis=axis)
 
 
 def metric_axis(metric: Metric, limits: tuple[float, float] | None = None) -> Axis:
@@ -190,11 +190,8 @@ def series(frame: Frame, title: str | None = None, orient: str = "bottom") -> di
     )
 
     def scaled(channel: Any, values: Sequence[Any]) -> Any:
-        return (
-            channel("run:N")
-            .scale(alt.Scale(domain=names, range=list(values)))
-            .legend(several if len(names) > 1 else None)
-        )
+        legend = several if len(names) > 1 else None
+        return channel("run:N", scale=alt.Scale(domain=names, range=list(values)), legend=legend)
 
     return {
         "color": scaled(alt.Color, [style.drawn for style in styles]),
@@ -278,7 +275,9 @@ def lines(
     if "line" in frame:
         line = line.encode(detail="line:N")
     marked = "datum.mark === 1" + (f" || {CLIENT}" if "client" in frame else "")
-    dots = base.mark_point(filled=True, clip=y.limits is not None or x.limits is not None).encode(
+    # the others show what they are when a reader points at them, which nobody does in a file
+    points = base.transform_filter("moves || datum.mark === 1")
+    dots = points.mark_point(filled=True, clip=y.limits is not None or x.limits is not None).encode(
         x=across,
         y=y.on(alt.Y, "mean"),
         color=style["color"],
@@ -302,12 +301,16 @@ def histogram(frame: Frame, x: Axis, y: Axis) -> Chart:
     frame: run, method, part, low, high (ends of the bin), share; and the part's mean, lowest, highest.
     """
     base, colour = alt.Chart(), series(frame)["color"].legend(None)
-    layers = [
-        base.mark_rule(strokeDash=dash, strokeWidth=1.6).encode(x=alt.X(f"mean({name}):Q").title(x.title), color=colour)
-        for name, dash in (("mean", [7, 3]), ("lowest", [2, 2]), ("highest", [2, 2]))
-    ]
     across, up = x.on(alt.X, "low").bin("binned"), y.on(alt.Y, "share")
-    layers.insert(0, bars(base, frame, across, up, y).mark_bar(opacity=0.55).encode(color=colour))
+    layers = [
+        bars(base, frame, across, up, y).mark_bar(opacity=0.55).encode(color=colour),
+        *(
+            base.mark_rule(strokeDash=dash, strokeWidth=1.6).encode(
+                x=alt.X(f"mean({name}):Q", title=x.title), color=colour
+            )
+            for name, dash in (("mean", [7, 3]), ("lowest", [2, 2]), ("highest", [2, 2]))
+        ),
+    ]
     return faceted(alt.layer(*layers, data=inline(frame)), frame)
 
 
@@ -376,12 +379,8 @@ def names(side: str, field: str, title: str | None, order: Sequence[str], shown:
     """Return the encoding of names along a side, x or y. room: pixels, if long names stand upright in them."""
     upright = bool(room and room < 1.2 * LETTER * sum(map(len, order)))
     channel = alt.X if side == "x" else alt.Y
-    return (
-        channel(f"{field}:N")
-        .sort(list(order))
-        .title(title)
-        .axis(alt.Axis(ticks=False, domain=False, labels=shown, labelAngle=-90 * upright))
-    )
+    axis = alt.Axis(ticks=False, domain=False, labels=shown, labelAngle=-90 * upright)
+    return channel(f"{field}:N", sort=list(order), title=title, axis=axis)
 
 
 def coloured(axis: Axis, limits: tuple[float, float] | None = None, share: bool = False, across: int = 0) -> Any:
@@ -391,12 +390,8 @@ def coloured(axis: Axis, limits: tuple[float, float] | None = None, share: bool 
         kind = {**kind, "domain": list(limits), "clamp": True}
     place = {"orient": "bottom", "direction": "horizontal", "gradientLength": across} if across else {"orient": "right"}
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label"} if axis.format == "d" else {}
-    return (
-        alt.Color("value:Q")
-        .scale(**kind)
-        .title(axis.title or None)
-        .legend(alt.Legend(format=axis.format, tickCount=4, **place, **whole))
-    )
+    legend = alt.Legend(format=axis.format, tickCount=4, **place, **whole)
+    return alt.Color("value:Q", scale=alt.Scale(**kind), title=axis.title or None, legend=legend)
 
 
 def palette(texts: Sequence[str], first: int = 0) -> dict[str, Any]:
@@ -605,21 +600,29 @@ def sensitivities(frame: Frame, classes: Sequence[str], inputs: int, step: float
     """
     share, room, base = Axis("share of the client's largest", "~%"), 0.06 * inputs, alt.Chart()
     across = Axis("input of the last layer", limits=(-room, inputs)).on(alt.X, "input")
-    across = across.axis(labels=False, ticks=False, grid=False, domain=False)
     row, columns = names("y", "class", None, classes), min(3, frame["part"].nunique())
     # a cell reaches below the next one, so that no paper shows between them
     cells = base.transform_filter("isValid(datum.value)").transform_calculate(until=f"datum.input + {2 * step}")
-    cells = cells.mark_rect(clip=True).encode(
-        x=across, x2="until:Q", y=row, color=coloured(share, (0.0, 1.0), across=200)
+    samples = base.transform_filter("isValid(datum.samples)").mark_rect(fill=INK)
+    layers = (
+        cells.mark_rect(clip=True).encode(
+            x=across.axis(labels=False, ticks=False, grid=False, domain=False),
+            x2="until:Q",
+            y=row,
+            color=coloured(share, (0.0, 1.0), across=200),
+            tooltip=["class:N", "input:Q", alt.Tooltip("value:Q").format(".2%")],
+        ),
+        samples.encode(
+            x=alt.datum(-room),
+            x2=alt.datum(-room / 4),
+            y=row,
+            fillOpacity=alt.FillOpacity("samples:Q").scale(domain=[0, 1], range=[0, 1]).legend(None),
+            tooltip=["class:N", alt.Tooltip("samples:Q").format(".2%")],
+        ),
     )
-    column = base.transform_filter("isValid(datum.samples)").mark_rect(fill=INK)
-    samples = alt.FillOpacity("samples:Q").scale(domain=[0, 1], range=[0, 1]).legend(None)
-    column = column.encode(x=alt.datum(-room), x2=alt.datum(-room / 4), y=row, fillOpacity=samples)
-    tips = ["class:N", "input:Q", alt.Tooltip("value:Q").format(".2%"), alt.Tooltip("samples:Q").format(".2%")]
-    both = alt.layer(cells.encode(tooltip=tips), column.encode(tooltip=tips), data=inline(frame))
     width = (WIDTH - LETTER * max(map(len, classes))) // columns - 20
     height = max(110, min(14 * len(classes), 230))
-    return faceted(both, frame, width, height, columns=columns)
+    return faceted(alt.layer(*layers, data=inline(frame)), frame, width, height, columns=columns)
 
 
 def local_values(frame: Frame) -> Chart:

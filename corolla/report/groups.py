@@ -155,15 +155,9 @@ def differing(runs: Sequence[ReportedRun]) -> list[str]:
 
     The method itself is left out.
     """
-    found = differing_settings(shown_settings(runs))
-    found = [name for name in found if name != "method"]
-
-    def place(name: str) -> int:
-        if "." in name:
-            return -1
-        return KEY_SETTINGS.index(name) if name in KEY_SETTINGS else len(KEY_SETTINGS)
-
-    return sorted(found, key=place)
+    places = {name: place for place, name in enumerate(KEY_SETTINGS)}
+    found = [name for name in differing_settings(shown_settings(runs)) if name != "method"]
+    return sorted(found, key=lambda name: -1 if "." in name else places.get(name, len(places)))
 
 
 # Frames ---------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas
@@ -55,8 +56,11 @@ GROUPED = (
 )
 
 
-def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
-    """Return the picture of a matrix, with the similarity of the clients' data beside it if class counts are known."""
+def matrix(run: ReportedRun, figure: Matrix) -> tuple[Any, ...] | None:
+    """Return the picture of a matrix, with the similarity of the clients' data beside it if class counts are known.
+
+    It is what a `Panel` takes after its name; None without any matrix.
+    """
     found = matrices(run, figure.record)
     if found is None:
         return None
@@ -99,7 +103,7 @@ def matrix_panel(name: str, run: ReportedRun, figure: Matrix) -> Panel | None:
         fallen,
     )
     draw = partial(_matrices, run, figure, labels, by_round, order, counts, clearest)
-    return Panel(name, title, " ".join(text.split()), draw, switch=switch or None)
+    return title, text, draw, False, switch or None
 
 
 def _groups(run: ReportedRun, ids: Sequence[int]) -> list[float] | None:
@@ -155,20 +159,20 @@ def _matrices(
             ordered = averaged(averaged(ordered, MOST_ROWS), MOST_ROWS, axis=1)
         return as_cells(rows, rows, ordered, "client", "other")
 
-    def matrix(frame: Frame, axis: Axis, limits: tuple[float, float], title: str) -> Chart:
+    def drawn(frame: Frame, axis: Axis, limits: tuple[float, float], title: str) -> Chart:
         return charts.cells(frame, x, y, charts.coloured(axis, limits, across=side), axis, side, side).properties(
             title=title
         )
 
     shown = pandas.concat([square(by_round[t]).assign(round=t) for t in kept], ignore_index=True)
     ends = float(shown["value"].min()), float(shown["value"].max())
-    chart = matrix(shown, Axis(figure.unit), ends, figure.heading or figure.title)
+    chart = drawn(shown, Axis(figure.unit), ends, figure.heading or figure.title)
     if len(kept) > 1:
         chart = charts.slider(chart, kept)
     if counts is None:
         return chart
     similarity = cosine(counts)
-    similar = matrix(square(similarity), Axis("cosine similarity"), (0.0, 1.0), "Similarity of class distributions")
+    similar = drawn(square(similarity), Axis("cosine similarity"), (0.0, 1.0), "Similarity of class distributions")
     same = _alike(similarity)
     if same is not None and not many:
         pairs = square(np.where(same, 1.0, np.nan))

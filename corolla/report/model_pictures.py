@@ -166,26 +166,26 @@ def _global_after(run: ReportedRun, found: KeptUploads) -> dict[str, NDArray[np.
     return tensors if all(tensors[slot.name].size == slot.size for slot in found.params) else None
 
 
-def relative(files: Sequence[KeptUploads]) -> list[tuple[NDArray[np.int64], Floats]]:
-    """Return client ids [n] and coordinates [n, m] of each round's local models, relative to the round's mean.
+def relative(files: Sequence[KeptUploads]) -> tuple[Frame, Floats]:
+    """Return rounds' local models, a row each with `round` and `client`, and their coordinates [m, m] about the round's mean.
 
     The distance of two rows is that of the two models' deviations from their rounds' means, also across rounds. m is
     the number of all rows.
     """
     rows = [spaced(len(found.clients), MOST_CLIENTS) for found in files]
-    ends = np.cumsum([0, *map(len, rows)])
-    products = np.zeros((ends[-1], ends[-1]))
+    every = sum(map(len, rows))
+    products = np.zeros((every, every))
     for slot in files[0].params:
-        for at in _blocks(slot, int(ends[-1])):
+        for at in _blocks(slot, every):
             local = [found.W[own, at].astype(np.float64) for found, own in zip(files, rows, strict=True)]
             both = np.concatenate([block - block.mean(axis=0) for block in local])
             products += both @ both.T
     values, vectors = np.linalg.eigh(products)
-    points = vectors * np.sqrt(np.maximum(values, 0))
-    return [
-        (found.clients[own], points[start:stop])
-        for found, own, start, stop in zip(files, rows, ends[:-1], ends[1:], strict=True)
-    ]
+    whose = {
+        "round": np.repeat([found.round for found in files], [*map(len, rows)]),
+        "client": np.concatenate([found.clients[own] for found, own in zip(files, rows, strict=True)]),
+    }
+    return pandas.DataFrame(whose), vectors * np.sqrt(np.maximum(values, 0))
 
 
 def maps(points: NDArray[np.floating[Any]]) -> tuple[Floats, Floats | None]:
@@ -374,21 +374,19 @@ def _local_values(parameters: Mapping[str, Mapping[str, Any]]) -> Chart:
 
 def _map(run: ReportedRun, found: Sequence[KeptUploads], name: str) -> Panel:
     files = [each for each in found if each.params == found[-1].params]
-    parts = relative(files)
-    kinds = dict(zip(("principal components", NEIGHBOURS), maps(np.concatenate([at for _, at in parts])), strict=True))
-    points, counts, classes = [], class_counts(run), []
-    for each, (ids, _) in zip(files, parts, strict=True):
-        labels = client_labels(run, ids.tolist())
-        points.append(pandas.DataFrame({"part": f"round {each.round}", "client": labels}, ids))
-    every = pandas.concat(points)
+    whose, points = relative(files)
+    ids, counts, classes = whose["client"].unique().tolist(), class_counts(run), []
+    labels = dict(zip(ids, client_labels(run, ids), strict=True))
+    every = pandas.DataFrame({"part": "round " + whose["round"].astype(str), "client": whose["client"].map(labels)})
     coloured = ""
-    if counts and set(every.index) <= set(counts[0]):
+    if counts and set(ids) <= set(counts[0]):
         # each client's class with most samples
-        largest = counts[1][np.searchsorted(counts[0], every.index)].argmax(axis=1)
+        largest = counts[1][np.searchsorted(counts[0], whose["client"])].argmax(axis=1)
         names = class_labels(run, counts[1].shape[1])
         every["class"], classes = np.array(names)[largest], np.array(names)[np.unique(largest)].tolist()
         coloured = "Colour and mark: the class with most of the client's samples. "
-    drawn = [every.assign(kind=kind, x=at[:, 0], y=at[:, 1]) for kind, at in kinds.items() if at is not None]
+    kinds = zip(("principal components", NEIGHBOURS), maps(points), strict=True)
+    drawn = [every.assign(kind=kind, x=at[:, 0], y=at[:, 1]) for kind, at in kinds if at is not None]
     text = (
         "Each point is a client's upload, as its deviation from the round's mean (FedPake's Fig. 1). All rounds share one map, so "
         f"points that move together have become alike. {coloured}Principal components keep distances, as far as two axes can; "
@@ -434,21 +432,18 @@ def confusions(
 
     Cells: whose (a client, or EVERYBODY), class, predicted, samples, and value, their share of the class's samples.
     """
-    every = [client.truth * len(classes) + client.predicted for client in clients]
-    everybody = np.concatenate(every)
-    sizes = [len(np.unique(own)) for own in (everybody, *every)]
-    kept = [k for k, used in enumerate(np.cumsum(sizes)[1:]) if used <= MOST_CELLS]
-    found = [_cells(EVERYBODY, classes, everybody), *(_cells(names[k], classes, every[k]) for k in kept)]
-    return pandas.concat(found, ignore_index=True), [names[k] for k in kept]
-
-
-def _cells(whose: str, classes: Sequence[str], pairs: NDArray[np.int64]) -> Frame:
-    """Return the cells of one confusion matrix. pairs: true class * classes + predicted class, of each sample."""
-    cells, samples = np.unique(pairs, return_counts=True)
-    truth, predicted = divmod(cells, len(classes))
-    value = samples / np.bincount(truth, samples)[truth]
-    named = {"class": np.array(classes)[truth], "predicted": np.array(classes)[predicted]}
-    return pandas.DataFrame({"whose": whose, **named, "samples": samples, "value": value})
+    each = zip(names, clients, strict=True)
+    own = pandas.concat(
+        pandas.DataFrame({"whose": name, "class": c.truth, "predicted": c.predicted}) for name, c in each
+    )
+    every = pandas.concat([own.assign(whose=EVERYBODY), own])
+    cells = every.groupby(["whose", "class", "predicted"], sort=False).size().reset_index(name="samples")
+    cells["value"] = cells["samples"] / cells.groupby(["whose", "class"])["samples"].transform("sum")
+    for side in ("class", "predicted"):
+        cells[side] = np.array(classes)[cells[side]]
+    used = cells.groupby("whose", sort=False).size().cumsum()
+    kept = used.index[(used <= MOST_CELLS) & (used.index != EVERYBODY)].tolist()
+    return cells[cells["whose"].isin([EVERYBODY, *kept])], kept
 
 
 def features(names: Sequence[str], classes: Sequence[str], clients: Sequence[ClientAnswers]) -> Frame:

@@ -19,7 +19,6 @@ from corolla.experiments.result_table import caption, text_table
 from corolla.report import all_runs, assets, by_kind, csv_files, heat_maps, model_pictures, swept, tables
 from corolla.report.arrays import client_labels, read_runs
 from corolla.report.charts import SCALE, Panel
-from corolla.report.csv_files import CLIENTS, ROUNDS
 from corolla.report.groups import Group, grouped, short
 from corolla.report.tables import PICTURES
 from corolla.report.theme import CONFIG
@@ -132,7 +131,7 @@ def write_report(
     """
     with _writing("--output", output):
         reported(output)
-    for path in [tables / name for name in (ROUNDS, CLIENTS)] if tables else []:
+    for path in [tables / name for name in (csv_files.ROUNDS, csv_files.CLIENTS)] if tables else []:
         with _writing("--tables", path.parent):
             if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
                 raise UserError(key="--tables", rule=f"{path} exists and is not a report's; choose another directory")
@@ -165,8 +164,8 @@ def write_report(
         _write_files("--figures", figures, drawn)
     if tables:
         files = {
-            ROUNDS: csv_files.as_csv(report.runs, csv_files.round_lines),
-            CLIENTS: csv_files.as_csv(report.runs, csv_files.client_lines),
+            csv_files.ROUNDS: csv_files.as_csv(report.runs, csv_files.round_lines),
+            csv_files.CLIENTS: csv_files.as_csv(report.runs, csv_files.client_lines),
         }
         if title:
             files[LATEX] = _latex(report.groups, title)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,22 +125,16 @@ def lines_over(groups: Sequence[Group], keys: Sequence[str]) -> list[KeyLine]:
         if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in at):
             same = group.method, *sorted((key, show(value)) for key, value in own.items())
             means = found.setdefault(same, KeyLine(group.method, own, {})).means
-            means[at] = means.get(at) or _final(group)
+            mean = group.row.means.get("final")
+            final = mean and math.isfinite(mean[0]) and all(run.finished for run in group.runs)
+            means[at] = means.get(at) or (mean if final else None)
     return list(found.values())
-
-
-def _final(group: Group) -> Mean | None:
-    """Return the final headline metric over the group's runs; None if a run is not finished, or the metric not finite."""
-    mean = group.row.means.get("final")
-    return mean if mean and math.isfinite(mean[0]) and all(run.finished for run in group.runs) else None
 
 
 def is_grid(line: KeyLine) -> bool:
     """Return whether both keys of a line vary together, not only one at a time."""
-    columns: dict[float, set[float]] = {}
-    for one, other in line.means:
-        columns.setdefault(one, set()).add(other)
-    return sum(len(column) > 1 for column in columns.values()) > 1
+    columns = Counter(one for one, _ in line.means)
+    return sum(count > 1 for count in columns.values()) > 1
 
 
 def labelled(lines: Sequence[KeyLine]) -> list[KeyLine]:

@@ -161,7 +161,7 @@ def test_numbers_between_clients_are_read_as_lists_and_by_name(tmp_path: Path) -
 
 
 def drawn_matrix(run: arrays.ReportedRun) -> Panel:
-    return heat_maps.matrix_panel("overlap", run, FIGURES[0]) or pytest.fail("no picture")
+    return Panel("overlap", *(heat_maps.matrix(run, FIGURES[0]) or pytest.fail("no picture")))
 
 
 def test_matrices_are_ordered_by_cluster_and_thinned(three_hundred: arrays.ReportedRun) -> None:

@@ -101,10 +101,10 @@ def test_coordinates_keep_the_distances_of_deviations(
     save(tmp_path, 1, ROWS, (5, 3, 9))
     save(tmp_path, 2, ROWS[:2], (5, 3))
     files = [kept_uploads.read(tmp_path, t) for t in (1, 2)]
-    parts = models.relative([each for each in files if each is not None])
-    assert [ids.tolist() for ids, _ in parts] == [[5, 3, 9], [5, 3]]
+    whose, got = models.relative([each for each in files if each is not None])
+    assert whose.to_numpy().tolist() == [[1, 5], [1, 3], [1, 9], [2, 5], [2, 3]]
     exact = [np.array(rows, float) - np.mean(rows, axis=0) for rows in (ROWS, ROWS[:2])]
-    got, expected = np.concatenate([points for _, points in parts]), np.concatenate(exact)
+    expected = np.concatenate(exact)
     np.testing.assert_allclose(got @ got.T, expected @ expected.T, atol=1e-9)
 
 
