@@ -239,7 +239,7 @@ def alone(directory: Path) -> None:
         x, y = torch.from_numpy(data["x_train"][:SAMPLES]).float(), torch.from_numpy(data["y_train"][:SAMPLES])
 
     def passes() -> None:
-        torch.nn.functional.cross_entropy(network(x), y).backward()
+        torch.autograd.backward(torch.nn.functional.cross_entropy(network(x), y))
         with torch.no_grad():
             network(x)
             network(x)
