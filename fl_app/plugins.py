@@ -30,7 +30,8 @@ from fl_app.known_names import PACKAGES as PACKAGES
 
 _DIGITS = 16  # of a file's SHA-256
 _directories: list[Path] = []
-_imported: set[str] = set()
+_imported: dict[str, str] = {}  # by the name of a module that `load` imported, its file
+_taken: dict[Path, ModuleType] = {}  # by the file of a reference, its module
 _resets = 0
 _told: Callable[[Sequence[Path]], None] | None = None
 _at_site = False
@@ -46,13 +47,17 @@ def reset(*directories: Path, told: Callable[[Sequence[Path]], None] | None = No
 
     told: gets a module's file, and those that it imports from its directory, before they run.
 
-    Their modules leave sys.modules, so that the next use imports the current files.
+    Their modules leave sys.modules, so that the next use imports the current files. Modules that the user's own program
+    imported stay.
     """
     global _resets, _told
     _resets, _told = _resets + 1, told
     _directories[:] = dict.fromkeys(directory.expanduser().resolve() for directory in directories)
     while _imported:
-        sys.modules.pop(_imported.pop(), None)
+        name, file = _imported.popitem()
+        if _file_of(name) == file:
+            del sys.modules[name]
+    _taken.clear()
     _content.cache_clear()
 
 
@@ -302,23 +307,58 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
             raise ConfigurationError(f"{whose} has a module {top} already; choose another name")
         raise ConfigurationError(key=path, rule=f"{whose} has a module {top} already; choose another name")
     loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+    if loaded is not None and (_file_of(name) == str(path) or _taken.get(path) is loaded):
         return loaded
-    if loaded is not None:
-        if name not in _imported:
-            if _at_site:
-                raise ConfigurationError(f"the site has a module {name} already; choose another name")
-            raise ConfigurationError(
-                key=path, rule=f"there is a module {name} already, {loaded.__file__}; choose another name"
-            )
-        del sys.modules[name]
+    files = _with_imports(path, directory)
+    modules = {_module(file, directory): file for file in files}
+    for each in [one for one, file in modules.items() if _imported.get(one) == _file_of(one) != str(file)]:
+        del sys.modules[each]
     # The directory is about to become the first on the import path: import Corolla's packages before, from their own place.
     for package in PACKAGES:
         importlib.import_module(package)
     sys.path[:] = [str(directory), *(entry for entry in sys.path if entry != str(directory))]
     importlib.invalidate_caches()
-    if _told is not None:
-        _told(_with_imports(path, directory))
+    for each, file in modules.items():
+        _refuse_another(each, file)
+    if name not in sys.modules and _told is not None:
+        _told(files)
+    before = set(sys.modules)
     module = importlib.import_module(name)
-    _imported.add(name)
+    _imported.update((each, _file_of(each)) for each in (modules.keys() & sys.modules.keys()) - before)
+    _taken[path] = module
     return module
+
+
+def _module(file: Path, directory: Path) -> str:
+    """Return the name under which a file of a directory is imported."""
+    parts = file.relative_to(directory).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _file_of(name: str) -> str:
+    """Return the file of a module in sys.modules; "" if it has none, or is not there."""
+    return str(getattr(sys.modules.get(name), "__file__", None) or "")
+
+
+def _refuse_another(name: str, path: Path) -> None:
+    """Raise UserError if a module of this name is there already from another file.
+
+    A file with equal content is the same, except at a site.
+    """
+    package, there = name.rpartition(".")[0], _file_of(name)
+    if name not in sys.modules:
+        if package not in sys.modules:
+            return
+        # a package that is there has its modules where it is
+        with contextlib.suppress(ModuleNotFoundError):
+            there = str(getattr(importlib.util.find_spec(name), "origin", ""))
+    if there == str(path):
+        return
+    if _at_site:
+        raise ConfigurationError(f"the site has a module {name} already; choose another name")
+    if not (_is_file(Path(there)) and _content(Path(there)) == _content(path)):
+        raise ConfigurationError(
+            key=path,
+            rule=f"there is a module {name} already, {there or _file_of(package)}, with other content; choose another name, or, "
+            "for a finished run, load it in a process that has not imported that module",
+        )

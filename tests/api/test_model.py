@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 import corolla
 from client_app.batches import Batches
-from fl_app import tasks
+from fl_app import plugins, tasks
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.errors import UserError
@@ -71,6 +74,41 @@ def test_which_methods_need_no_collecting(start: Start) -> None:
         UserError, "", "fedper leaves classifier.bias", "classifier.weight", "clients", "global cannot predict", "alone"
     ):
         corolla.load("runs/fedper").model()
+
+
+OWN = """
+import torch
+from corolla.task import Classification
+
+
+class Named(Classification):
+    pass
+
+
+def build(in_channels, num_classes, image_size):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(image_size**2, num_classes))
+"""
+
+
+def test_a_program_that_imported_the_runs_own_file_gets_its_model(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_file.py").write_text(OWN)
+    found = start(model="own_file:build", task="own_file:Named", run_name="own")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "own_file.py").rename(tmp_path / "copy" / "own_file.py")
+    plugins.reset()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "copy"), *sys.path])
+    mine = importlib.import_module("own_file")
+    module = corolla.load("runs/own").model(client=1)
+    assert type(tasks.of(parse(found.config, METHOD_PARAMS))) is mine.Named
+    assert module(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    (tmp_path / "copy" / "own_file.py").write_text(OWN + "# changed\n")
+    with rejected(
+        UserError, "task own_file:Named", "runs/own/plugins/own_file.py", "copy/own_file.py", "other content", "process"
+    ):
+        corolla.load("runs/own").model(client=1)
+    del sys.modules["own_file"]
 
 
 def test_the_global_model(start: Start) -> None:

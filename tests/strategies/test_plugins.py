@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,83 @@ def test_files_travel_with_what_they_import_beside_them(here: Path) -> None:
     ]
     assert list(plugins.files({"model": "pack.second:x"})) == ["pack/__init__.py", "pack/second.py", "pack/third.py"]
     assert plugins.read(plugins.fingerprint(found)) == found
+
+
+# Modules that the user's program has imported itself
+
+
+FILES = {
+    "net.py": "import parts\nfrom pack import piece\n",
+    "parts.py": "",
+    "pack/__init__.py": "",
+    "pack/piece.py": "",
+}
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """Return a directory on the import path, and a copy of its files, in which modules are looked up."""
+    mine, copy = tmp_path / "mine", tmp_path / "copy"
+    for directory in (mine, copy):
+        plugins.write({name: (text + "def made(): pass\n").encode() for name, text in FILES.items()}, directory)
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [str(mine), *sys.path])
+    plugins.reset(copy)
+    yield mine, copy
+    plugins.reset()
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("imported", ["net", "parts", "pack", "pack.piece"])
+def test_a_module_of_equal_files_is_taken(copies: tuple[Path, Path], imported: str) -> None:
+    own = importlib.import_module(imported)
+    assert plugins.load("model", "net:made").__code__.co_filename == str(copies[imported != "net"] / "net.py")
+    assert plugins.load("model", "net:made") is plugins.load("model", "net:made")
+    plugins.reset(copies[1])
+    # what the program imported stays its own
+    assert sys.modules[imported] is own and ("net" in sys.modules) == (imported == "net")
+
+
+@pytest.mark.parametrize("changed", FILES)
+@pytest.mark.parametrize("imported", ["net", "parts", "pack"])
+def test_a_module_of_another_file_is_refused(copies: tuple[Path, Path], imported: str, changed: str) -> None:
+    with (copies[1] / changed).open("a") as file:
+        file.write("# another\n")
+    importlib.import_module(imported)
+    module = changed.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    is_used = imported == "net" or imported == module.partition(".")[0]
+    for _ in range(2):
+        if is_used:
+            there = copies[0] / changed
+            with rejected(ConfigurationError, "model net:made", changed, f"module {module} already", there, "process"):
+                plugins.load("model", "net:made")
+        else:
+            plugins.load("model", "net:made")
+            assert sys.modules[module].__file__ == str(copies[1] / changed)
+
+
+def test_a_module_in_the_place_of_a_package_is_refused(copies: tuple[Path, Path]) -> None:
+    (copies[0] / "pack" / "__init__.py").rename(copies[0] / "other.py")
+    (copies[0] / "pack").rename(copies[0] / "gone")
+    (copies[0] / "pack.py").write_text("")
+    importlib.import_module("pack")
+    for name in ("pack/__init__.py", ""):
+        with rejected(ConfigurationError, "model net:made", "pack", "already", copies[0] / "pack.py", "process"):
+            plugins.load("model", "net:made")
+        if name:
+            (copies[1] / name).unlink()
+            plugins.reset(copies[1])
+
+
+@pytest.mark.parametrize("changed", FILES)
+def test_the_next_directory_has_modules_of_its_own(copies: tuple[Path, Path], changed: str) -> None:
+    module = changed.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for directory in copies:
+        (directory / changed).write_text(FILES[changed] + f"def made(): return {directory.name!r}\n")
+        plugins.reset(directory)
+        plugins.load("model", "net:made")
+        assert sys.modules[module].made() == directory.name
 
 
 # What is refused
