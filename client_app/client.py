@@ -166,6 +166,7 @@ class CorollaClient(MessageClient):
             # for the next client of this process; a task that failed leaves no network
             if self._used is not None:
                 network, trainer = self._used
+                self.session.refuse_written(trainer.flat)
                 if trainer.lane is None:
                     self.session.leave(network, trainer.flat)
                 elif not trainer.flat.is_restorable:

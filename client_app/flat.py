@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fl_app.config import RunConfig
+from fl_app.contents import Contents
 from fl_app.layout import Layout, Model, Slot, Vector
-from strategies.base.attributes import PLAIN, fingerprint
+from fl_app.narrow_tensors import plain
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
-# how deep the contents of layers are compared
-_DEPTH = 8
 # functions of a module by which it may have a mode of its own
 _OF_MODE = ("train", "eval", "__setattr__")
+# bytes of frozen tensors whose values are compared after a message
+_CHECKED_BYTES = 16e6
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -72,26 +73,16 @@ class FlatModule:
         ]
         self._others = [(buffers[name], buffers[name].clone()) for name in counted]
         frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        # what `load` and `reset` do not set, with counters of writes
-        self._constants = {n: (buffers[n], buffers[n]._version) for n in frozen if n in buffers and n not in counted}
+        # what `load` and `reset` do not set
+        self._constants = [
+            (n, buffers[n], _traces(buffers[n])) for n in sorted(frozen) if n in buffers and n not in counted
+        ]
+        self._sums = [_sum(tensor) for _, tensor, _ in self._constants]
+        self._checked = 0
         self.frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
         self.batchnorms = [m for m in norms.values() if m not in self.frozen_batchnorms]
-        self._tables: list[tuple[Any, Any]] = []
-        held: list[object] = []
-        for layer in self.module.modules():
-            tables = [vars(layer), *(value for value in vars(layer).values() if type(value) in (dict, OrderedDict))]
-            for table in tables:
-                held += table.values()
-            self._tables += [(table, dict(table)) for table in tables]
-            self._tables += [(value, set(value)) for value in vars(layer).values() if type(value) is set]
-        named = (*self.module.modules(), *parameters, *buffers.values(), *(table for table, _ in self._tables))
-        self._known = {id(value): value for value in named}
-        self._held = [value for value in held if id(value) not in self._known and not _is_fixed(value)]
-        self._print = self._contents()
-
-    def _contents(self) -> object:
-        """Return a fingerprint of what layers hold beside parts, tensors and hooks. It equals no other if it is not of all."""
-        return fingerprint(self._held, _DEPTH, lambda _: object(), dict(self._known)) if self._held else ()
+        # what cannot be looked into may have changed
+        self._held = Contents(self.module, opaque=lambda _: object())
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -100,10 +91,7 @@ class FlatModule:
         These are: all that layers hold by name (hooks, the mode, parts, attributes), which parameters train, gradients,
         counters. Tensors outside of the layout, and what is within attributes, stay; see `is_restorable`.
         """
-        for table, first in self._tables:
-            if table or first:
-                table.clear()
-                table.update(first)
+        self._held.restore()
         for parameter, trainable, gradient in zip(self._parameters, self._trainable, self._gradients, strict=True):
             parameter.requires_grad_(trainable)
             parameter.grad = gradient
@@ -118,12 +106,26 @@ class FlatModule:
         They cannot if a layer holds something that Python cannot look into, or whose contents have changed, such as a
         list or a tensor outside of the layout.
         """
-        return self._contents() == self._print
+        return self._held.is_restorable
 
     def written_constant(self) -> str:
-        """Return the name of a frozen tensor (the key `train`) that something has written into, "" if there is none."""
-        written = (name for name, (tensor, version) in self._constants.items() if tensor._version != version)
-        return next(written, "")
+        """Return the name of a frozen tensor (the key `train`) that something has written into, "" if there is none.
+
+        The first call compares all values, and each later one those of about 16 MB, in turns.
+        """
+        for name, tensor, traces in self._constants:
+            if _traces(tensor) != traces:
+                return name
+        left = _CHECKED_BYTES if self._checked else math.inf
+        for _ in self._constants:
+            at = self._checked % len(self._constants)
+            name, tensor, _ = self._constants[at]
+            if not torch.equal(_sum(tensor), self._sums[at]):
+                return name
+            self._checked, left = self._checked + 1, left - tensor.nbytes
+            if left <= 0:
+                break
+        return ""
 
     def _view(self, vector: Tensor, slot: Slot) -> Tensor:
         piece = vector[slot.start : slot.stop]
@@ -172,7 +174,7 @@ class FlatModule:
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values: evaluation mode, without gradients."""
         # both have the same constants
-        module = copy.deepcopy(self.module, {id(one): one for one, _ in self._constants.values()})
+        module = copy.deepcopy(self.module, {id(one): one for _, one, _ in self._constants})
         tensors = self.layout.tensors(model)
         with torch.no_grad():
             for name, own in (*module.named_parameters(), *module.named_buffers()):
@@ -202,9 +204,16 @@ class FlatModule:
         return self.tensor(fixed) if fixed.any() else None
 
 
-def _is_fixed(value: object) -> bool:
-    """Return whether nothing can change within a value."""
-    return isinstance(value, (*PLAIN, frozenset)) or isinstance(value, tuple) and all(map(_is_fixed, value))
+def _traces(tensor: Tensor) -> tuple[int, int]:
+    """Return what a write by PyTorch's operations changes, and another memory of the tensor."""
+    return tensor._version, tensor.data_ptr()
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as integers, which wraps. A write through `tensor.data` hardly leaves it as it is."""
+    bits: Tensor = plain(tensor).detach()
+    bits = bits.view(_INTEGERS[bits.element_size()]) if bits.is_floating_point() else bits
+    return bits.sum(dtype=bits.dtype)
 
 
 def _readable(vector: NDArray[Any]) -> Tensor:

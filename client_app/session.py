@@ -151,14 +151,17 @@ class Session:
     def leave(self, network: Network, flat: FlatModule) -> None:
         """Keep a message's network, as vectors, for the next message, if `FlatModule.reset` can restore all of it.
 
-        With differential privacy none is kept, because it leaves marks on a network. Raises UserError if something has
-        written into a frozen tensor (the key `train`).
+        With differential privacy none is kept, because it leaves marks on a network.
         """
+        if not self.config.dp_epsilon and flat.is_restorable:
+            self._left = {network.key: network._replace(module=flat)}
+
+    @staticmethod
+    def refuse_written(flat: FlatModule) -> None:
+        """Raise UserError if something has written into a frozen tensor (the key `train`)."""
         if name := flat.written_constant():
             rule = "frozen tensors must stay as they are, and something has written into this one"
             raise ConfigurationError(key="train", rule=rule, value=name)
-        if not self.config.dp_epsilon and flat.is_restorable:
-            self._left = {network.key: network._replace(module=flat)}
 
     @property
     def weights_file(self) -> str:

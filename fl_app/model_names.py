@@ -323,7 +323,7 @@ def ends_of(module: nn.Module, example: Tensor) -> Ends:
     for name, layer in network.named_modules():
         if not list(layer.children()):
             layer.register_forward_hook(lambda layer, given, output, name=name: watch(name, layer, given, output))
-    _, split = traced(network, x)
+    _, split, _ = traced(network, x)
     outputs = dict.fromkeys(split.classifier, 0) if split.linear else {}
     return Ends(inputs, outputs, next((name for name in outputs if name.endswith("bias")), ""))
 

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_app import plugins, rng, tracing
+from fl_app.contents import Effects, trial
 from fl_app.debugging import at
 from fl_app.errors import ConfigurationError, UserError, describe, listed, size
 from fl_app.known_names import MODELS, VOCABULARY
@@ -93,9 +94,11 @@ def build(
 
             try:
                 return called()
-            except tracing.WrittenError:
+            except tracing.WrittenError as error:
                 with tracing.writing():
-                    return called()
+                    module = called()
+                Effects(written=error.names).mark(module)
+                return module
         if name not in MODELS:
             raise ConfigurationError(
                 key="model", rule=f"must be one of {', '.join(MODELS)} or module:factory", value=name
@@ -350,8 +353,8 @@ def _call_factory(
     return module
 
 
-# splits of networks that were built in this process, by what built them and their tensors' names
-_SPLITS: dict[Hashable, tuple[Callable[..., object], Split]] = {}
+# splits of networks that were built in this process, and what a pass changes, by what built them and their tensors' names
+_SPLITS: dict[Hashable, tuple[Callable[..., object], Split, Effects]] = {}
 
 
 def _mark(
@@ -362,7 +365,9 @@ def _mark(
     num_classes: int,
     classifier: str,
 ) -> Tensor | None:
-    """Mark a network, in evaluation mode, with its split. Return its output for a batch if it was needed, else None.
+    """Mark a network, in evaluation mode, with its split and with what a pass changes. Return its output for a batch.
+
+    It is None if the network was passed before.
 
     factory, arguments: what built the network. Equal ones share a split. classifier: patterns of the key.
     """
@@ -370,16 +375,21 @@ def _mark(
     key = id(factory), arguments, tuple(example.shape), example.dtype, num_classes, classifier, names
     output: Tensor | None = None
     if key not in _SPLITS:
-        try:
-            output, found = tracing.traced(module, example, _wanted(module, classifier) if classifier else None)
-        except (UserError, tracing.WrittenError):
-            raise
-        except Exception as error:
-            found = Split(fault=f"its layers cannot be followed ({describe(error)})")
-            if classifier:
-                found = Split(_wanted(module, classifier)())
-        _SPLITS[key] = factory, found
-    _SPLITS[key][1].marks(module)
+        written = frozenset[str]()
+        with trial(module) as before:
+            try:
+                wanted = _wanted(module, classifier) if classifier else None
+                output, found, written = tracing.traced(module, example, wanted)
+            except (UserError, tracing.WrittenError):
+                raise
+            except Exception as error:
+                found = Split(fault=f"its layers cannot be followed ({describe(error)})")
+                if classifier:
+                    found = Split(_wanted(module, classifier)())
+            _SPLITS[key] = factory, found, Effects(written, frozenset(before.changed()))
+    _, split, effects = _SPLITS[key]
+    split.marks(module)
+    effects.mark(module)
     return output
 
 
@@ -431,9 +441,10 @@ def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: in
             if mode == "train":
                 if (trained := tracing.in_training(module, example)) is None:
                     break
-                output = trained[1]
+                output = trained.output
+                trained.effects.mark(module)
             elif output is None:
-                with torch.no_grad():
+                with torch.no_grad(), trial(module):
                     output = module(example)
         except tracing.WrittenError:
             raise

@@ -57,13 +57,15 @@ class NarrowTensor(Tensor):
                 is_stored = isinstance(kept, Tensor) and kept.dtype == torch.bfloat16 and not converts
                 return kept.as_subclass(cls) if is_stored else kept
             # an operation in place writes into its first argument
-            writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+            writes = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
             given = [plain(args[0]), *args[1:]] if writes else args
+            named |= {"out": plain(named["out"])} if "out" in named else {}
             if func in _LOOKUPS:
                 return _WideCall(lambda one: False)(func, given, named).float()
-            return _WideCall(lambda one: not (name in _CASTING and torch.is_autocast_enabled(one.device.type)))(
-                func, given, named
-            )
+            casts = name in _CASTING
+            widens = _WideCall(lambda one: not (casts and torch.is_autocast_enabled(one.device.type)))
+            found = widens(func, given, named)
+            return args[0] if writes and found is given[0] else found
 
 
 def plain(value: Any) -> Any:

@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fl_app.contents import Contents, Effects
 from fl_app.errors import listed
 from fl_app.layout import Split
 
@@ -139,7 +140,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.uses, self.stack = _Memory(), list[_Use](), list[_Call]()
         self.calls: list[_Call] = []
+        self.written = frozenset[str]()
+        self.own: dict[int, frozenset[str]] = {}
         for name, tensor in _floating(module):
+            self.own[_storage(tensor)] = self.own.get(_storage(tensor), frozenset()) | {name}
             self.memory.put(tensor, _Known(frozenset([name])))
             at = _storage(tensor)
             self.memory.storages[at] = self.memory.storages.get(at, _UNKNOWN).merged(_Known(frozenset([name])))
@@ -152,6 +156,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [(leaf, self.memory[leaf]) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in _written(func, args, kwargs):
+            self.written |= self.own.get(_storage(tensor), frozenset())
         known = self._result(func, given, outputs)
         if known is not _UNKNOWN:
             for tensor in outputs:
@@ -242,8 +248,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def traced(module: nn.Module, example: Tensor, wanted: Callable[[], frozenset[str]] | None = None) -> tuple[Any, Split]:
-    """Return a module's output for a batch, and its split into body and classifier.
+def traced(
+    module: nn.Module, example: Tensor, wanted: Callable[[], frozenset[str]] | None = None
+) -> tuple[Any, Split, frozenset[str]]:
+    """Return a module's output for a batch, its split into body and classifier, and the names of tensors that it wrote into.
 
     wanted: returns the names of the classifier's tensors, if the user names them. It is called after the pass, because
     that may create tensors (LazyLinear). Raises what the module's `forward` raises.
@@ -252,8 +260,9 @@ def traced(module: nn.Module, example: Tensor, wanted: Callable[[], frozenset[st
     with watch.watching(module), torch.enable_grad():
         output = module(example)
     if not isinstance(output, Tensor):
-        return output, Split(fault="its output is no tensor")
-    return output.detach(), _Trace(watch, module, example, output).split(None if wanted is None else wanted())
+        return output, Split(fault="its output is no tensor"), watch.written
+    split = _Trace(watch, module, example, output).split(None if wanted is None else wanted())
+    return output.detach(), split, watch.written
 
 
 class _Trace:
@@ -384,7 +393,14 @@ def _computes_linear(layer: nn.Module) -> bool:
 
 
 class WrittenError(Exception):
-    """A network writes into its own parameters in training, and has other values now."""
+    """A network writes into its own parameters in training, and has other values now.
+
+    names: of these parameters.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.names = frozenset(names)
 
 
 # the networks that write so have copies of their parameters, others share them with their copies
@@ -401,24 +417,48 @@ def writing() -> Iterator[None]:
         _WRITING.reset(token)
 
 
-def in_training(module: nn.Module, example: Tensor) -> tuple[nn.Module, Any] | None:
-    """Return a copy of a network in training mode and its output for a batch, None if it cannot be copied.
+class Trained(NamedTuple):
+    """A copy of a network, its output for a batch in training mode, and what the pass changed in the copy.
+
+    Parameters that it wrote into are not among the effects: that is a `WrittenError`.
+    """
+
+    module: nn.Module
+    output: Any
+    effects: Effects
+
+
+def in_training(module: nn.Module, example: Tensor) -> Trained | None:
+    """Pass a batch through a copy of a network in training mode. Returns None if the network cannot be copied.
 
     The copy has the network's own parameters: a large network is not in memory twice. Raises WrittenError if they have other
     values now, outside of `writing`. Raises what the copy's `forward` raises.
     """
-    shared = [] if _WRITING.get() else [each for each in module.parameters() if not is_lazy(each)]
-    before = [_checksum(parameter) for parameter in shared]
+    shared = {} if _WRITING.get() else {name: p for name, p in module.named_parameters() if not is_lazy(p)}
+    before = [_checksum(parameter) for parameter in shared.values()]
     try:
-        copied = copy.deepcopy(module, {id(parameter): parameter for parameter in shared}).train()
+        copied = copy.deepcopy(module, {id(parameter): parameter for parameter in shared.values()}).train()
     except Exception:
         return None
+    contents = Contents(copied)
     try:
         with uncompiled(), torch.enable_grad():
-            return copied, copied(example)
+            output = copied(example)
     finally:
-        if [_checksum(parameter) for parameter in shared] != before:
-            raise WrittenError
+        if names := [name for one, (name, p) in zip(before, shared.items(), strict=True) if _checksum(p) != one]:
+            raise WrittenError(names)
+    return Trained(copied, output, Effects(_written_buffers(module, copied), frozenset(contents.changed())))
+
+
+def _written_buffers(module: nn.Module, copied: nn.Module) -> frozenset[str]:
+    """Return the names of floating-point buffers whose values in a copy are others, without BatchNorm's statistics."""
+    norms = {path for path, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
+    first = {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[0] not in norms}
+    return frozenset(
+        name
+        for name, buffer in copied.named_buffers()
+        if name in first and buffer.is_floating_point() and not torch.equal(buffer, first[name])
+    )
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -434,7 +474,7 @@ def _reached_in_training(module: nn.Module, example: Tensor) -> frozenset[str]:
         raise
     except Exception:
         return frozenset()
-    return _reached(*found)[0] if found else frozenset()
+    return _reached(found.module, found.output)[0] if found else frozenset()
 
 
 def _reached(module: nn.Module, output: Any) -> tuple[frozenset[str], bool]:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
+from fl_app.contents import Effects
 from fl_app.errors import ConfigurationError, listed
 from fl_app.layout import Layout
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 # Scalar in every download of a run that has constants.
@@ -51,44 +53,63 @@ def trained(module: nn.Module, patterns: str) -> frozenset[str] | None:
 
 
 def freeze(module: nn.Module, patterns: str, dtype: str = "float32") -> None:
-    """Turn all tensors that no pattern matches into constants. Raises UserError if no parameter is left.
+    """Turn all tensors into constants that no pattern matches, or that the model itself keeps from training.
 
     dtype: in which the matrices among them are stored (`frozen-dtype`), "float32" or "bfloat16". Vectors, such as a norm's,
-    stay float32. The module computes with float32 (fl_app/narrow_tensors.py).
+    stay float32, and buffers that no file has. The module computes with float32 (fl_app/narrow_tensors.py).
+
+    Raises UserError if a pattern matches nothing that can train, if no parameter is left, if a pass of the trial batch wrote
+    into a constant, or if no matrix is a constant that `dtype` would narrow.
     """
     import torch
 
     from fl_app.narrow_tensors import NarrowTensor, plain
 
     layout = Layout.of(module)
-    still = layout.names - matching("train", patterns, [slot.name for slot in (*layout.params, *layout.buffers)])
+    fixed = frozenset(name for name, parameter in module.named_parameters() if not parameter.requires_grad)
+    names = [slot.name for slot in (*layout.params, *layout.buffers)]
+    still = layout.names
+    for pattern in split_names(patterns):
+        matched = matching("train", pattern, names)
+        if matched <= fixed:
+            rule = f"the model keeps what {pattern!r} matches from training (requires_grad = False)"
+            raise ConfigurationError(key="train", rule=rule, value=min(matched))
+        still -= matched - fixed
     if still >= {slot.name for slot in layout.params}:
         raise ConfigurationError(key="train", rule=f"no parameter of the model matches {patterns!r}")
+    if written := still & Effects.of(module).written:
+        rule = "a pass through the model writes into this tensor, which is to stay as it is; let a pattern match it"
+        raise ConfigurationError(key="train", rule=rule, value=min(written))
     digest = hashlib.sha256()
-    tensors = dict(module.state_dict(keep_vars=True))
-    still |= {
-        name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)
-    }  # tied to one
+    # a tied tensor has several names
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= module.named_buffers(remove_duplicate=False)
+    still |= {name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)}
     stored = dict[tuple[object, ...], torch.Tensor]()
     for name in sorted(still):
         # let go of each before the next one is converted
         tensor = tensors.pop(name).detach()
-        if dtype != "float32" and tensor.is_floating_point() and tensor.dim() > 1:
+        path, _, own = name.rpartition(".")
+        owner = module.get_submodule(path)
+        # what no file has comes from the model's code, and its last bits from the processor
+        is_derived = own in owner._non_persistent_buffers_set
+        if dtype != "float32" and tensor.is_floating_point() and tensor.dim() > 1 and not is_derived:
             memory = tensor.data_ptr(), tensor.shape, tensor.stride()
             if memory not in stored:
                 stored[memory] = tensor.to(getattr(torch, dtype))
             tensor = stored[memory].as_subclass(NarrowTensor)
-        digest.update(name.encode())
-        # as bytes without a copy
-        digest.update(plain(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        path, _, own = name.rpartition(".")
-        owner = module.get_submodule(path)
+        if not is_derived:
+            digest.update(name.encode())
+            # as bytes without a copy
+            digest.update(plain(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         was_parameter = owner._parameters.pop(own, None) is not None
         if was_parameter:
             owner.register_buffer(own, None)
         if was_parameter or isinstance(tensor, NarrowTensor):
             # by its name: recurrent layers have a list of their tensors
             setattr(owner, own, tensor)
+    if dtype != "float32" and not stored:
+        raise ConfigurationError(key="frozen-dtype", rule="the model has no matrix that does not train", value=dtype)
     module.frozen_names = still  # type: ignore[assignment]
     module.frozen_sha256 = digest.hexdigest() if still else ""  # type: ignore[assignment]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import types
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from enum import Enum
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from fl_app.contents import PLAIN, content, fingerprint
 
 # attributes that the engine sets
 _ENGINES = frozenset(
@@ -32,18 +32,6 @@ _ENGINES = frozenset(
 ) | {"sender", "shared", "state", "submodel", "told"}
 # how deep values within values are compared
 _DEPTH = 4
-# values without contents
-PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
-# what nothing changes, by its type
-_FIXED = (
-    *(type, types.BuiltinFunctionType, types.ModuleType, types.CodeType, types.GenericAlias),
-    *(type(Ellipsis), slice, property, Enum, np.dtype, np.generic, np.ufunc),
-)
-_OF_TORCH = {("torch", name) for name in ("dtype", "device", "layout", "memory_format")}
-# modules whose objects lead to what is a whole process's
-_LIBRARIES = ("torch._", "logging", "threading", "asyncio")
-# a flag of classes (Py_TPFLAGS_HEAPTYPE)
-_WRITTEN_IN_PYTHON = 1 << 9
 _told: set[tuple[type | str, str]] = set()
 
 
@@ -133,14 +121,7 @@ def _kept_by(function: types.FunctionType) -> Iterator[_Variable]:
     for name, parameter in inspect.signature(function).parameters.items():
         yield _Variable(owner, name, partial(getattr, parameter, "default"))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield _Variable(owner, name, partial(_content, cell))
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return None
+        yield _Variable(owner, name, partial(content, cell))
 
 
 def attributes(half: object) -> Attributes:
@@ -184,53 +165,3 @@ def _is_plain(value: object) -> bool:
 def _is_code(value: object) -> bool:
     known = isinstance(value, type | staticmethod | classmethod | property | cached_property | partial)
     return known or inspect.isroutine(value) or hasattr(value, "__wrapped__")
-
-
-def fingerprint(
-    value: Any, depth: int, opaque: Callable[[Any], object] = id, known: dict[int, Any] | None = None
-) -> object:
-    """Return what equals itself as long as a value stays as it is, and hardly ever otherwise.
-
-    depth: how deep values within values are compared. opaque: gives the fingerprint of what lies deeper, and of what
-    cannot be looked into. known: by id, values whose contents do not count; all that is met here is added.
-    """
-    known = {} if known is None else known
-    if isinstance(value, PLAIN):
-        return type(value), repr(value)
-    if isinstance(value, _FIXED) or id(value) in known or (type(value).__module__, type(value).__name__) in _OF_TORCH:
-        return id(value)
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        value = value.ravel().tolist()
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, zlib.adler32(np.ascontiguousarray(value).view(np.uint8).data)
-    if hasattr(value, "_version"):  # a tensor's counter of changes in place
-        return id(value), value._version
-    if not depth:
-        return opaque(value)
-    if isinstance(value, bytearray | memoryview | range):
-        return bytes(value) if not isinstance(value, range) else repr(value)
-    # kept, or an id might become another value's
-    known[id(value)] = value
-    inner = partial(fingerprint, depth=depth - 1, opaque=opaque, known=known)
-    if isinstance(value, Set):
-        return sorted(map(repr, value))
-    held = dict(getattr(value, "__dict__", {}))
-    if isinstance(value, Mapping):
-        return [(repr(name), inner(one)) for name, one in value.items()], inner(held) if held else ()
-    if isinstance(value, Sequence):
-        return [inner(one) for one in value], inner(held) if held else ()
-    if isinstance(value, types.FunctionType):
-        return id(value), inner([_content(cell) for cell in value.__closure__ or ()]), inner(value.__defaults__)
-    if isinstance(value, types.MethodType | partial):
-        names = ("__func__", "__self__", "func", "args", "keywords")
-        return inner([getattr(value, name) for name in names if hasattr(value, name)])
-    classes = type(value).__mro__[:-1]
-    if any(cls.__module__.startswith(_LIBRARIES) for cls in classes):
-        return opaque(value)
-    declared = [vars(cls).get("__slots__", ()) for cls in classes]
-    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
-    held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    whole = all(cls.__flags__ & _WRITTEN_IN_PYTHON for cls in classes) and (slots or hasattr(value, "__dict__"))
-    return id(value), [(name, inner(one)) for name, one in held.items()], None if whole else opaque(value)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 from fl_app import gradient_checkpointing, metrics, rng, stopping, tasks, trainable_tensors
 from fl_app.config import RunConfig
-from fl_app.errors import MethodError, UserError
+from fl_app.contents import Effects
+from fl_app.errors import MethodError, UserError, listed
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout, Model
 from fl_app.model_names import ModelNames
@@ -366,6 +367,11 @@ class Method(Generic[P]):
             return module
 
         module = self.around(ModelFactory(drawn, shape, config.seed), config)
+        if changed := Effects.of(module).changed:
+            attributes = listed(sorted(changed))
+            said.append(
+                f"model {config.model}: a pass changes {attributes}; every message starts with their first values"
+            )
         if config.train:
             trainable_tensors.freeze(module, config.train, config.frozen_dtype)
         if config.gradient_checkpointing:

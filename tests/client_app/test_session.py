@@ -312,16 +312,27 @@ def test_a_tensor_of_no_name_keeps_a_network_until_it_is_written() -> None:
     assert not flat.is_restorable
 
 
-def test_a_write_into_a_frozen_tensor_is_named() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.__setitem__((0, 0), 0),
+        lambda weight: weight.data.mul_(0.5),
+        lambda weight: setattr(weight, "data", weight.data * 0.5),
+    ],
+    ids=["operation", "data", "memory"],
+)
+def test_a_write_into_a_frozen_tensor_is_named(write: Callable[[Any], object], dtype: str) -> None:
     module = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
-    trainable_tensors.freeze(module, "fc*")
-    flat, session = FlatModule(module, torch.device("cpu")), Session(config(), METHODS["fedavg"])
-    network = Network("key", module, *[None] * 4)  # type: ignore[arg-type]
-    session.leave(network, flat)
-    module.conv1.weight[0, 0] = 0  # type: ignore[index, union-attr]
-    with pytest.raises(ConfigurationError) as caught:
-        session.leave(network, flat)
-    assert (caught.value.key, caught.value.value) == ("train", "conv1.weight")
+    trainable_tensors.freeze(module, "fc*", dtype)
+    flat = FlatModule(module, torch.device("cpu"))
+    for _ in range(2):
+        Session.refuse_written(flat)
+    write(module.conv1.weight)
+    with rejected(ConfigurationError, "train", "frozen tensors", "written", value="conv1.weight"):
+        # the values of all are compared in turns
+        for _ in range(100):
+            Session.refuse_written(flat)
 
 
 def test_a_model_of_the_users_own_that_keeps_nothing_is_built_once(tmp_path: Path, monkeypatch: Any) -> None:

@@ -152,11 +152,12 @@ def test_a_backward_pass_keeps_no_float32_values() -> None:
 def test_a_write_changes_what_is_stored() -> None:
     stored = torch.ones(2, 2, dtype=torch.bfloat16).as_subclass(NarrowTensor)
     assert stored.dtype == torch.float32 and stored.nbytes == 8 and stored.shape == (2, 2)
-    version = stored._version
-    stored += stored
-    stored[0] = 5
-    stored.mul_(3)
-    assert stored._version == version + 3 and plain(stored).tolist() == [[15, 15], [6, 6]]
+    version, written = stored._version, stored
+    written += written
+    written[0] = 5
+    written.mul_(3)
+    torch.add(stored, 1, out=written)
+    assert written is stored and stored._version == version + 4 and plain(stored).tolist() == [[16, 16], [7, 7]]
 
 
 def test_what_is_handed_on_stays_stored() -> None:

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from client_app.client import CorollaClient
 from corolla.experiments.exported import run_models
-from fl_app import trainable_tensors
+from fl_app import plugins, trainable_tensors
 from fl_app.errors import ConfigurationError, MethodError, RoundFailed, UserError
 from fl_app.layout import Layout
 from fl_app.models import build
@@ -51,6 +51,85 @@ def test_what_is_tied_to_a_constant_is_one() -> None:
     trainable_tensors.freeze(module, "2.*")
     assert Layout.of(module).names == {"2.weight", "2.bias"}
     assert all(not p.requires_grad or name.startswith("2.") for name, p in module.named_parameters())
+
+
+class Derived(torch.nn.Module):
+    """A network with a buffer that no file has, and a parameter that it keeps from training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.middle, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 10)
+        self.register_buffer("angles", torch.full((1, 4), 0.1), persistent=False)
+        self.middle.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.middle(self.base(x.flatten(1)[:, :4]) + self.angles))
+        return out
+
+
+def derived(**_: int) -> torch.nn.Module:
+    return Derived()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_buffer_that_no_file_has_is_a_constant_with_its_own_precision(run: Run, dtype: str) -> None:
+    module, other = Derived(), Derived()
+    other.load_state_dict(module.state_dict())
+    other.angles = torch.zeros(1, 4)
+    for one in (module, other):
+        trainable_tensors.freeze(one, "head.*", dtype)
+        assert type(one.angles) is torch.Tensor and "angles" in one.frozen_names  # type: ignore[operator]
+    # the model's own code computes it, with the last bits of the processor
+    assert Layout.of(module).constants == Layout.of(other).constants
+    folder = run(model="tests.fl_app.test_trainable_tensors:derived", train="head.*", frozen_dtype=dtype)
+    assert read_summary(folder.path)["failures"] == 0
+
+
+def test_what_the_model_keeps_from_training_is_a_constant() -> None:
+    module = Derived()
+    trainable_tensors.freeze(module, "middle.*,head.*")
+    assert Layout.of(module).names == {"middle.bias", "head.weight", "head.bias"}
+    with rejected(ConfigurationError, "train", "'middle.weight'", "requires_grad", value="middle.weight"):
+        trainable_tensors.freeze(Derived(), "middle.weight,head.*")
+
+
+def test_a_dtype_for_matrices_that_all_train_is_refused() -> None:
+    with rejected(ConfigurationError, "frozen-dtype", "no matrix", value="bfloat16"):
+        trainable_tensors.freeze(mlp(), "*", "bfloat16")
+
+
+class Writing(torch.nn.Module):
+    """A network that writes into a tensor, in one mode."""
+
+    def __init__(self, name: str, training: bool, how: str) -> None:
+        super().__init__()
+        self.base, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 10)
+        self.register_buffer("seen", torch.zeros(()))
+        self.name, self.mode, self.how = name, training, how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tensor = {**dict(self.named_parameters()), **dict(self.named_buffers())}[self.name]
+        if self.training == self.mode and self.how == "data":
+            tensor.data.add_(1)
+        elif self.training == self.mode:
+            with torch.no_grad():
+                tensor += 1
+        out: torch.Tensor = self.head(self.base(x.flatten(1)[:, :4]))
+        return out
+
+
+@pytest.mark.parametrize("how", ["data", "operation"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["base.weight", "seen"])
+def test_a_model_that_writes_into_a_constant_is_refused_before_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str, training: bool, how: str
+) -> None:
+    def factory(**_: int) -> torch.nn.Module:
+        return Writing(name, training, how)
+
+    monkeypatch.setattr(plugins, "load", lambda *_: factory)
+    with rejected(ConfigurationError, "train", "writes into this tensor", value=name):
+        run(model="own:writes", train="head.*")
 
 
 def test_patterns() -> None:
