@@ -46,7 +46,7 @@ from fl_app.errors import ConfigurationError, UserError, describe, listed, size
 from fl_app.known_names import MODELS, VOCABULARY
 from fl_app.layout import Split
 from fl_app.machine import available_memory
-from fl_app.trainable_tensors import matching
+from fl_app.trainable_tensors import by_first_name, matching
 
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
@@ -398,7 +398,8 @@ def _wanted(module: nn.Module, patterns: str) -> Callable[[], frozenset[str]]:
 
     def names() -> frozenset[str]:
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        return matching("classifier", patterns, [name for name, tensor in tensors if tensor.is_floating_point()])
+        named = [name for name, tensor in tensors if tensor.is_floating_point()]
+        return matching("classifier", by_first_name(module, patterns), named)
 
     return names
 

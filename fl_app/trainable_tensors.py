@@ -7,6 +7,7 @@ outside of the layout. They never travel. Every node checks that its constants e
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -44,6 +45,28 @@ def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
 
 def _matched(pattern: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+
+
+def by_first_name(module: nn.Module, patterns: str, *, trains: bool = False) -> str:
+    """Return patterns that match the same tensors by their first names. A tied tensor has several names, of which any counts.
+
+    trains: a pattern that matches other tensors too need not match what the model keeps from training.
+    """
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    fixed = {name for name, parameter in module.named_parameters() if not parameter.requires_grad} if trains else set()
+    every = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    for name, tensor in itertools.chain(*every):
+        if tensor.is_floating_point() and first.setdefault(id(tensor), name) != name:
+            tied[name] = first[id(tensor)]
+    found = list[str]()
+    for pattern in split_names(patterns):
+        also = {tied[name] for name in _matched(pattern, tied)}
+        if _matched(pattern, first.values()) or not also:
+            found.append(pattern)
+            also -= fixed
+        found += sorted(also)
+    return ",".join(found)
 
 
 def trained(module: nn.Module, patterns: str) -> frozenset[str] | None:

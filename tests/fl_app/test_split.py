@@ -468,6 +468,20 @@ def test_the_key_splits_what_is_tied_and_what_is_built_in(own_model: Any, run: R
     assert plain != wide
 
 
+@pytest.mark.parametrize("key", ["classifier", "train"])
+def test_each_name_of_a_tied_tensor_counts(own_model: Any, run: Run, key: str) -> None:
+    model, method = own_model(tied_net), "fedper" if key == "classifier" else "fedavg"
+    first, second, both, bias = (
+        run(method=method, model=model, run_name=f"run-{n}", **{key: patterns})
+        for n, patterns in enumerate(["table.weight,fc.bias", "*fc*", "fc,table", "fc.bias"])
+    )
+    assert digest(first) == digest(second) == digest(both) != digest(bias)
+    about = [json.loads((folder.path / "run.json").read_text())["split"] for folder in (first, second)]
+    assert about[0] == about[1]
+    with rejected(UserError, key, "no tensor", "'fc.weigth'", "table.weight"):
+        run(method=method, model=model, run_name="none", **{key: "fc.weigth"})
+
+
 def test_a_run_names_body_classifier_and_unused_layers(
     own_model: Any, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

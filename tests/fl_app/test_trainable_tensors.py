@@ -132,6 +132,34 @@ def test_a_model_that_writes_into_a_constant_is_refused_before_the_run(
         run(model="own:writes", train="head.*")
 
 
+def test_a_tied_tensor_is_matched_by_each_of_its_names() -> None:
+    def network() -> torch.nn.Module:
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        module[1].weight = module[0].weight
+        return module
+
+    for patterns, names in {
+        "1.weight": {"0.weight"},
+        "1.*": {"1.bias", "0.weight"},
+        "1": {"1.bias", "0.weight"},
+        "0.*": {"0.weight", "0.bias"},
+        "?.weight": {"0.weight", "2.weight"},
+    }.items():
+        module = network()
+        by_first_name = trainable_tensors.by_first_name(module, patterns)
+        assert trainable_tensors.trained(module, by_first_name) == names
+        trainable_tensors.freeze(module, by_first_name)
+        assert Layout.of(module).names == names and (module[0].weight is module[1].weight)
+    module = network()
+    module[0].weight.requires_grad_(False)
+    with rejected(ConfigurationError, "train", "requires_grad", value="0.weight"):
+        trainable_tensors.freeze(module, trainable_tensors.by_first_name(module, "2,1.weight", trains=True))
+    trainable_tensors.freeze(module, trainable_tensors.by_first_name(module, "1.*,2.*", trains=True))
+    assert Layout.of(module).names == {"1.bias", "2.weight", "2.bias"}
+    assert trainable_tensors.by_first_name(network(), "") == ""
+    assert trainable_tensors.by_first_name(network(), "2,none.*") == "2,none.*"
+
+
 def test_patterns() -> None:
     layout = Layout.of(mlp())
     assert trainable_tensors.travelling(config(), layout, layout.names) == layout.names
