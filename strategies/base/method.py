@@ -111,6 +111,7 @@ class Method(Generic[P]):
     - `needs_classes`: the method is for classification; other tasks are refused.
     - `needs_whole`: the key `share` is refused, because the method's arrays are as long as the trained model, or
       because clients keep nothing.
+    - `needs_all_layers`: why a method with `compose` refuses the keys `train` and `share`. "": it trains a larger network.
     - `dp_epochs(config)`: returns the epochs of plain gradient steps that a client takes in a round. It declares that
       clients use their records in no other way, so that the method can run with `dp-epsilon`.
     - `needs_all`: why the server needs all clients' facts about their data before the first round (key `discover`). "":
@@ -139,6 +140,7 @@ class Method(Generic[P]):
     needs: Need | Callable[[P], Need] = ""
     needs_classes: bool = False
     needs_whole: bool = False
+    needs_all_layers: str = ""
     dp_epochs: Callable[[RunConfig], int] | None = None
     needs_all: str = ""
     sums: bool = False
@@ -158,14 +160,19 @@ class Method(Generic[P]):
         stopping.rule_of(config)
         if self.needs_classes and not tasks.of(config).has_classes:
             raise MethodError(key=f"method {config.method}", rule=f"it is for classes, and task {config.task} has none")
-        for name, patterns in (("train", config.train), ("share", config.share)):
-            if self.compose is not None and patterns:
-                raise MethodError(
-                    key=name, rule=f"method {config.method} trains a network around the model, which has no such parts"
-                )
-        if self.compose is not None and config.gradient_checkpointing:
-            rule = f"method {config.method} trains a network around the model; leave it false"
-            raise MethodError(key="gradient-checkpointing", rule=rule, value=True)
+        if self.compose is not None:
+            more = "trains all of a larger network, made around the model; leave it unset"
+            rules = {
+                "train": f"{more}; the model's own code can keep tensors from training (requires_grad = False)",
+                "share": more,
+            }
+            for name, patterns in (("train", config.train), ("share", config.share)):
+                if patterns:
+                    why = self.needs_all_layers and f"{self.needs_all_layers}; leave it unset"
+                    raise MethodError(key=name, rule=f"method {config.method} {why or rules[name]}", value=patterns)
+            if config.gradient_checkpointing and not self.needs_all_layers:
+                rule = f"method {config.method} trains a larger network, made around the model; leave it false"
+                raise MethodError(key="gradient-checkpointing", rule=rule, value=True)
         if taken := metrics.taken_names(metrics.declared(self.reports), tasks.measured(config)):
             raise MethodError(
                 key=f"method {config.method}",

@@ -354,7 +354,7 @@ METHOD = Method(
     FedMAUpdate,
     all_tensors,
     compose=checked,
-    needs_whole=True,
+    needs_all_layers="matches the units of all layers",
     not_private="its server matches single clients' models",
     needs=LINEAR,
     overview=Overview(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from client_app.client import CorollaClient
 from corolla.experiments.exported import run_models
 from fl_app import plugins, trainable_tensors
-from fl_app.errors import ConfigurationError, MethodError, RoundFailed, UserError
+from fl_app.errors import ConfigurationError, MethodError, RoundFailed
 from fl_app.layout import Layout
 from fl_app.models import build
 from fl_app.narrow_tensors import plain
@@ -173,7 +173,8 @@ def test_patterns() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_parts(run: Run, method: str) -> None:
     if METHODS[method].compose is not None:
-        with rejected(MethodError, "train", f"method {method}", "around the model"):
+        facts = ("all layers",) if method == "fedma" else ("larger network", "requires_grad")
+        with rejected(MethodError, "train", f"method {method}", *facts, value="*classifier*"):
             run(method=method, train="*classifier*", **IN_TWO_ROUNDS.get(method, {}))
         return
     if method == "heterofl":
@@ -183,6 +184,45 @@ def test_every_method_trains_parts(run: Run, method: str) -> None:
     folder = run(method=method, train="fc2.*,*classifier*", num_clients=2, num_server_rounds=1, **more)
     summary = read_summary(folder.path)
     assert summary["failures"] == 0 and summary["digest"]
+
+
+class Still(torch.nn.Module):
+    """A network whose own code keeps its first layer from training."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.body, self.head = (torch.nn.Linear(n, m) for n, m in ((64, 8), (8, 8), (8, num_classes)))
+        self.first.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(self.first(x.flatten(1)).relu()).relu())
+        return out
+
+
+def still(in_channels: int, num_classes: int, image_size: int) -> torch.nn.Module:
+    return Still(num_classes)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].compose and name != "fedma"])
+def test_what_refuses_train_takes_a_model_that_keeps_its_own_tensors(run: Run, method: str) -> None:
+    """The refusal of `train` names this way."""
+    more = IN_TWO_ROUNDS.get(method, {})
+    kept: dict[int, dict[str, Any]] = {}
+    for rounds in (2, 3):
+        folder = run(
+            method=method,
+            model="tests.fl_app.test_trainable_tensors:still",
+            num_clients=2,
+            num_server_rounds=rounds,
+            run_name=f"of-{rounds}",
+            collect_personal_models=True,
+            **more,
+        )
+        assert read_summary(folder.path)["failures"] == 0
+        # the global model, if there is one
+        kept[rounds] = load_file(max((folder.path / "models").glob("*.safetensors")))
+    same = {name: (kept[2][name] == kept[3][name]).all() for name in kept[2]}
+    assert all(same[name] for name in same if "first." in name) and not all(same.values())
 
 
 def test_bytes_are_four_times_what_is_shared(run: Run) -> None:
@@ -202,13 +242,18 @@ def test_a_frozen_batchnorm_gathers_no_statistics(run: Run) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_shares_parts_or_refuses_by_name(run: Run, method: str) -> None:
     pattern = "classifier.*" if method in {"lg-fedavg", "fedgen"} else "fc2.*"
-    refusal = ""
+    refusal: tuple[str, ...] = ()
     if METHODS[method].compose is not None:
-        refusal = f"share: method {method} trains a network around the model"
+        refusal = (
+            "share",
+            f"method {method}",
+            "all layers" if method == "fedma" else "larger network",
+            "leave it unset",
+        )
     elif METHODS[method].needs_whole:
-        refusal = f"method {method}: it works on all parameters that train; .*leave share unset"
+        refusal = (f"method {method}", "works on all parameters", "that train", "leave share unset")
     if refusal:
-        with pytest.raises(UserError, match=refusal):
+        with rejected(MethodError, *refusal, value=pattern):
             run(method=method, share=pattern, **IN_TWO_ROUNDS.get(method, {}))
         return
     folder = run(method=method, share=pattern, num_clients=2, num_server_rounds=2, collect_personal_models=True)
