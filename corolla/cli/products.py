@@ -104,6 +104,7 @@ def export(
             written, failed = export_each(run, METHODS, client, to, form=FileForm[form], data_path=data_path)
     for path, card in written:
         _show(path, card, own_files(path))
+    _warn_of_rounding(form, written)
     for name, why in failed.items():
         errors.print(escape(f"{name}: not exported: {why}"), soft_wrap=True)
     if failed:
@@ -122,6 +123,15 @@ def _show(path: Path, card: Mapping[str, Any], own: Path) -> None:
     console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
     if own.is_dir():
         console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
+
+
+def _warn_of_rounding(form: str, written: Sequence[tuple[Path, Mapping[str, Any]]]) -> None:
+    """Say once that adapters of peft were trained beside a base model with less precision (`frozen-dtype`)."""
+    if form == "peft" and any(card["settings"].get("frozen-dtype") == "bfloat16" for _, card in written):
+        warn(
+            "the run has frozen-dtype = bfloat16: peft's adapter gives its outputs on a base model whose matrices are rounded "
+            "to bfloat16; --merged writes both in one"
+        )
 
 
 def node_export(
@@ -162,6 +172,7 @@ def node_export(
         written, _ = export_each(last, METHODS, client, to, form=FileForm[form])
     for path, card in written:
         _show(path, card, own_files(path))
+    _warn_of_rounding(form, written)
 
 
 def _kept_of(run: str | None) -> Path:

@@ -25,7 +25,7 @@ from strategies import METHODS
 from strategies.base import handed_on
 from tests import examples
 from tests.conftest import Command, Run
-from tests.facts import rejected
+from tests.facts import mentions, rejected
 
 IDS = torch.tensor([[2, 9, 14, 0, 0], [5, 6, 7, 8, 1], [0, 0, 0, 0, 0]])
 
@@ -119,6 +119,37 @@ def test_transformers_loads_the_merged_model(example: Any, directory: Path, fedc
     expected = logits(run_models.load(fedcac, 1, METHODS).module)
     np.testing.assert_allclose(logits(loaded(example, network)), expected, atol=1e-5)
     assert file.name == adapter.MERGED and not any("lora_" in name for name in load_file(file))
+
+
+def test_an_adapter_beside_a_rounded_base_model_needs_one(
+    example: Any, directory: Path, tmp_path: Path, command: Command
+) -> None:
+    settings = {**example.settings(directory), "num_server_rounds": 1, "local_epochs": 1, "in_process": True}
+    corolla.run(method="fedavg", run_name="rounded", frozen_dtype="bfloat16", **settings)
+    folder = directory / "rounded"
+    said = {}
+    for form in ("--peft", "--merged"):
+        code, _, said[form] = command("export", folder, "--to", tmp_path, form, "--quiet")
+        assert code == 0, said
+    # once for all clients
+    assert said["--peft"].count("frozen-dtype") == 1 and mentions(said["--peft"], "bfloat16", "--merged")
+    assert "frozen-dtype" not in said["--merged"]
+    peft, transformers = importlib.import_module("peft"), importlib.import_module("transformers")
+    expected = logits(run_models.load(folder, 0, METHODS).module)
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "east-merged")
+    np.testing.assert_allclose(logits(loaded(example, merged)), expected, atol=1e-5)
+    as_it_is, rounded = base_model(directory), base_model(directory)
+    with torch.no_grad():
+        for matrix in (parameter for parameter in rounded.parameters() if parameter.dim() > 1):
+            matrix.copy_(matrix.bfloat16())
+    found, exact = (
+        logits(loaded(example, peft.PeftModel.from_pretrained(base, tmp_path / "east-adapter")))
+        for base in (as_it_is, rounded)
+    )
+    np.testing.assert_allclose(exact, expected, atol=1e-6)
+    assert np.abs(found - expected).max() > 100 * np.abs(exact - expected).max()
+    code, _, err = command("export", directory / "fedcac", "--peft", "--output", tmp_path / "plain")
+    assert code == 0 and "frozen-dtype" not in err
 
 
 def test_each_clients_adapter_is_in_a_folder_of_its_name(
