@@ -18,10 +18,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_app.metrics import Metric
-from fl_app.tasks import Task
+from corolla.task import Metric, Task
 
-IDS, LENGTH, TAGS, ROWS = 12, 8, 3, 80
+IDS, LENGTH, TAGS, ROWS, PADDING = 12, 8, 3, 80, -1
 SIZES = {"vocab_size": IDS, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -93,7 +92,7 @@ class Language(Task):
 
 
 class Tags(Task):
-    """Outputs and targets [n, T * TAGS]: the targets have a 1 for each token's class."""
+    """Outputs and targets [n, T * TAGS]: the targets have a 1 for each token's class, and zeros for padding."""
 
     metrics = (Metric("token-accuracy", ratio=True),)
     input_dtype = "int64"
@@ -102,20 +101,34 @@ class Tags(Task):
         return x.long()
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(outputs.reshape(-1, TAGS), y.reshape(-1, TAGS).argmax(1))
+        return cross_entropy(outputs.reshape(-1, TAGS), classes(y), ignore_index=PADDING)
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> dict[str, float]:
-        found, truth = (each.reshape(-1, TAGS).argmax(1) for each in (outputs, y))
-        return {"token-accuracy": float((found == truth).double().mean())}
+        truth = classes(y)
+        right = outputs.reshape(-1, TAGS).argmax(1) == truth
+        return {"token-accuracy": float(right.sum() / (truth != PADDING).sum())}
+
+
+def classes(y: Tensor) -> Tensor:
+    """Return the class of each token, PADDING where its targets are zeros."""
+    y = y.reshape(-1, TAGS)
+    return y.argmax(1).where(y.any(1), PADDING)
 
 
 def write(path: Path, tags: bool) -> None:
-    """Write two rooms' texts. In each, a token follows from the one before. A token's class depends on it alone."""
+    """Write two rooms' texts. In each, a token follows from the one before. A token's class depends on it alone.
+
+    Texts with classes have 5 to 8 tokens, and padding behind them.
+    """
     draw, arrays = np.random.default_rng(0), {}
     for part in ("train", "test"):
         room = np.arange(ROWS) % 2
         ids = (draw.integers(0, IDS, (ROWS, 1)) + np.arange(LENGTH) * (1 + 4 * room[:, None])) % IDS
-        y = np.eye(TAGS)[ids % TAGS].reshape(ROWS, -1) if tags else np.arange(LENGTH) > np.zeros((ROWS, 1))
+        y = np.arange(LENGTH) > np.zeros((ROWS, 1))
+        if tags:
+            is_token = np.arange(LENGTH) < draw.integers(5, LENGTH + 1, (ROWS, 1))
+            ids = ids * is_token
+            y = (np.eye(TAGS)[ids % TAGS] * is_token[..., None]).reshape(ROWS, -1)
         arrays |= {f"x_{part}": ids, f"y_{part}": y.astype(np.float32), f"room_{part}": room}
     np.savez(path, **arrays)
 

@@ -286,6 +286,15 @@ def test_what_corolla_names_is_there() -> None:
         assert all(getattr(package, name) is not None for name in package.__all__)
 
 
+def test_examples_import_what_the_pages_name() -> None:
+    public, kernels = "corolla", "strategies.kernels"
+    for path in (ROOT / "examples").rglob("*.py"):
+        ours = [name for name in imported(path) if name.partition(".")[0] in PACKAGES]
+        # the round in NumPy, with which the architecture's page begins
+        allowed = (public, kernels) if path.name == "one_round.py" else (public,)
+        assert not [name for name in ours if not f"{name}.".startswith(tuple(f"{part}." for part in allowed))], path
+
+
 def test_types_are_told_to_who_imports_a_package() -> None:
     assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []
 
