@@ -36,6 +36,7 @@ SOURCES: Mapping[str, str] = {
     "guides/notebook-example.md": "examples/notebook.ipynb",
     "guides/cross-device-example.md": "examples/cross-device.toml",
     "guides/slow-clients-example.md": "examples/slow-clients.toml",
+    "guides/tokens-example.md": "examples/lora_tokens.py",
     "gallery/label-skew.md": "examples/label_skew.py",
     "gallery/hospitals.md": "examples/hospitals.py",
     "gallery/masks.md": "examples/masks.py",

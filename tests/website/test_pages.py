@@ -92,6 +92,7 @@ def test_a_missing_section_for_a_table_is_added_in_its_place() -> None:
         ("examples/notebook.ipynb", "guides/notebook-example.md"),
         ("CITATION.cff", "project/citation.md"),
         ("examples/cross-device.toml", "guides/cross-device-example.md"),
+        ("examples/lora_tokens.py", "guides/tokens-example.md"),
         ("fl_app/transport/wire.py", None),
     ],
 )
