@@ -92,7 +92,7 @@ def export(
 
         use_rules(site.find())
     with waiting(errors) as shown:
-        shown.step("writing the model", brief=True)
+        shown.step("importing the packages of the model and writing it", brief=True)
         # imported here because torch takes seconds
         from corolla.experiments.exported.export import FileForm, export_each, own_files
         from corolla.experiments.exported.export import export as write
@@ -161,7 +161,7 @@ def node_export(
     last = _kept_of(run)
     look_for_plugins(last / PLUGINS)
     with waiting(errors) as shown:
-        shown.step("writing the model", brief=True)
+        shown.step("importing the packages of the model and writing it", brief=True)
         # imported here because torch takes seconds
         from corolla.experiments.exported.export import FileForm, export_each, own_files
 
