@@ -46,7 +46,7 @@ from fl_app.errors import ConfigurationError, UserError, describe, listed, size
 from fl_app.known_names import MODELS, VOCABULARY
 from fl_app.layout import Split
 from fl_app.machine import available_memory
-from fl_app.trainable_tensors import by_first_name, matching
+from fl_app.trainable_tensors import first_names, matching
 
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
@@ -395,13 +395,7 @@ def _mark(
 
 def _wanted(module: nn.Module, patterns: str) -> Callable[[], frozenset[str]]:
     """Return a function that gives the tensors that the key `classifier` names. It raises UserError if a pattern fits none."""
-
-    def names() -> frozenset[str]:
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        named = [name for name, tensor in tensors if tensor.is_floating_point()]
-        return matching("classifier", by_first_name(module, patterns), named)
-
-    return names
+    return lambda: matching("classifier", patterns, first_names(module))
 
 
 def _check_tensors(name: str, module: nn.Module) -> None:

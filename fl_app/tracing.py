@@ -417,7 +417,7 @@ def writing() -> Iterator[None]:
         _WRITING.reset(token)
 
 
-class Trained(NamedTuple):
+class TrainingPass(NamedTuple):
     """A copy of a network, its output for a batch in training mode, and what the pass changed in the copy.
 
     Parameters that it wrote into are not among the effects: that is a `WrittenError`.
@@ -428,7 +428,7 @@ class Trained(NamedTuple):
     effects: Effects
 
 
-def in_training(module: nn.Module, example: Tensor) -> Trained | None:
+def in_training(module: nn.Module, example: Tensor) -> TrainingPass | None:
     """Pass a batch through a copy of a network in training mode. Returns None if the network cannot be copied.
 
     The copy has the network's own parameters: a large network is not in memory twice. Raises WrittenError if they have other
@@ -447,7 +447,7 @@ def in_training(module: nn.Module, example: Tensor) -> Trained | None:
     finally:
         if names := [name for one, (name, p) in zip(before, shared.items(), strict=True) if _checksum(p) != one]:
             raise WrittenError(names)
-    return Trained(copied, output, Effects(_written_buffers(module, copied), frozenset(contents.changed())))
+    return TrainingPass(copied, output, Effects(_written_buffers(module, copied), frozenset(contents.changed())))
 
 
 def _written_buffers(module: nn.Module, copied: nn.Module) -> frozenset[str]:

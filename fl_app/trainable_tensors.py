@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -26,52 +26,41 @@ if TYPE_CHECKING:
 HASH = "frozen-sha256"
 
 
-def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter and floating-point buffer by every name. A tied tensor has several names."""
+    first: dict[int, str] = {}
+    every = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in itertools.chain(*every)
+        if tensor.is_floating_point()
+    }
+
+
+def matching(key: str, patterns: str, names: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
     """Return the names that a key's patterns match; all if there are no patterns. A module's name matches its tensors.
 
-    Raises UserError for a pattern that matches none.
+    names: those that there are, or the names to return by those that patterns may match. Raises UserError for a pattern
+    that matches none.
     """
-    every = list(names)
+    every = names if isinstance(names, Mapping) else dict(zip(given := list(names), given, strict=True))
     found: set[str] = set()
     for pattern in split_names(patterns):
         matched = _matched(pattern, every)
         if not matched:
-            raise ConfigurationError(
-                key=key, rule=f"no tensor of the model matches {pattern!r}; there are {listed(every)}"
-            )
+            there = listed(list(dict.fromkeys(every.values())))
+            raise ConfigurationError(key=key, rule=f"no tensor of the model matches {pattern!r}; there are {there}")
         found |= matched
-    return frozenset(found) if patterns else frozenset(every)
+    return frozenset(found if patterns else every.values())
 
 
-def _matched(pattern: str, names: Iterable[str]) -> set[str]:
-    return {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
-
-
-def by_first_name(module: nn.Module, patterns: str, *, trains: bool = False) -> str:
-    """Return patterns that match the same tensors by their first names. A tied tensor has several names, of which any counts.
-
-    trains: a pattern that matches other tensors too need not match what the model keeps from training.
-    """
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    fixed = {name for name, parameter in module.named_parameters() if not parameter.requires_grad} if trains else set()
-    every = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    for name, tensor in itertools.chain(*every):
-        if tensor.is_floating_point() and first.setdefault(id(tensor), name) != name:
-            tied[name] = first[id(tensor)]
-    found = list[str]()
-    for pattern in split_names(patterns):
-        also = {tied[name] for name in _matched(pattern, tied)}
-        if _matched(pattern, first.values()) or not also:
-            found.append(pattern)
-            also -= fixed
-        found += sorted(also)
-    return ",".join(found)
+def _matched(pattern: str, names: Mapping[str, str]) -> set[str]:
+    return {first for name, first in names.items() if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
 
 
 def trained(module: nn.Module, patterns: str) -> frozenset[str] | None:
     """Return the names of a module's tensors that patterns match, also if one matches none. None: there are no patterns."""
-    names = Layout.of(module).names
+    names = first_names(module)
     return frozenset().union(*(_matched(pattern, names) for pattern in split_names(patterns))) if patterns else None
 
 
@@ -90,8 +79,7 @@ def freeze(module: nn.Module, patterns: str, dtype: str = "float32") -> None:
 
     layout = Layout.of(module)
     fixed = frozenset(name for name, parameter in module.named_parameters() if not parameter.requires_grad)
-    names = [slot.name for slot in (*layout.params, *layout.buffers)]
-    still = layout.names
+    names, still = first_names(module), layout.names
     for pattern in split_names(patterns):
         matched = matching("train", pattern, names)
         if matched <= fixed:

@@ -366,9 +366,7 @@ class Method(Generic[P]):
                     module,
                     initial_weights,
                     partial=config.initial_weights_partial,
-                    trains=trainable_tensors.trained(
-                        module, trainable_tensors.by_first_name(module, config.train, trains=True)
-                    ),
+                    trains=trainable_tensors.trained(module, config.train),
                     told=said.append,
                     names=names,
                     example=torch.zeros((2, *shape), dtype=getattr(torch, tasks.of(config).input_dtype)),
@@ -382,9 +380,7 @@ class Method(Generic[P]):
                 f"model {config.model}: a pass changes {attributes}; every message starts with their first values"
             )
         if config.train:
-            trainable_tensors.freeze(
-                module, trainable_tensors.by_first_name(module, config.train, trains=True), config.frozen_dtype
-            )
+            trainable_tensors.freeze(module, config.train, config.frozen_dtype)
         if config.gradient_checkpointing:
             gradient_checkpointing.enable(module, config.model)
         handed_on.made(module, wanted, said)

@@ -146,18 +146,15 @@ def test_a_tied_tensor_is_matched_by_each_of_its_names() -> None:
         "?.weight": {"0.weight", "2.weight"},
     }.items():
         module = network()
-        by_first_name = trainable_tensors.by_first_name(module, patterns)
-        assert trainable_tensors.trained(module, by_first_name) == names
-        trainable_tensors.freeze(module, by_first_name)
+        assert trainable_tensors.trained(module, patterns) == names
+        trainable_tensors.freeze(module, patterns)
         assert Layout.of(module).names == names and (module[0].weight is module[1].weight)
     module = network()
     module[0].weight.requires_grad_(False)
     with rejected(ConfigurationError, "train", "requires_grad", value="0.weight"):
-        trainable_tensors.freeze(module, trainable_tensors.by_first_name(module, "2,1.weight", trains=True))
-    trainable_tensors.freeze(module, trainable_tensors.by_first_name(module, "1.*,2.*", trains=True))
+        trainable_tensors.freeze(module, "2,1.weight")
+    trainable_tensors.freeze(module, "1.*,2.*")
     assert Layout.of(module).names == {"1.bias", "2.weight", "2.bias"}
-    assert trainable_tensors.by_first_name(network(), "") == ""
-    assert trainable_tensors.by_first_name(network(), "2,none.*") == "2,none.*"
 
 
 def test_patterns() -> None:

@@ -270,16 +270,12 @@ def networks(
             module,
             initial,
             partial=config.initial_weights_partial,
-            trains=trainable_tensors.trained(
-                module, trainable_tensors.by_first_name(module, config.train, trains=True)
-            ),
+            trains=trainable_tensors.trained(module, config.train),
             names=of_data,
             example=torch.zeros((2, *sample), dtype=getattr(torch, tasks.of(config).input_dtype)),
         )
     if config.train:
-        trainable_tensors.freeze(
-            module, trainable_tensors.by_first_name(module, config.train, trains=True), config.frozen_dtype
-        )
+        trainable_tensors.freeze(module, config.train, config.frozen_dtype)
     yield module
     method, kept = methods[config.method], dataclasses.replace(config, gradient_checkpointing=False)
     yield method.network(kept, **shape, initial_weights=initial, names=of_data, tried=True)
