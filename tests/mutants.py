@@ -5,10 +5,10 @@ python -m tests.mutants try [--tree DIRECTORY] [--jobs 2] [--python PYTHON] < te
 
 `draw` prints a seeded sample of mutants, as many of each: kernels, engine, wire, data, configuration. A line has the
 file, cosmic-ray's operator, its occurrence, and the code. A mutant that changes only annotations is none. `try` puts
-each into a copy of a tree and runs the test files that import its module, those of fewest lines first, until a test
-fails or `SECONDS` of processor time are over. It prints the fate of each, and the share that was caught. Nothing in
-the tree itself changes. The tests of each mutant run in a fork of a process that has imported the libraries of the
-tests, but nothing of the tree.
+each into a copy of a tree and runs the test files that import its module, one after the other, those of fewest lines
+first, then those that import its package, until a test fails or `SECONDS` of processor time are over. It prints the fate
+of each, and the share that was caught. Nothing in the tree itself changes. The tests of each mutant run in a fork of a
+process that has imported the libraries of the tests, but nothing of the tree.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNT, SEED, SECONDS = 400, 1, 30
+# pytest's exit status if a test failed, and if none could be collected, because the product could not be imported
+FAILED = (1, 2)
 PLACES = ("strategies/kernels", "strategies/engine", "fl_app/transport/wire.py", "fl_app/data", "fl_app/config")
 BINARY = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_Mul", "BitAnd_BitOr", "BitXor_BitAnd")
 OPERATORS = (
@@ -112,16 +114,28 @@ def is_fault(root: Path, mutant: Mutant) -> bool:
 
 def importers(tree: Path, module: str) -> list[str]:
     """Return the unit test files that import a module or its package, those of the module and of fewest lines first."""
-    package, _, name = module.rpartition(".")
+    package = module.rpartition(".")[0]
     found = []
     for path in (tree / "tests").rglob("test_*.py"):
         text = path.read_text("utf-8")
         if "e2e" in path.parts or "pytest.mark.e2e" in text:
             continue
-        direct = module in text or f"from {package} import {name}" in text
-        if direct or package in text:
+        imported = imports_of(text)
+        direct = module in imported or any(each.startswith(f"{module}.") for each in imported)
+        if direct or any(each == package or each.startswith(f"{package}.") for each in imported):
             found.append((not direct, text.count("\n"), path.relative_to(tree).as_posix()))
     return [path for *_, path in sorted(found)]
+
+
+def imports_of(text: str) -> set[str]:
+    """Return the dotted names that a file imports: modules, and what it takes from them."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return found
 
 
 class Tests:
@@ -138,8 +152,7 @@ class Tests:
         """Return whether no test fails in these seconds."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(seconds, *files, file=self.process.stdin, flush=True)
-        # 1: a test failed; 2: no test could be collected, because the product could not be imported
-        return self.process.stdout.readline().strip() not in ("1", "2")
+        return int(self.process.stdout.readline()) not in FAILED
 
     def end(self) -> None:
         """End the process."""
@@ -170,7 +183,10 @@ def serve() -> None:
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in range(3):
                 os.dup2(nothing, descriptor)
-            os._exit(importlib.import_module("pytest").main(["-xq", "-n0", "-p", "no:cacheprovider", *files]))
+            pytest = importlib.import_module("pytest")
+            # a file at a time: the collection of all would take the seconds
+            statuses = (int(pytest.main(["-xq", "-n0", "-p", "no:cacheprovider", file])) for file in files)
+            os._exit(next((status for status in statuses if status in FAILED), 0))
         # for tests that wait for ever
         timer = threading.Timer(10 * float(seconds), os.killpg, (child, signal.SIGKILL))
         timer.start()
