@@ -383,8 +383,8 @@ def main() -> None:
     first, last = rows[counts[0]], rows[counts[-1]]
     beyond = max(row["peak"] - clients * trained for clients, row in rows.items()) - plain["peak"] - BESIDE
     results["networks in memory beyond PyTorch alone"] = max(0.0, beyond) / network
-    results["networks per further client"] = (last["peak"] - first["peak"]) / (counts[-1] - counts[0]) / network
     more = counts[-1] - counts[0]
+    results["networks per further client"] = (last["peak"] - first["peak"]) / more / network
     results["milliseconds of a client beyond its passes"] = 1000 * (
         (last["cpu"] - first["cpu"]) / more - plain["passes"]
     )

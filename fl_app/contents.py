@@ -35,8 +35,6 @@ _WRITTEN_IN_PYTHON = 1 << 9
 # how deep the contents of layers are compared
 _DEPTH = 8
 _MARK = "_corolla_effects"
-# attributes of layers that Corolla and PyTorch set
-_PASSING = ("training", _MARK, "_corolla_split")
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -106,7 +104,7 @@ class Contents:
 
     def __init__(self, module: nn.Module, opaque: Callable[[Any], object] = id) -> None:
         """Look at a network. opaque: gives the fingerprint of what Python cannot look into."""
-        self._module, self._opaque = module, opaque
+        self._opaque = opaque
         # by the name of a layer and of its attribute, tables and what they held
         self._tables: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
         self._sets: list[tuple[str, set[Any], set[Any]]] = []
@@ -123,7 +121,7 @@ class Contents:
         named = [*module.modules(), *module.parameters(), *module.buffers(), *(table for _, table, _ in self._tables)]
         self._known = {id(value): value for value in named}
         self._held = [(name, value) for name, value in held if id(value) not in self._known and not _is_fixed(value)]
-        self._prints, self.shape = self._fingerprints(), self._shape()
+        self._prints = self._fingerprints()
 
     @staticmethod
     def _name(table_name: str, table: Mapping[Any, Any], key: object) -> str:
@@ -158,7 +156,7 @@ class Contents:
         found = dict[str, None]()
         for name, table, first in self._tables:
             for key in first.keys() | table.keys():
-                if key not in _PASSING and not _is_same(first.get(key, found), table.get(key, found)):
+                if key != "training" and not _is_same(first.get(key, found), table.get(key, found)):
                     found[self._name(name, table, key)] = None
         found |= {name: None for name, values, first in self._sets if values != first}
         after = self._fingerprints()
@@ -167,11 +165,6 @@ class Contents:
         }
         return sorted(found)
 
-    def _shape(self) -> list[object]:
-        """Return the kinds of layers, and the names of their parameters, buffers and parts."""
-        layers = self._module.named_modules()
-        return [(path, type(layer), *(list(vars(layer).get(part, ())) for part in _PARTS)) for path, layer in layers]
-
 
 @contextmanager
 def trial(module: nn.Module) -> Iterator[Contents]:
@@ -179,10 +172,16 @@ def trial(module: nn.Module) -> Iterator[Contents]:
 
     Yields the contents as they were.
     """
-    before = Contents(module)
+    before, parts = Contents(module), _parts(module)
     yield before
-    if before.shape == before._shape():
+    if parts == _parts(module):
         before.restore()
+
+
+def _parts(module: nn.Module) -> list[object]:
+    """Return the kinds of layers, and the names of their parameters, buffers and parts."""
+    layers = module.named_modules()
+    return [(path, type(layer), *(list(vars(layer).get(part, ())) for part in _PARTS)) for path, layer in layers]
 
 
 class Effects(NamedTuple):

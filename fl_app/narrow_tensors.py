@@ -61,10 +61,8 @@ class NarrowTensor(Tensor):
             given = [plain(args[0]), *args[1:]] if writes else args
             named |= {"out": plain(named["out"])} if "out" in named else {}
             if func in _LOOKUPS:
-                return _WideCall(lambda one: False)(func, given, named).float()
-            casts = name in _CASTING
-            widens = _WideCall(lambda one: not (casts and torch.is_autocast_enabled(one.device.type)))
-            found = widens(func, given, named)
+                return _WideCall(lambda _: True)(func, given, named).float()
+            found = _WideCall(lambda device: name in _CASTING and torch.is_autocast_enabled(device))(func, given, named)
             return args[0] if writes and found is given[0] else found
 
 
@@ -77,11 +75,11 @@ def plain(value: Any) -> Any:
 class _WideCall:
     """One call of a function, and the float32 values that it gets.
 
-    widens: whether the function gets a bfloat16 tensor as float32.
+    keeps: whether the function gets tensors of a type of device as they are stored.
     """
 
-    def __init__(self, widens: Callable[[Tensor], bool]) -> None:
-        self.widens = widens
+    def __init__(self, keeps: Callable[[str], bool]) -> None:
+        self.keeps = keeps
         # functions of torch.func allow no hooks on what the backward pass keeps
         has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         self.hooks = torch.is_grad_enabled() and has_hooks()
@@ -104,7 +102,7 @@ class _WideCall:
         if not isinstance(value, NarrowTensor):
             return value
         stored: Tensor = plain(value)
-        if not self.widens(stored):
+        if self.keeps(stored.device.type):
             return stored
         wide = stored.float()
         if self.hooks:

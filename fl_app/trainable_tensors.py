@@ -43,7 +43,7 @@ def matching(key: str, patterns: str, names: Iterable[str] | Mapping[str, str]) 
     names: those that there are, or the names to return by those that patterns may match. Raises UserError for a pattern
     that matches none.
     """
-    every = names if isinstance(names, Mapping) else dict(zip(given := list(names), given, strict=True))
+    every = names if isinstance(names, Mapping) else {name: name for name in names}
     found: set[str] = set()
     for pattern in split_names(patterns):
         matched = _matched(pattern, every)

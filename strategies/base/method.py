@@ -161,15 +161,14 @@ class Method(Generic[P]):
         if self.needs_classes and not tasks.of(config).has_classes:
             raise MethodError(key=f"method {config.method}", rule=f"it is for classes, and task {config.task} has none")
         if self.compose is not None:
-            more = "trains all of a larger network, made around the model; leave it unset"
-            rules = {
-                "train": f"{more}; the model's own code can keep tensors from training (requires_grad = False)",
-                "share": more,
-            }
-            for name, patterns in (("train", config.train), ("share", config.share)):
+            why = self.needs_all_layers or "trains all of a larger network, made around the model"
+            instead = "; the model's own code can keep tensors from training (requires_grad = False)"
+            for name, patterns, way in (("train", config.train, instead), ("share", config.share, "")):
                 if patterns:
-                    why = self.needs_all_layers and f"{self.needs_all_layers}; leave it unset"
-                    raise MethodError(key=name, rule=f"method {config.method} {why or rules[name]}", value=patterns)
+                    way = "" if self.needs_all_layers else way
+                    raise MethodError(
+                        key=name, rule=f"method {config.method} {why}; leave it unset{way}", value=patterns
+                    )
             if config.gradient_checkpointing and not self.needs_all_layers:
                 rule = f"method {config.method} trains a larger network, made around the model; leave it false"
                 raise MethodError(key="gradient-checkpointing", rule=rule, value=True)
